@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tandem.config.errors import ConfigError
 from tandem.models.heads import PackedScalarModel
@@ -96,6 +96,32 @@ def test_more_than_one_label_is_refused_by_name(tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
     with pytest.raises(ConfigError, match=r"classifier with 3 labels \(LABEL_0, LABEL_1, LABEL_2\).*num_labels=1"):
         load_scalar_model(tmp_path / "three")
+
+
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_chosen_class_is_scored_by_its_log_odds(tmp_path, kind):
+    config = tiny_config(
+        pad_token_id=0, id2label={0: "calm", 1: "rude", 2: "kind"}, label2id={"calm": 0, "rude": 1, "kind": 2}
+    )
+    torch.manual_seed(3)
+    theirs = kind.from_config(config).eval()
+    torch.nn.init.normal_(theirs.score.weight)
+    theirs.save_pretrained(tmp_path / "three")
+    ids = random_pack((9,))["input_ids"]
+    with torch.no_grad():
+        states = theirs.model(input_ids=ids[None]).last_hidden_state[0]
+        expected = theirs.score(states).softmax(-1)[:, 1].logit()
+        for label in ("rude", 1):
+            ours = load_scalar_model(tmp_path / "three", class_label=label)
+            scores = ours(ours.lay_out(ids, torch.tensor([0, 9]), torch.ones(9, dtype=torch.bool))).scores
+            torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+    for wrong in ("rud", 3, -1, True):
+        with pytest.raises(
+            ConfigError, match=rf"has no class_label={wrong}; its classes are 0 \(calm\), 1 \(rude\), 2 \(kind\)"
+        ):
+            load_scalar_model(tmp_path / "three", class_label=wrong)
+    with pytest.raises(ConfigError, match="gives one number, so class_label=rude chooses nothing"):
+        load_scalar_model(classifier_folder(tmp_path), class_label="rude")
 
 
 def test_a_folder_that_lacks_a_layer_is_refused(tmp_path):

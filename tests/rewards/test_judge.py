@@ -1,11 +1,13 @@
 """A language model as the judge: what it is asked, and how its words become a reward."""
 
+import json
+
 import pytest
 
 from tandem.api.failures import RewardFailure
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
-from tandem.rewards.judge import read_choice, read_json, read_number
+from tandem.rewards.verdicts import read_choice, read_json, read_number
 from tests.rewards.asked import ROW, judge, server
 from tests.serve.served import Served
 from tests.tiny import tiny_model_folder
@@ -96,6 +98,47 @@ def test_a_template_of_ones_own(tmp_path):
     assert bodies[0]["messages"][0]["content"] == "Rate: two\nVerdict: good or bad"
 
 
+GRADES = {
+    "type": "object",
+    "required": ["reason", "grades"],
+    "properties": {
+        "reason": {"type": "string", "minLength": 3},
+        "grades": {
+            "type": "object",
+            "required": ["style"],
+            "properties": {"style": {"type": "integer", "minimum": 0, "maximum": 4}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"score": 9} so {"reason": "neat", "grades": {"style": 3}}', 0.75),
+        ("I like it", "judge_unreadable: judge: there is no JSON object"),
+        ('{"grades": {"style": 3}}', "judge_off_schema: judge: its JSON object: reason is required"),
+        (
+            '{"reason": "neat", "grades": {"style": 5}}',
+            "judge_off_schema: judge: its JSON object: grades.style must be at most 4",
+        ),
+        ('{"reason": "neat", "grades": {"style": "3"}}', "grades.style must be a whole number, got '3'"),
+        ('{"reason": "neat", "grades": {"style": NaN}}', "grades.style must be a whole number, got nan"),
+    ],
+)
+def test_a_verdict_in_json_must_fit_its_schema(tmp_path, text, value):
+    (tmp_path / "grades.json").write_text(json.dumps(GRADES))
+    with server(says(text)) as (url, bodies):
+        for given in (f"'{tmp_path}/grades.json'", GRADES):
+            spec = f"judge(url={url}, model=m, answer_form=json, schema={given}, field=grades.style)"
+            if isinstance(value, float):
+                assert judge(spec, "two") == value
+            else:
+                with pytest.raises(RewardFailure, match=value):
+                    judge(spec, "two")
+    assert bodies[0]["messages"][0]["content"].endswith(f"fits this schema: {json.dumps(GRADES)}")
+
+
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
@@ -104,6 +147,15 @@ def test_a_template_of_ones_own(tmp_path):
         ("votes=0", "votes must be a whole number, at least 1, got 0"),
         ("low=5, high=5", "low must be below high"),
         ("template=none.txt", "the template none.txt cannot be read"),
+        ("schema=judge.json", "schema and field are for answer_form=json, got answer_form=score"),
+        ("answer_form=json, schema=none.json", "the schema none.json cannot be read"),
+        ("answer_form=json, schema={'pattern': 'a'}", "it has 'pattern', and only .*properties.* are checked"),
+        ("answer_form=json, schema={'required': ['score']}", "in the schema field=score must be a number"),
+        ("answer_form=json, schema={'properties': {'score': {'type': 'number'}}}", "schema must require 'score'"),
+        (
+            "answer_form=json, schema={'properties': {'score': {'type': 'real'}}}",
+            "at properties.score it has the type 'real'",
+        ),
     ],
 )
 def test_a_wrong_knob_of_a_judge_is_refused_at_start(knobs, said):

@@ -394,6 +394,24 @@ def test_the_folder_of_a_reward_model_that_cannot_be_read_is_refused_by_name(ove
     assert str(folder) in str(refused.value) and not (tmp_path / "sprung").exists()
 
 
+def test_a_class_of_a_classifier_is_a_reward(overrides, models, tmp_path):
+    folder = shutil.copytree(models / "judge", tmp_path / "classes")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"id2label": {"0": "calm", "1": "rude"}, "label2id": {"calm": 0, "rude": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    head = weights["score.weight"]
+    save_file({**weights, "score.weight": torch.cat([0 * head, head])}, folder / "model.safetensors", {"format": "pt"})
+    both = [f"model(path={folder}, class_label={label}, probability=true, name={label})" for label in ("calm", "rude")]
+    summary = train(resolved(overrides, f"reward={' + '.join(both)} + 0*model(path={models}/judge, probability=true)"))
+    parts = [sample["rewards"] for sample in samples_of(summary)]
+    assert len({part["rude"] for part in parts}) > 2
+    for part in parts:  # the head of `calm` is 0: the log-odds of `rude` are the score of the model with one label
+        assert part["calm"] + part["rude"] == pytest.approx(1) and 0 < part["rude"] < 1
+    with pytest.raises(ConfigError, match=r"has no class_label=rud; its classes are 0 \(calm\), 1 \(rude\)"):
+        train(resolved(overrides, f"reward=model(path={folder}, class_label=rud)"), dry_run=True)
+
+
 def test_a_reward_model_with_another_vocabulary_reads_the_text_in_its_own_tokens(overrides, models, tmp_path):
     """Its tokens have other numbers than the actor's; its scores are those of the model that numbers as the actor does."""
     folder = shutil.copytree(models / "judge", tmp_path / "renumbered")

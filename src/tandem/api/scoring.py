@@ -33,6 +33,9 @@ class FrozenModel:
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision; None takes the actor's."""
 
+    class_label: str | int | None = None
+    """For `scalar`: the name or number of a class, of a classifier with several. The number a token is its log-odds."""
+
     backend: str | None = None
     """Its layout over ranks, such as ``fsdp:d1`` for the first one alone; None takes the actor's."""
 

@@ -73,6 +73,7 @@ for _service in (
     Service("reward", "model", "tandem.rewards.model:ModelReward", needs_model=True),
     Service("reward", "judge", "tandem.rewards.judge:JudgeReward", writes_without="url"),
     Service("reward", "compare", "tandem.rewards.compare:CompareReward", writes_without="url"),
+    Service("reward", "rank", "tandem.rewards.rank:RankReward", writes_without="url"),
     Service("reward", "remote", "tandem.rewards.remote:RemoteReward"),
     Service("partner", "model", "tandem.rollout.partner:ModelPartner"),
     Service("sandbox", "auto", "tandem.sandbox.choose:with_what_works"),

@@ -59,6 +59,9 @@ class Resident:
     adapter: AdapterBeside | None = None
     """Lies beside the weights of a frozen model; None: it has none."""
 
+    class_label: str | int | None = None
+    """The class whose log-odds a frozen classifier with several gives; None where it has one label."""
+
     trunk_of: str | None = None
     """The resident whose frozen weights it computes with, beside its own head and adapters; None: all are its own."""
 
@@ -392,7 +395,7 @@ def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident
     if wanted.backend is not None:
         layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
         refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
-    return with_adapter(Resident(name, engine, wanted.head, key=key))
+    return with_adapter(Resident(name, engine, wanted.head, key=key, class_label=wanted.class_label))
 
 
 def _partner(config: TrainConfig) -> list[Resident]:

@@ -61,6 +61,7 @@ def open_model(
         trained=resident.changes,
         team=team,
         adapter=resident.adapter,
+        class_label=resident.class_label,
         trunk=trunk.engine if isinstance(trunk, TeamEngine) else trunk,
     )
     if team is process.team:

@@ -21,8 +21,18 @@ HEAD = "score.weight"
 """Name of the head's only tensor, ``[1, H]``: it has no bias."""
 
 
+ClassLabel = str | int
+"""The name of a class, or its number."""
+
+
 class PackedScalarModel(PackedModel):
-    """A transformers sequence classifier with one label, read at every token."""
+    """A transformers sequence classifier, read at every token. ``chosen``: of one with several classes, the number of the
+    class whose log-odds against all others are the score; None where it has one label."""
+
+    def __init__(self, model: nn.Module, chosen: int | None = None):
+        """``model``: as `PackedCausalLM` takes it, with a head called ``score``."""
+        super().__init__(model)
+        self.chosen = chosen
 
     def forward(self, layout: TokenLayout) -> Outputs:
         """``scores [T]`` float32: position t holds what the head reads from the state *after* token t, for every token.
@@ -30,8 +40,19 @@ class PackedScalarModel(PackedModel):
         ``logprobs`` is empty: no logits are computed.
         """
         states, head = self.hidden(layout), self.model.score
+        if self.chosen is not None:
+            return Outputs(states.new_zeros(0), scores=self.place(log_odds(states, head, self.chosen), layout))
         scores = self.read_scalar(states, head.weight, layout)
         return Outputs(states.new_zeros(0), scores=scores if head.bias is None else scores + head.bias.float())
+
+
+def log_odds(states: torch.Tensor, head: nn.Linear, chosen: int) -> torch.Tensor:
+    """The log-odds of a class against all others, log p - log(1 - p), ``[C]`` float32, from ``states [C, H]``."""
+    logits = states.float() @ head.weight.float().T  # [C, K]
+    if head.bias is not None:
+        logits = logits + head.bias.float()
+    others = [number for number in range(logits.shape[1]) if number != chosen]
+    return logits[:, chosen] - logits[:, others].logsumexp(-1)
 
 
 class PackedActorCritic(PackedCausalLM):
@@ -84,27 +105,30 @@ def refuse_missing(folder: Path, missing: Iterable[str]) -> None:
         raise ConfigError(f"the weights in {folder} cannot be read: {len(names)} are missing, first {names[0]!r}")
 
 
-def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """A transformers sequence classifier with one label; its head is 0 where the folder has none. Of a token classifier, the
-    head is the log-odds of its last label.
+def read_classifier(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, class_label: ClassLabel | None = None
+) -> PackedScalarModel:
+    """A transformers classifier that gives one number a token; its head is 0 where the folder has none. Of a token
+    classifier of two labels, the head is the log-odds of its last label. ``class_label``: see `prepare_classifier`.
 
     Raises:
-        ConfigError: more than one label, no usable padding token, or weights that are missing or cannot be read.
+        ConfigError: what `prepare_classifier` refuses, or weights that are missing or cannot be read.
     """
     labels, tokens = config.num_labels, is_token_classifier(config)
-    brings_head, padding = prepare_classifier(folder, config)
-    config.num_labels = labels if tokens else 1
+    chosen = None if class_label is None else class_number(folder, config, class_label)
+    brings_head, padding = prepare_classifier(folder, config, class_label)
+    config.num_labels = labels if tokens or chosen is not None else 1
     kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
     model, missing = read_weights(kind, folder, config, dtype)
     refuse_missing(folder, set(missing) - (set() if brings_head else {HEAD}))
-    if tokens:
+    if tokens and chosen is None:
         model.score = _log_odds(model.score)
     if not brings_head:
         nn.init.zeros_(model.score.weight)
     model.config.pad_token_id = padding
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
     model.model.embed_tokens.padding_idx = None
-    return model
+    return PackedScalarModel(model, chosen)
 
 
 def _log_odds(head: nn.Linear) -> nn.Linear:
@@ -117,18 +141,43 @@ def _log_odds(head: nn.Linear) -> nn.Linear:
     return found
 
 
-def prepare_classifier(folder: Path, config: PretrainedConfig) -> tuple[bool, int]:
-    """Makes ``config`` that of a classifier with one label; whether the folder has its head, and its padding token.
+def class_number(folder: Path, config: PretrainedConfig, class_label: ClassLabel) -> int:
+    """The number of a class of the classifier in ``folder``, which is given by its name or its number.
 
     Raises:
-        ConfigError: it has more labels, or no usable padding token.
+        ConfigError: it has one label or none, or no such class; lists those that it has.
+    """
+    count = config.num_labels if is_classifier(config) else 1
+    names = [str(config.id2label[number]) for number in range(count)]
+    if count == 1:
+        raise ConfigError(f"{folder} gives one number, so class_label={class_label} chooses nothing: leave it out")
+    if class_label in names:
+        return names.index(str(class_label))
+    if isinstance(class_label, int) and not isinstance(class_label, bool) and 0 <= class_label < count:
+        return class_label
+    raise ConfigError(
+        f"{folder} has no class_label={class_label}; its classes are "
+        + ", ".join(f"{number} ({name})" for number, name in enumerate(names))
+    )
+
+
+def prepare_classifier(folder: Path, config: PretrainedConfig, class_label: ClassLabel | None = None) -> tuple[bool, int]:
+    """Makes ``config`` that of a classifier with one label; whether the folder has its head, and its padding token.
+
+    ``class_label``: the class that is the score, of a classifier with several; then its labels stay.
+
+    Raises:
+        ConfigError: it has more labels and none is chosen, no such class, or no usable padding token.
     """
     brings_head = is_classifier(config)
+    if class_label is not None:
+        class_number(folder, config, class_label)
+        return brings_head, padding_token(folder, config)
     if brings_head and config.num_labels != 1 and not (is_token_classifier(config) and config.num_labels == 2):
         raise ConfigError(
             f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
             "a reward model or critic has one number, so give a classifier with num_labels=1, a token classifier of "
-            "wrong and right steps, or a language model"
+            "wrong and right steps, or a language model; a reward can be one of the labels: model(path=…, class_label=…)"
         )
     config.num_labels = 1
     return brings_head, padding_token(folder, config)

@@ -10,6 +10,7 @@ from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config, read_weights
 from tandem.models.heads import (
+    ClassLabel,
     PackedActorCritic,
     PackedScalarModel,
     read_classifier,
@@ -59,18 +60,21 @@ def load_scalar_model(
     gradient_checkpointing: bool = False,
     *,
     selective_checkpointing: bool = False,
+    class_label: ClassLabel | None = None,
 ) -> PackedScalarModel:
     """The model at ``path`` with one number a token as its head: a critic, or a reward model.
 
-    A sequence classifier brings its head; from a causal language model the head begins as zeros.
+    A sequence classifier brings its head; from a causal language model the head begins as zeros. ``class_label``: the class
+    whose log-odds are the number, of a classifier with several.
 
     Raises:
-        ConfigError: what `load_causal_lm` refuses, and a classifier with more than one label.
+        ConfigError: what `load_causal_lm` refuses, a classifier with several labels of which none is chosen, or no such
+            class.
     """
     folder = resolve(path)
     config = read_config(folder)
-    model = read_classifier(folder, config, dtype)
-    packed = PackedScalarModel(model.to(device))
+    packed = read_classifier(folder, config, dtype, class_label)
+    packed.model.to(device)
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing(selective_checkpointing)
     return packed

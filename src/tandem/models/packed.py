@@ -97,7 +97,10 @@ class PackedModel(nn.Module):
     def read_scalar(self, states: torch.Tensor, weight: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """One number a token, ``[T]`` float32, from ``states [C, H]`` and ``weight [1, H]``."""
         # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
-        scores = (states.float() @ weight.float().T)[:, 0]  # [C]
+        return self.place((states.float() @ weight.float().T)[:, 0], layout)
+
+    def place(self, scores: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        """The numbers ``[C]`` of this rank's tokens where the batch has these tokens, ``[T]``."""
         if self.context is not None:
             scores = self.context.place(scores)
         return scores[: layout.total] if layout.place is None else scores[layout.place]

@@ -373,7 +373,7 @@ def _writers(
         if not isinstance(written, WritingReward):
             continue
         model, requests = models[planned.resident], samples_of_a_step * written.requests
-        reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * (2 if written.compares else 1)
+        reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
         writer = Writer(
             engine_of(model, requests), Lengths(reads, written.client.max_tokens, written.client.max_tokens), requests
         )

@@ -69,6 +69,40 @@ def check_value(value: Any, schema: Schema, where: str = "") -> Any:
     return value if kind is None else _CHECKS[kind](value, schema, where)
 
 
+def check_schema(schema: Any, where: str = "") -> None:
+    """Passes if `check_value` knows all of a schema that a user wrote.
+
+    Raises:
+        ValueError: it does not; names the place.
+    """
+    at = f"at {where} it" if where else "it"
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{at} must be an object, got {_short(schema)}")
+    unknown = sorted(set(schema) - _KNOWN)
+    if unknown:
+        raise ValueError(f"{at} has {', '.join(map(repr, unknown))}, and only {', '.join(sorted(_KNOWN))} are checked")
+    kind = schema.get("type")
+    if kind is not None and not (isinstance(kind, str) and kind in _CHECKS):
+        raise ValueError(f"{at} has the type {_short(kind)}, which is none of {', '.join(_CHECKS)}")
+    properties, choices = schema.get("properties", {}), schema.get("anyOf", [])
+    shapes = {"properties": (properties, Mapping), "anyOf": (choices, list)}
+    shapes |= {word: (schema.get(word, []), list) for word in ("required", "enum")}
+    for word, (value, shape) in shapes.items():
+        if not isinstance(value, shape):
+            raise ValueError(f"{at} has {word}={_short(value)}, which must be {'a list' if shape is list else 'an object'}")
+    for word in ("minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "maxLength"):
+        bound = schema.get(word, 0)
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise ValueError(f"{at} has {word}={_short(bound)}, which must be a number")
+    inside = {f"properties.{name}": part for name, part in properties.items()}
+    inside |= {f"anyOf[{number}]": part for number, part in enumerate(choices)}
+    inside |= {"items": schema["items"]} if "items" in schema else {}
+    if not isinstance(schema.get("additionalProperties", True), bool):
+        inside["additionalProperties"] = schema["additionalProperties"]
+    for name, part in inside.items():
+        check_schema(part, f"{where}.{name}" if where else name)
+
+
 def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:
     failures = []
     for choice in choices:

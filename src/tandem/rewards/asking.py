@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -118,3 +119,15 @@ def finite_knobs(name: str, **knobs: Any) -> None:
     for knob, value in knobs.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"reward {name!r}: {knob} must be a finite number, got {value!r}")
+
+
+def read_knob_file(name: str, knob: str, file: str) -> str:
+    """The text of the file that a knob of the reward ``name`` gives.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward {name!r}: the {knob} {file} cannot be read: {error}") from error

@@ -108,7 +108,12 @@ class WritingReward(Score):
     @property
     def requests(self) -> int:
         """The most requests for one sample."""
-        return self.client.votes * (2 * int(getattr(self.reward, "opponents", 1)) if self.compares else 1)
+        return int(getattr(self.reward, "requests", self.client.votes))
+
+    @property
+    def shown(self) -> int:
+        """The most replies in one request."""
+        return int(getattr(self.reward, "shown", 1))
 
     def score(self, batch: TensorDict, model: TrainEngine) -> NoReturn:
         """Nothing is computed from log-probabilities here."""

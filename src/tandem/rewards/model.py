@@ -1,4 +1,4 @@
-"""A reward model as a reward: the folder that `tandem reward` wrote, or any classifier of one label."""
+"""A reward model as a reward: the folder that `tandem reward` wrote, or any classifier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class ModelReward(Score):
     The conversation is rendered by the reward model's own tokenizer and chat template, so it may be of another family than
     the actor. ``path``: its folder. ``name``: its name in metrics, where a reward has several. ``center`` is subtracted, and
     ``scale`` divides: rewards of pairs have no zero and no unit of their own. ``above``: the reward is 1 where this is
-    exceeded, else 0. ``backend``: how the model is spread, as `FrozenModel.backend`.
+    exceeded, else 0. ``backend``: how the model is spread, as `FrozenModel.backend`. ``class_label``: of a classifier with
+    several classes, the one whose log-odds are the score. ``probability``: σ(score) instead of the score.
 
     With ``steps``, the text between the steps of a reply, it is a process reward model: the value of a step is the
     probability σ(score) that it is right, read after its last token, or after the ``marker`` that the model was trained to
@@ -40,17 +41,21 @@ class ModelReward(Score):
         steps: str | None = None,
         marker: str | None = None,
         aggregate: Aggregate = "min",
+        class_label: str | int | None = None,
+        probability: bool = False,
     ):
         if scale <= 0:
             raise ConfigError(f"reward model({path}): scale must be above 0, got {scale}")
         if steps is None and (marker or aggregate != "min"):
             unused = "marker" if marker else "aggregate"
             raise ConfigError(f"reward model({path}): {unused} is not used without steps, such as steps='\\n\\n'")
+        if steps is not None and probability:
+            raise ConfigError(f"reward model({path}): the value of a step is a probability already; leave probability out")
         if steps == "" or marker == "":
             raise ConfigError(f"reward model({path}): steps and marker must not be empty")
-        self.model = FrozenModel(path, head="scalar", backend=backend)
+        self.model = FrozenModel(path, head="scalar", backend=backend, class_label=class_label)
         self.name, self.center, self.scale, self.above = name, center, scale, above
-        self.steps, self.marker, self.aggregate = steps, marker or "", aggregate
+        self.probability, self.steps, self.marker, self.aggregate = probability, steps, marker or "", aggregate
         self.per_step = steps is not None and aggregate == "none"
 
     def read(self, sample: Sample, row: Mapping[str, Any], reader: ScoreReader) -> Mapping[str, Any]:
@@ -65,6 +70,7 @@ class ModelReward(Score):
         assert scores is not None, "its head is scalar"
         if self.steps is None:
             found = scores[batch["cu_seqlens"][1:] - 1]
+            found = found.float().sigmoid() if self.probability else found
         else:
             ends = batch["step_end"]
             found = aggregated(scores[ends].float().sigmoid(), sequence_index(batch)[ends], self.aggregate)

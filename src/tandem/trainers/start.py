@@ -210,7 +210,14 @@ def check_models(plan: RunPlan, device: str) -> None:
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
         architecture = check_train_engine(
-            config, describing(config.path), layout, torch.device(device), dtype, resident.head, key
+            config,
+            describing(config.path),
+            layout,
+            torch.device(device),
+            dtype,
+            resident.head,
+            key,
+            resident.class_label,
         )
         if config.lora.rank is not None:
             refuse_unknown_targets(config.lora, Shape.of(architecture).linears)

@@ -8,6 +8,7 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.spread import Head
 from tandem.models.adapter_beside import AdapterBeside
+from tandem.models.heads import ClassLabel
 
 __all__ = ["Head", "build_train_engine"]
 
@@ -22,6 +23,7 @@ def build_train_engine(
     team: Team | None = None,
     adapter: AdapterBeside | None = None,
     trunk: TrainEngine | None = None,
+    class_label: ClassLabel | None = None,
 ) -> TrainEngine:
     """The engine of ``config.backend``, over the ranks of ``team``; None: all processes of torch.distributed
     where it is initialised.
@@ -29,7 +31,8 @@ def build_train_engine(
     ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
     ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
     it has no float32 masters, and neither steps nor states; then ``adapter`` lies beside its weights. ``trunk``: an engine
-    of this function with the same frozen weights but for heads and adapters, whose memory it shares.
+    of this function with the same frozen weights but for heads and adapters, whose memory it shares. ``class_label``: the
+    name or number of the class whose log-odds are the number a token, of a frozen classifier with several.
 
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
@@ -46,4 +49,5 @@ def build_train_engine(
         trained=trained,
         adapter=adapter,
         trunk=trunk,
+        label=class_label,
     )

@@ -12,15 +12,22 @@ from tandem.models.architecture import Architecture
 from tandem.models.compiled import refuse_without_compiler
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.foreign import read_hf_config
-from tandem.models.heads import prepare_classifier, refuse_classifier
+from tandem.models.heads import ClassLabel, prepare_classifier, refuse_classifier
 
 
 def check_train_engine(
-    config: TrainEngineConfig, folder: Path, layout: Layout, device: torch.device, dtype: torch.dtype, head: str, key: str
+    config: TrainEngineConfig,
+    folder: Path,
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype,
+    head: str,
+    key: str,
+    class_label: ClassLabel | None = None,
 ) -> Architecture:
     """Passes if an engine of ``config`` can train the model in ``folder``, which may lack weights, laid out as ``layout``.
 
-    ``head``: as `build_train_engine` takes it. ``key``: where ``config.backend`` was written.
+    ``head``, ``class_label``: as `build_train_engine` takes them. ``key``: where ``config.backend`` was written.
 
     Raises:
         ConfigError: the model is of another kind than is needed or is not computed exactly here, or cannot be laid over
@@ -29,7 +36,7 @@ def check_train_engine(
     found = read_hf_config(folder)
     architecture = Architecture.from_config(found)
     if head == "scalar":
-        prepare_classifier(folder, found)
+        prepare_classifier(folder, found, class_label)
     else:
         refuse_classifier(folder, found)
     _check_layout(config, layout, device, dtype, f"{key}={config.backend}")

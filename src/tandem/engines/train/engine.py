@@ -46,6 +46,7 @@ class SpreadEngine(TrainEngine):
         trained: bool = True,
         adapter: AdapterBeside | None = None,
         trunk: "SpreadEngine | None" = None,
+        label: str | int | None = None,
     ):
         """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
         where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
@@ -53,7 +54,7 @@ class SpreadEngine(TrainEngine):
         too; it is saved as a language model, and the second head in a file of its own. ``key``: of ``config.backend``.
         ``trained``: False for a model that only computes `forward`, which takes a third of the memory in bfloat16; then
         ``adapter`` lies beside its weights, as ``config.lora`` describes it. ``trunk``: an engine with the same frozen
-        weights but for heads and adapters, whose memory it shares.
+        weights but for heads and adapters, whose memory it shares. ``label``: the class that is read.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
@@ -63,7 +64,7 @@ class SpreadEngine(TrainEngine):
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.ranks = form_ranks(config.backend, process_group, self.device, key)
         self.world_size = self.ranks.layout.ranks
-        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained, adapter)
+        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained, adapter, label)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
         self._weights = named_weights(config, self._holder, self.model, self.ranks.team)
         self.adapter = self._weights.adapter

@@ -21,7 +21,7 @@ from tandem.models.catalog import resolve
 from tandem.models.compiled import compile_layers
 from tandem.models.context_parallel import divides_heads
 from tandem.models.foreign import read_hf_config
-from tandem.models.heads import is_token_classifier
+from tandem.models.heads import ClassLabel, is_token_classifier
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.lora import fill_adapters, put_adapters
 from tandem.models.packed import PackedModel
@@ -41,26 +41,28 @@ def open_spread(
     head: Head,
     trained: bool = True,
     adapter: AdapterBeside | None = None,
+    class_label: ClassLabel | None = None,
 ) -> tuple[PackedModel, Holder]:
     """The model of ``config`` on this rank, computing in ``dtype``, and what holds its weights.
 
     With ``config.lora`` its own weights are frozen in ``dtype``, and adapters lie beside them. A model that is not
     ``trained`` is frozen as a whole, and has no float32 masters; under DeepSpeed it is held as a trained one.
-    ``adapter``: of a frozen model on one rank.
+    ``adapter``: of a frozen model on one rank. ``class_label``: the class that a scalar head gives.
 
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
     """
-    check_train_engine(config, resolve(config.path), ranks.layout, device, dtype, head, ranks.key)
+    check_train_engine(config, resolve(config.path), ranks.layout, device, dtype, head, ranks.key, class_label)
     if trained and is_token_classifier(read_hf_config(resolve(config.path))):
         raise ConfigError(f"{config.path} classifies tokens: it can judge steps, and cannot be trained on here")
     # what is kept in host memory is read layer by layer too: it may not fit on the GPU as a whole
-    unfilled = None if ranks.group is None and not config.offload else _open_unfilled(config, device, head)
+    piecewise = class_label is None and (ranks.group is not None or config.offload)  # a head of several classes is small
+    unfilled = _open_unfilled(config, device, head) if piecewise else None
     frozen = not trained and ranks.layout.zero is None
     held = torch.float32 if config.lora.rank is None and not frozen else dtype
     if adapter is not None and dtype == torch.float32:
         held = adapter.dtype  # the base is rounded as it was beside the adapter; rounding it twice is rounding it once
-    model = _load(config, device, head, held) if unfilled is None else unfilled.model
+    model = _load(config, device, head, held, class_label) if unfilled is None else unfilled.model
     if adapter is not None:
         assert frozen and unfilled is None, "several ranks read merged weights"
         put_adapters(model, config.lora, held, seed=0)
@@ -125,7 +127,9 @@ def _common_seed(ranks: Ranks, device: torch.device) -> int:
     return int(seed)
 
 
-def _load(config: TrainEngineConfig, device: torch.device, head: Head, dtype: torch.dtype) -> PackedModel:
+def _load(
+    config: TrainEngineConfig, device: torch.device, head: Head, dtype: torch.dtype, class_label: ClassLabel | None
+) -> PackedModel:
     if head == "scalar":
         return load_scalar_model(
             config.path,
@@ -133,6 +137,7 @@ def _load(config: TrainEngineConfig, device: torch.device, head: Head, dtype: to
             device,
             config.gradient_checkpointing,
             selective_checkpointing=config.selective_checkpointing,
+            class_label=class_label,
         )
     return load_causal_lm(
         config.path,
