@@ -28,7 +28,8 @@ try:
             call()
             times.append(time.perf_counter() - began)
         return min(times)
-    gather = spent(lambda: dist.all_gather_into_tensor(whole, part))
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch warns of the second
+    gather = spent(lambda: all_gather(whole, part))
     reduce = spent(lambda: dist.reduce_scatter_tensor(part, whole))
     dist.destroy_process_group()
 finally:

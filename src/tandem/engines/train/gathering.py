@@ -27,6 +27,10 @@ def buckets(names: Iterable[str], num_bytes: Callable[[str], int], most: int = B
         yield bucket
 
 
+gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Tensors of one size from all ranks; newer versions of torch warn of the second name."""
+
+
 def gather_rows(
     shards: Sequence[torch.Tensor], shapes: Sequence[torch.Size], group: dist.ProcessGroup | None
 ) -> Iterator[torch.Tensor]:
@@ -46,7 +50,7 @@ def gather_rows(
         data = shard.contiguous().flatten().view(torch.uint8)
         own[start : start + len(data)] = data
     everybody = own.new_empty(size * len(own))
-    dist.all_gather_into_tensor(everybody, own, group=group)  # as bytes: gloo does not know every dtype
+    gather_equal(everybody, own, group=group)  # as bytes: gloo does not know every dtype
     del own
     kinds = [shard.dtype for shard in shards]
     by_rank = everybody.view(size, -1)
