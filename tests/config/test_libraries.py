@@ -47,6 +47,8 @@ def spins(script: str, **environment: str) -> str:
     return found[0]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_threads_that_wait_sleep_soon_wherever_tandem_is_imported_before_torch():
     assert spins("import tandem, torch") == "10000"
     assert spins("import tandem.engines.inference.child") == "10000"
@@ -55,6 +57,8 @@ def test_threads_that_wait_sleep_soon_wherever_tandem_is_imported_before_torch()
     assert spins("import torch, tandem") != "10000"
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_doctor_says_that_torch_was_imported_too_early():
     ask = "import sys\nfrom tandem.cli.main import main\nmain(['doctor'])"
     words = "import tandem before torch"
@@ -70,6 +74,8 @@ def test_a_server_of_another_environment_gets_what_the_user_set_and_not_what_we_
     assert of_others({"GOMP_SPINCOUNT": "77"}) == {"GOMP_SPINCOUNT": "77"}
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_of_training_in_bfloat16_does_not_rise_with_lengths_that_were_not_seen_before(tmp_path):
     folder = tiny_model_folder(tmp_path, hidden_size=256, intermediate_size=512)

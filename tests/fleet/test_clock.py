@@ -29,7 +29,7 @@ FOR_PEOPLE = {
     "cli/fleet.py:show": "how long ago, for `tandem fleet list`; never negative",
     "engines/inference/fleet/roster.py:write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
-    "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
+    "engines/inference/serve/service.py:EngineService": "`created` of OpenAI's protocol",
     "protocol/dialects/chat.py:_frame": "`created` of OpenAI's protocol",
     "protocol/dialects/responses.py:_frame": "`created_at` of OpenAI's protocol",
     "rollout/program.py:_program": "when the time of a program is over, for the program, whose clock is another",

@@ -44,6 +44,8 @@ def fleet_of(servers, folder, run_folder, gconfig=None, wait=True, **changes):
     return fleet
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_busy_server_is_never_suspected(kind, folders, tmp_path):
     with KINDS[kind](folders[0], token_s=0.1, slots=2) as server:
         fleet = fleet_of([(kind, server)], folders[0], tmp_path, suspect_after_s=1.5, stall_timeout_s=2.0)

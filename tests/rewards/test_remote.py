@@ -127,6 +127,8 @@ def test_a_server_that_fails_for_a_while_costs_time_and_no_sample():
     assert len(bodies) >= 3  # it did fail, and was asked again
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_dead_server_costs_its_patience_once_and_is_trusted_again_when_it_answers():
     dead, began = threading.Event(), time.monotonic()
     dead.set()

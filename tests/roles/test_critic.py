@@ -209,6 +209,8 @@ def both(folder, ranks):
     }
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_two_ranks_value_and_learn_as_one(folder, tmp_path):
     one, two = alone_and_on_two(both, folder, out=tmp_path)
     initial = weights_of(critic_on(folder, learnt=0))

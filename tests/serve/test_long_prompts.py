@@ -133,6 +133,8 @@ def post_in_thread(served, body, answers):
     return thread
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_short_prompt_does_not_wait_for_long_ones(slow_folder):
     with Served(slow_folder) as served:
         served.json("POST", "/v1/chat/completions", chat("hi"))  # what is loaded on demand is there
@@ -150,6 +152,8 @@ def test_a_short_prompt_does_not_wait_for_long_ones(slow_folder):
     assert sum(at > done for _, _, at in answers) >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_one_long_prompt_too_many_is_told_to_come_again(slow_folder):
     with Served(slow_folder, max_long_prompts=1) as served:
         answers = []

@@ -15,6 +15,8 @@ def zygote():
         yield zygote
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside training"])
 def test_a_save_may_be_killed_at_each_of_its_writes(zygote, tmp_path, beside):
     def save(root, step, nth):

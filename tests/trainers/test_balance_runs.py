@@ -15,6 +15,8 @@ from tandem.flow import balance
 from tandem.trainers.rl import train
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_trainer_that_waits_gives_threads_to_generation(overrides, monkeypatch):
     given, measured = [], []
 

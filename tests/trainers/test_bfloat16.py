@@ -47,6 +47,8 @@ def rows_of(summary):
     return [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_gsm8k_trains_asynchronously_and_proves_its_deliveries(small, tmp_path):
     data = tmp_path / "data"
     data.mkdir()

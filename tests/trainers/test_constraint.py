@@ -102,6 +102,8 @@ def test_a_batch_without_the_cost_is_refused_by_name():
         Constraint(ConstraintConfig(cost="rude")).follow(batch_of([1.0]))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("more", [["algorithm=grpo"], ["algorithm=ppo", "critic.warmup_steps=1"], ["async_training=true"]])
 def test_the_cost_is_measured_and_not_rewarded_and_the_multiplier_follows_it(overrides, more):
     more = [*more, *(["deterministic=false", "algorithm.correction.weight=truncate"] if "async" in more[0] else [])]

@@ -106,6 +106,8 @@ def test_a_reward_that_chooses_by_row_stays_as_it_is(spec, change):
         changed_reward(spec, change)
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_change_counts_from_the_next_step_on_and_a_run_that_goes_on_is_the_run_that_was_not_cut(overrides, asks, where):
     reward = f"reward={asks(25, 'reward.add', f'5*{SMALL}:short')}"
     more = ("evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.keep_last=null", reward)
@@ -215,6 +217,8 @@ def test_a_journal_of_another_run_in_the_same_folder_is_not_read(overrides, wher
     assert "control/changes" not in rows(where)[0]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_term_with_options_comes_and_the_means_of_the_others_go_on_also_when_the_run_is_cut(overrides, where, asks):
     even = asks(25, "reward.add", f'0.3*{SMALL}:short(normalise="running", gate="many > 4")')
     reward = f"reward={even} + 0.5*{SMALL}:many(normalise=running, clip=[-1, 1])"
@@ -319,6 +323,8 @@ def test_a_cost_that_only_another_data_set_has_costs_there(overrides, where):
     assert with_cost == {("a", True), ("b", False)}  # one prompt a batch, so there are batches without the cost
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_beside_generation_no_group_is_judged_by_two_rewards(overrides, where):
     more = ("deterministic=false", "async_training=true", "algorithm.correction.weight=truncate")
     more = (*more, "rollout.max_head_offpolicyness=2", "tracking.trajectories_per_step=99", "total_train_steps=8")
@@ -372,6 +378,8 @@ def with_models(tmp_path, models, name, *more):
     return resolved, folder
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_models_come_and_go_under_a_budget_as_without_one_and_one_that_does_not_fit_is_refused(tmp_path, models):
     resolved, tight = with_models(tmp_path, models, "tight", "memory_limit_gib=0.00088")
     answers = [json.loads(path.read_text()) for path in sorted((tight / FOLDER).glob("*.answer"))]

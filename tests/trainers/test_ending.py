@@ -82,6 +82,8 @@ def status(tmp_path) -> dict:
     return json.loads(info.read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("placement", ["colocate", "decoupled"])
 def test_ctrl_c_ends_a_run_within_seconds_and_leaves_nothing_but_its_folder(started, tmp_path, placement):
     memory = shared_memory()
@@ -102,6 +104,8 @@ def test_ctrl_c_ends_a_run_within_seconds_and_leaves_nothing_but_its_folder(star
     assert shared_memory() <= memory
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_an_engine_process_that_is_killed_ends_the_command_within_five_seconds_saying_so(started, tmp_path):
     process = started("placement=decoupled")
     children = descendants(process.pid)

@@ -49,6 +49,8 @@ def test_a_run_whose_environments_dawdle_is_the_same_to_the_bit_again_and_after_
     assert len(turns) == 3 and 1 < sum(turns) / 3 < 3
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("more", [[], ["async_training=true"]], ids=["in turns", "asynchronous"])
 def test_what_environments_do_wrong_is_counted_and_the_run_goes_on(overrides, tmp_path, more):
     before = {child.pid for child in psutil.Process().children(recursive=True)}

@@ -122,6 +122,8 @@ def test_rollouts_go_on_during_an_evaluation_and_it_takes_no_slot(model):
         engine.close()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_an_asynchronous_run_is_evaluated_with_several_samples_within_its_staleness(overrides):
     items = ["async_training=true", "rollout.max_head_offpolicyness=1", "evaluate.every_steps=1", "evaluate.n_samples=2"]
     items += ["evaluate.max_rows=6", "reward=exact_number"]

@@ -35,6 +35,8 @@ def test_answers_that_hang_the_judge_are_not_trained_on_and_end_the_run(override
     assert log.count("a sample failed and is missing in its group (reward_timeout") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_also_where_a_single_judged_sample_is_allowed_to_make_a_group(overrides, tmp_path):
     items = ["rollout.min_group_size=1", "rollout.max_data_failures=8", "total_train_steps=100"]
     with pytest.raises(TandemError, match="8 episodes in a row were dropped, or lost most of their samples"):
@@ -62,6 +64,8 @@ def test_workers_that_no_reward_has_are_refused_and_the_wait_for_judges_is_shown
         assert 0 < row["time/judge_s"] <= row["time/judge_max_s"] < row["time/step_s"]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_reward_server_that_answers_500_for_a_while_costs_a_run_nothing_but_time(overrides, tmp_path):
     """The same weights, rewards and metrics as of the run whose server was well."""
     came, outage_s = [], 0.0

@@ -50,6 +50,8 @@ def info(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("name", ["SIGTERM", slow("SIGHUP"), slow("SIGINT")])
 def test_a_run_that_is_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_end(sft, name):
     status, said, folder = sft("asked", "before the optimizer step", name, 2)

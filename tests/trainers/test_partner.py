@@ -116,6 +116,8 @@ def test_a_partner_sleeps_while_the_policy_is_trained_and_the_run_is_the_same(ov
     assert (asleep / "weights.jsonl").read_text() == (awake / "weights.jsonl").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_partner_writes_beside_asynchronous_training_too(overrides, partner):
     folder = run(overrides, partner, "async_training=true", "deterministic=false")
     assert len(rows(folder)) == 3 and any(one["judges"]["partner"] for one in samples(folder, 3))

@@ -48,6 +48,8 @@ def played(overrides, tmp_path):
     return [*others, *items, *SAVED_EACH_STEP, "total_train_steps=2", "tracking.trajectories_per_step=4"]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_trains_on_what_a_program_said_to_the_model_and_is_repeatable(played):
     folders = []
     for trial in ("one", "two"):

@@ -83,6 +83,8 @@ def test_a_recorded_run_and_one_that_is_not_are_equal_to_the_bit(overrides):
     assert not (silent.folder / "batches").exists() and not (silent.folder / "trajectories").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_all_turns_are_recorded_and_each_request_with_its_times(overrides, model):
     summary = run(items(overrides, model), EVERYTHING, "async_training=true", "rollout.max_head_offpolicyness=1")
 

@@ -137,6 +137,8 @@ def test_the_measured_rate_of_waking_says_how_long_models_take_to_sleep_and_wake
     assert 0.25 < statistics.median(ratios) < 4
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_goes_on_under_another_limit_and_is_the_same(models, tmp_path):
     more = ("checkpoint.every_steps=1", "total_train_steps=3")
     whole = run(tmp_path / "whole", models, *more)

@@ -102,6 +102,8 @@ def wholes(tmp_path_factory):
     return tmp_path_factory.mktemp("whole")
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nobody_had(rl, model, whole):
     kills = [
         ("when a save begins", 1),

@@ -109,6 +109,8 @@ def test_two_deterministic_runs_are_equal_and_another_seed_is_not(overrides, mod
     assert not same(first, load_file(model / "model.safetensors"))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("script", ["addition_grpo.py", "gsm8k_grpo.py"])
 def test_a_script_and_the_trainer_give_the_same_weights(overrides, tmp_path, script, monkeypatch):
     config = ROOT / "examples" / script.replace(".py", ".yaml")
@@ -138,6 +140,8 @@ def test_a_script_refuses_a_configuration_whose_passes_its_loop_does_not_make(ov
     assert not list(tmp_path.glob("*/*"))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_asynchronous_training_stays_within_the_staleness_bound_and_meets_it(overrides):
     summary = run(
         overrides,
@@ -154,6 +158,8 @@ def test_asynchronous_training_stays_within_the_staleness_bound_and_meets_it(ove
     assert set(summary.evaluations) == {0, 4, 8}
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_trajectory_that_an_update_overtakes_carries_both_versions_with_different_digests(overrides):
     summary = run(
         overrides,
@@ -278,6 +284,8 @@ def test_dry_run_says_what_a_step_is_and_makes_nothing(overrides, tmp_path, caps
     assert not list(tmp_path.glob("*/*"))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrides, capfd):
     command = [sys.executable, str(ROOT / "examples/multi_turn.py"), *overrides, "reward=exact_number"]
     command = list({item.partition("=")[0]: item for item in command}.values())

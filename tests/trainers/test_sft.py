@@ -66,6 +66,8 @@ def test_the_loss_falls_on_training_and_held_out_rows(items):
     assert (summary.checkpoint / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_the_script_and_the_trainer_give_the_same_weights(items):
     config = ROOT / "examples/gsm8k_sft.yaml"
     more = [*items, "total_train_steps=3", "system_prompt=null", "deterministic=true"]

@@ -183,6 +183,8 @@ def tight(models, *more):
     return f"memory_limit_gib={1.01 * plan.least(plan.largest) / GIB}"
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("more", [pytest.param(ADAPTED, id="adapters"), pytest.param((), id="trained as a whole")])
 def test_a_run_whose_shared_weights_sleep_is_the_run_in_which_all_are_awake_to_the_bit(models, tmp_path, more):
     more = ("total_train_steps=3", *more)

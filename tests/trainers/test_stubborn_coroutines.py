@@ -39,6 +39,8 @@ def own(tmp_path):
     return file
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("kind", ["reward", "workflow"])
 def test_a_finished_run_ends_as_finished(overrides, own, tmp_path, kind):
     items = ["rollout.min_group_size=1", "total_train_steps=2"]
@@ -55,6 +57,8 @@ def test_a_finished_run_ends_as_finished(overrides, own, tmp_path, kind):
     assert kind == "reward" or "Stubborn.arun_episode (own.py:" in log
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_an_evaluation_ends_too(model, own, tmp_path, caplog):
     done = evaluated(model, tmp_path, f"reward={own}:hangs_on_some", "reward_timeout_s=0.2")
     assert done.judged

@@ -123,6 +123,8 @@ class Silent(InferenceEngine):
 Silent.__abstractmethods__ = frozenset()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize(("died", "reason"), [(False, "judge_timeout"), (True, "judge_died")])
 def test_a_judge_that_hangs_or_dies_is_a_named_failure_in_time_and_the_next_step_has_another(role_of, died, reason):
     role = role_of(patience_s=0.3)

@@ -101,6 +101,8 @@ def deliver(group, workers, named, most=4096):
         return taken.result()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_two_workers_take_two_updates_by_one_group_and_a_death_ends_the_third(workers):
     def join(host, port, name):
         workers.ask("tandem_join", host=host, port=port, size=3, backend="gloo", timeout_s=60)
