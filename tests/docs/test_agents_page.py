@@ -16,8 +16,13 @@ from tests.tiny import tiny_model_folder
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 COMMANDS = re.findall(r"^```\n(tandem train .*?)\n```", (DOCS / "agents.md").read_text(), re.M | re.S)
-SOLVE = "import sys\nfrom openai import OpenAI\nasked = [{'role': 'user', 'content': sys.argv[1]}]\n"
-SOLVE += "OpenAI().chat.completions.create(model='policy', messages=asked)\n"
+SOLVE = """
+import json, os, sys, urllib.request
+asked = {"model": "policy", "messages": [{"role": "user", "content": sys.argv[1]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+address = os.environ["OPENAI_BASE_URL"].rstrip("/") + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(address, json.dumps(asked).encode(), headers)).read()
+"""
 KEYS = """
 actor: {path: MODEL, dtype: float32}
 train_dataset: {path: addition}
@@ -72,7 +77,11 @@ def test_each_command_of_the_walk_trains_a_step(command, folder):
         except ConfigError as error:
             pytest.skip(str(error).splitlines()[-1])
     words += ["workflow_args.action=number"] if "workflow=environment" in words else ["reward=exact_number"]
-    words = [word.replace("/opt/agent/bin/python", sys.executable).replace("/opt/agent", sys.prefix) for word in words]
+    # The interpreter's own folder: a virtual environment may lie in /tmp, which programs have for themselves.
+    python = Path(sys.base_prefix)
+    words = [
+        word.replace("/opt/agent/bin/python", f"{python}/bin/python3").replace("/opt/agent", str(python)) for word in words
+    ]
     assert main([*words[1:], "run.root=runs"]) == 0
     (metrics,) = folder.glob("runs/*/*/metrics.jsonl")
     assert json.loads(metrics.read_text().splitlines()[-1])["episodes/trained"] == 2

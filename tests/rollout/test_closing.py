@@ -73,3 +73,13 @@ def test_a_task_that_was_made_as_the_loop_closed_releases_what_it_was_given():
     loop.call(lambda: tasks.append(asyncio.ensure_future(owner())))
     loop.close()
     assert released == [True] and tasks[0].cancelled()
+
+
+def test_a_task_that_is_being_cancelled_finishes_its_clean_up():
+    loop, done, tasks = BackgroundLoop(), [], []
+    loop.call(lambda: tasks.append(asyncio.ensure_future(cleans_up(done))))
+    loop.run(asyncio.sleep(0.01))
+    loop.call(lambda: tasks[0].cancel())
+    loop.run(asyncio.sleep(0))
+    loop.close()
+    assert done == [True]

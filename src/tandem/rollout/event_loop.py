@@ -92,15 +92,21 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Futur
     """On the loop: cancels all tasks; ``ending`` gets those that have not ended within the time.
 
     A task that was made just now begins first: cancelled before that, it would never release what it was given, as asyncio's
-    own task for a new connection is given a socket.
+    own task for a new connection is given a socket. One that was cancelled before has half of the time to clean up: a second
+    cancellation would cut that short.
     """
     tasks = asyncio.all_tasks(loop)
     new = {task for task in tasks if _is_new(task)}
-    for task in tasks - new:
+    cleaning = {task for task in tasks if task.cancelling()}
+    for task in tasks - new - cleaning:
         task.cancel()
 
     async def wait() -> None:
         for task in new:  # in the queue of the loop they stand before this coroutine
+            task.cancel()
+        if cleaning:
+            await asyncio.wait(cleaning, timeout=timeout_s / 2)
+        for task in cleaning:
             task.cancel()
         done, left = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
         for task in done:
