@@ -1,6 +1,7 @@
-"""The records of docs/recipes/number_game.md and repository_task.md: gathered from the run folders of their commands.
+"""The records of docs/recipes/number_game.md, repository_task.md and tldr_on_a_laptop.md: gathered from the run folders of
+their commands.
 
-python benchmarks/small_agents.py --runs runs    # writes small_agents.json, of the runs that are there
+python benchmarks/small_agents.py --runs runs    # puts the runs that are there into small_agents.json
 python benchmarks/small_agents.py --render       # tables and pictures of the pages
 """
 
@@ -28,6 +29,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "shows": "reward/mean",
         "words": "samples whose module passes its tests, %",
         "trials": {"grpo": ("GRPO", "#2563eb"), "control": ("control", "#a1a1aa")},
+    },
+    "tldr_laptop": {
+        "page": "tldr_on_a_laptop",
+        "shows": "accuracy",
+        "words": "summaries that are liked, %",
+        "trials": {"grpo": ("GRPO", "#2563eb"), "grpo_shuffled": ("control", "#a1a1aa")},
     },
 }
 """Experiment → its page, the metric of training that is shown, and its trials with name and colour."""
@@ -92,13 +99,16 @@ def draw(recipe: str, trials: dict[str, Rows], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="folder of the runs; writes the record")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; they are put into the record")
     parser.add_argument("--render", action="store_true", help="put the record into the pages and draw their pictures")
     options = parser.parse_args()
     if not (options.runs or options.render):
         parser.error("give --runs or --render")
     if options.runs:
-        RECORD.write_text(json.dumps(gather(options.runs), indent=1) + "\n", encoding="utf-8")
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+        for recipe, trials in gather(options.runs).items():
+            record[recipe] = record.get(recipe, {}) | trials
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for recipe, trials in json.loads(RECORD.read_text(encoding="utf-8")).items():
         if options.render:
             page = DOCS / "recipes" / f"{RECIPES[recipe]['page']}.md"

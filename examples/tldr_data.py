@@ -1,6 +1,6 @@
 """Posts to be summarised, and the true preference between summaries (docs/recipes/tldr_on_a_laptop.md).
 
-    python examples/tldr_data.py tldr_laptop     # makes train.jsonl and test.jsonl: no thing is in both
+    python examples/tldr_data.py tldr_laptop     # train.jsonl, test.jsonl (other things), sft.jsonl (to imitate)
 
 The posts have the layout of trl-lib/tldr, which is made of OpenAI's TL;DR posts: SUBREDDIT, TITLE, POST, TL;DR.
 They are put together from sentences, and one sentence holds the fact that a summary must keep.
@@ -15,12 +15,6 @@ from pathlib import Path
 
 LAYOUT = "SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"
 TITLES = ("I need some advice", "Not sure what to do now", "Has this happened to you?", "What would you do?")
-BEGINNINGS = (
-    "Long time reader, first post, and sorry for my English.",
-    "We moved into our first flat in {month}, and it was a busy time.",
-    "My brother came over in {month} and stayed for a week.",
-    "I work at home, so I am there all day.",
-)
 DETAILS = (
     "I paid {price} dollars in the shop around the corner, and the man there was very friendly.",
     "My neighbour has the same one and says that he likes it.",
@@ -42,13 +36,21 @@ FACTS = {
     "noise": ("Since yesterday the {thing} makes a loud noise.", "At night a strange noise comes from the {thing}."),
 }
 """The beginning of the word that names what happened → sentences that say so."""
+SUMMARIES = {
+    "leak": "My {thing} leaks.",
+    "smok": "My {thing} smokes.",
+    "rust": "My {thing} is rusty.",
+    "broke": "My {thing} broke.",
+    "stole": "Somebody stole my {thing}.",
+    "noise": "My {thing} makes a noise.",
+}
+"""The same → a summary that says so, to be imitated."""
 THINGS = """
     bicycle boiler camera car chainsaw clock computer dishwasher drill dryer fan fountain freezer fridge furnace generator
     grill guitar heater kettle lamp mixer motorcycle mower oven piano printer pump radiator radio scooter shower sink stove
     telephone television toaster tractor trailer typewriter
 """
-MONTHS = ("March", "May", "June", "October")
-TRAINING_THINGS, MOST_WORDS, TEST_POSTS = 30, 15, 96
+TRAINING_THINGS, MOST_WORDS, TEST_POSTS, SHOWN_POSTS = 30, 15, 96, 64
 
 
 def kept(completion: str, thing: str, fact: str) -> dict[str, float]:
@@ -65,14 +67,20 @@ def posts(things: list[str], seed: int) -> list[dict[str, str]]:
     """A post about everything that may have happened to each thing, in each way of saying so, shuffled."""
     draw, rows = random.Random(seed), []
     for thing, fact, way in product(things, FACTS, (0, 1)):
-        sentences = (draw.choice(BEGINNINGS), draw.choice(DETAILS), FACTS[fact][way], draw.choice(ENDS))
+        sentences = (draw.choice(DETAILS), FACTS[fact][way], draw.choice(ENDS))
         bought = f"Some time ago I got a {thing}."
-        told = [text.format(thing=thing, month=draw.choice(MONTHS), price=draw.randrange(40, 900)) for text in sentences]
-        post = " ".join([told[0], bought, *told[1:]])
+        told = [text.format(thing=thing, price=draw.randrange(40, 900)) for text in sentences]
+        post = " ".join([bought, *told])
         question = LAYOUT.format(subreddit="advice", title=draw.choice(TITLES), post=post)
         rows.append({"question": question, "thing": thing, "fact": fact})
     draw.shuffle(rows)
     return rows
+
+
+def shown(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+    """A post with a summary that is liked, as a chat."""
+    summary = SUMMARIES[row["fact"]].format(thing=row["thing"])
+    return {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": summary}]}
 
 
 def main() -> None:
@@ -82,7 +90,7 @@ def main() -> None:
     random.Random(0).shuffle(things)
     folder.mkdir(parents=True, exist_ok=True)
     train, test = posts(things[:TRAINING_THINGS], seed=1), posts(things[TRAINING_THINGS:], seed=2)[:TEST_POSTS]
-    for name, rows in (("train", train), ("test", test)):
+    for name, rows in (("train", train), ("test", test), ("sft", [shown(row) for row in train[-SHOWN_POSTS:]])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{folder / name}.jsonl: {len(rows)} rows")
 
