@@ -59,7 +59,8 @@ def test_no_term_of_the_configured_reward_is_added_to_what_an_agent_says_of_itse
     assert {"rewards/even", "rewards/Likely", "rewards/Shortest"} <= set(row)
 
 
-@pytest.mark.slow  # not in CI: about every second time a connection of the recorder is left open as the run ends
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("backend", ["embedded", "tandem:d1"])
 def test_asynchronous_training_goes_on_over_weight_updates(overrides, backend):
     more = [f"rollout.backend={backend}", "rollout.max_head_offpolicyness=2", "rollout.verify.every_steps=1"]

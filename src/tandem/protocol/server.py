@@ -129,7 +129,7 @@ class Server:
                 await self._drain()
             finally:
                 self._application.drain()
-                listener.close()
+                await _close_listener(listener)
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
@@ -214,6 +214,20 @@ class Server:
         response.headers["Server"] = "tandem"
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers.update(self._application.headers())
+
+
+async def _close_listener(listener: asyncio.Server) -> None:
+    """Closes the listening sockets once each accepted connection has its transport.
+
+    asyncio accepts a connection in one turn of the loop and makes its transport in a later one. If the listener closes in
+    between, the connection is never closed (https://github.com/python/cpython/issues/109564).
+    """
+    try:
+        for socket in listener.sockets:
+            listener.get_loop().remove_reader(socket.fileno())  # accepts no more
+        await asyncio.sleep(0)  # the accepted ones get their transports
+    finally:
+        listener.close()
 
 
 class _Refused(asyncio.Protocol):
