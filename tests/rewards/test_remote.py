@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,16 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import RewardFailure
+from tandem.cli.serve_reward import judges_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer
+from tandem.protocol.rewards import Question
 from tandem.rewards.build import build_reward
 from tandem.rollout.failure_budget import NoBatch
 from tandem.trainers.rl import train
@@ -86,6 +90,35 @@ def test_the_route_of_openrlhf_scores_whole_texts(models, served, monkeypatch):
     assert theirs == pytest.approx(ours, abs=1e-6) and ours != pytest.approx(
         judge(f"remote(url={url}, token_env=JUDGE_TOKEN)", "ten")
     )
+
+
+def test_a_class_of_a_classifier_is_served_by_its_name_or_number(models, tmp_path):
+    folder = shutil.copytree(models / "judge", tmp_path / "classes")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"id2label": {"0": "calm", "1": "rude"}, "label2id": {"calm": 0, "rude": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    two = torch.cat([0 * weights["score.weight"], weights["score.weight"]])
+    save_file({**weights, "score.weight": two}, folder / "model.safetensors", {"format": "pt"})
+    served = [f"one={models}/judge", f"calm={folder}", f"rude={folder}"]
+
+    def opened(*labels, models=served):
+        return judges_of(models, labels, "cpu", "float32")
+
+    asked = [Question((), "What is 1 + 1? ", text) for text in ("two", "ten")]
+    judges = opened("calm=0", "rude=rude")
+    scores = {name: judge(asked) for name, judge in judges.items()}
+    # the head of `calm` is 0: the log-odds of `rude` are the score of the model with one label
+    assert scores["rude"] == pytest.approx(scores["one"], abs=1e-5)
+    assert scores["calm"] == pytest.approx([-score for score in scores["one"]], abs=1e-5)
+    assert opened("rude", models=[str(folder)])["classes"](asked) == scores["rude"]
+    for labels, words in (
+        (("calm=0",), "--class-label of `tandem serve-reward`"),
+        (("rude",), "give one class for a model, as in one=CLASS; the models are one, calm, rude"),
+        (("calm=0", "rude=rud"), r"has no class_label=rud; its classes are 0 \(calm\), 1 \(rude\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            opened(*labels)
 
 
 def test_no_token_no_score(served):

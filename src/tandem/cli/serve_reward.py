@@ -3,6 +3,7 @@
 examples:
   tandem serve-reward runs/helpful/checkpoints/step_60
   tandem serve-reward helpful=runs/helpful/checkpoints/step_60 safe=runs/safety/checkpoints/step_40 --port 8001
+  tandem serve-reward glad=CLASSIFIER rude=CLASSIFIER --class-label glad=joy rude=insult
   tandem train … reward="remote(url=http://127.0.0.1:8001, model=helpful) + 0.2*format"
 
 It listens on this machine only unless --host says otherwise, and then everyone needs the token. Runs of OpenRLHF use the
@@ -14,6 +15,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,7 +24,7 @@ from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.errors import ConfigError
 from tandem.flow.judging import open_judge
 from tandem.protocol.access import Access
-from tandem.rewards.serving import RewardApplication
+from tandem.rewards.serving import Judge, RewardApplication
 from tandem.state.machine import usable_cores
 
 
@@ -30,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
         "models", nargs="+", metavar="[NAME=]FOLDER", help="reward models: checkpoints of `tandem reward`, or hub names"
+    )
+    parser.add_argument(
+        "--class-label",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]CLASS",
+        help="of classifiers with several classes: the name or number of the class whose log-odds are the score; with NAME= "
+        "where several models are served",
     )
     add_address(parser, port=8001)
     engine = parser.add_argument_group("engine")
@@ -45,11 +55,34 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     device = device_of(arguments)
     torch.set_num_threads(arguments.threads or usable_cores())
-    judges = {name: open_judge(path, device, arguments.dtype) for name, path in _named(arguments.models).items()}
+    judges = judges_of(arguments.models, arguments.class_label, device, arguments.dtype)
     with ExitStack() as stack:
         access, files = access_of(arguments, stack, control=False)
         asyncio.run(_serve(RewardApplication(judges, batch_size=arguments.batch_size), access, arguments, files))
     return 0
+
+
+def judges_of(
+    models: Sequence[str], class_labels: Sequence[str], device: str, dtype: Literal["auto", "bfloat16", "float32"]
+) -> dict[str, Judge]:
+    """The reward models of the command line by name, each with its class of ``class_labels``.
+
+    Raises:
+        ConfigError: names that are the same or missing, or a folder that `open_judge` refuses.
+    """
+    folders = _named(models)
+    chosen: dict[str, str | int] = {}
+    for label in class_labels:
+        name, equals, wanted = label.partition("=")
+        if not equals and len(folders) == 1:
+            name, wanted = next(iter(folders)), label
+        if name not in folders or not wanted or name in chosen:
+            raise ConfigError(
+                f"--class-label {label}: give one class for a model, as in {next(iter(folders))}=CLASS; the models are "
+                + ", ".join(folders)
+            )
+        chosen[name] = int(wanted) if wanted.isdecimal() else wanted
+    return {name: open_judge(path, device, dtype, chosen.get(name)) for name, path in folders.items()}
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

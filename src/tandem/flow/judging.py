@@ -21,24 +21,33 @@ from tandem.protocol.rewards import NotJudged, Question, Verdict
 from tandem.rewards.serving import Judge
 
 
-def open_judge(path: str, device: str, dtype: Literal["auto", "bfloat16", "float32"]) -> Judge:
-    """The reward model in ``path`` as a function from questions to verdicts.
+def open_judge(
+    path: str, device: str, dtype: Literal["auto", "bfloat16", "float32"], class_label: str | int | None = None
+) -> Judge:
+    """The reward model in ``path`` as a function from questions to verdicts. ``class_label``: the class whose log-odds are
+    the score, of a classifier with several.
 
     Raises:
-        ConfigError: there is no model, it is no sequence classifier of one label, or it has no chat template.
+        ConfigError: there is no model, it is no classifier, it has several classes and none is chosen, it has not the
+            class that is, or it has no chat template.
     """
     folder = resolve(path)
     config = read_hf_config(folder)
     if not is_classifier(config):
         raise ConfigError(
             f"{path} is no reward model, because it has no trained head that scores; give a checkpoint that `tandem reward` "
-            "wrote, or a sequence classifier of one label"
+            "wrote, or a sequence classifier"
         )
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
     check_chat_template(tokenizer)
     reader = ModelReader(tokenizer, same_tokens=False, max_length=Architecture.from_config(config).max_position_embeddings)
     engine = build_train_engine(
-        TrainEngineConfig(path=str(folder), dtype=dtype), total_steps=0, device=device, head="scalar", trained=False
+        TrainEngineConfig(path=str(folder), dtype=dtype),
+        total_steps=0,
+        device=device,
+        head="scalar",
+        trained=False,
+        class_label=class_label,
     )
 
     def judge(questions: Sequence[Question]) -> list[Verdict]:
