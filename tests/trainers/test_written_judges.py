@@ -205,6 +205,19 @@ def test_a_judge_that_compares_is_not_asked_in_evaluation_and_needs_another_term
     assert first["eval/reward"] >= 1 and second["rewards/compare"] == 0.5
 
 
+def test_a_run_trains_on_the_places_that_a_judge_gives_the_samples_of_a_prompt(tmp_path, overrides):
+    judge = judge_folder(tmp_path, says="Order: 3>1,2")
+    more = ("gconfig.n_samples=3", "total_train_steps=1", "evaluate.every_steps=null")
+    folder = train(config_of(overrides, f"reward=rank(model={judge}, votes=1, max_tokens=24)", *more)).folder
+    samples = [json.loads(line) for line in (folder / "trajectories" / "step_1.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows(folder) if "reward/mean" in row]
+    assert row["rewards/rank"] == 0.5 and row["grad_norm"] > 0
+    for group in {sample["group"] for sample in samples}:
+        places = {sample["judges"]["rank"]: sample["reward"] for sample in samples if sample["group"] == group}
+        assert sorted(places.values()) == [0, 0.5, 1]
+        assert all("Order: 3>1,2" in said for said in places)
+
+
 @pytest.mark.parametrize(("key", "words"), [("algorithm=remax", "greedy baseline"), ("gconfig.n_samples=1", "at least 2")])
 def test_a_judge_that_compares_needs_several_samples_of_a_prompt(overrides, judge, key, words):
     with pytest.raises(ConfigError, match=words):

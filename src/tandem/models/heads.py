@@ -177,8 +177,8 @@ def prepare_classifier(folder: Path, config: PretrainedConfig, class_label: Clas
         raise ConfigError(
             f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
             "a reward model or critic has one number, so give a classifier with num_labels=1, a token classifier of "
-            "wrong and right steps, or a language model; a reward can be one of the labels: model(path=…, class_label=…), or "
-            "--class-label of `tandem serve-reward`"
+            "wrong and right steps, or a language model; a reward can be one of the labels: model(path=…, class_label=…), "
+            "or --class-label of `tandem serve-reward`"
         )
     config.num_labels = 1
     return brings_head, padding_token(folder, config)
