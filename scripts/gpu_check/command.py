@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from scripts.gpu_check import cuda_only, equalities, placement, runs, speeds
+from scripts.gpu_check import channels, cuda_only, equalities, placement, runs, speeds
 from scripts.gpu_check.place import Findings, OutOfTime, Place
 from scripts.gpu_check.report import page
 from tandem.models.catalog import resolve
@@ -37,6 +37,7 @@ CHECKS = {
         equalities.options_are_plain,
         equalities.adapters_are_merged,
         equalities.delivered_is_trained,
+        channels.handles_are_opened,
         runs.resumed_is_uninterrupted,
     ),
     "speeds": (speeds.training, speeds.generation, speeds.beside_vllm, speeds.updates, speeds.memory),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tandem.config.devices import visible
+
 CUDA_LINES = {
     "api/team.py": "tensors that ranks exchange lie on the GPU under nccl",
     "cli/doctor.py": "tells the CUDA version, and whether there is a GPU",
@@ -29,9 +31,11 @@ CUDA_LINES = {
     "flow/sharing.py": "says in which precision a model is stored on a GPU",
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
-    "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl",
+    "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl, and opens "
+    "the trainer's memory by handles",
     "engines/inference/remote/foreign/weight_group.py": "the group of trainer and servers speaks nccl",
     "weights/collective.py": "the same, on the sending and the receiving side",
+    "weights/cuda_ipc.py": "a version lies in the GPU's memory, and its handles are made there",
 }
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
 
@@ -75,6 +79,16 @@ def peak_gib(device: str) -> float | None:
     found = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
     return found
+
+
+def allocated(device: str) -> int | None:
+    """The memory that tensors of this process have, in bytes; None on a CPU."""
+    return torch.cuda.memory_allocated() if device.startswith("cuda") else None
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that sees the first GPU of this one alone, as a server on it does."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": visible((0,), os.environ)}
 
 
 def free(device: str) -> None:

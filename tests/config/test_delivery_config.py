@@ -11,6 +11,9 @@ def load(*items):
     return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config.rollout
 
 
+IPC = "rollout.weights.channel=ipc"
+
+
 @pytest.mark.parametrize(
     ("items", "words"),
     [
@@ -18,6 +21,13 @@ def load(*items):
         (["rollout.weights.channel=collective", "rollout.backend=embedded:d2"], "and here rollout.backend=embedded:d2"),
         (["rollout.weights.channel=collective", "rollout.backend=vllm:d1+tandem:d1"], "vLLM and SGLang servers only"),
         (["rollout.weights.channel=collective", "rollout.backend=attached"], "vLLM and SGLang servers only"),
+        (
+            [IPC],
+            "for one server that the run starts .* here rollout.backend=auto with placement=colocate",
+        ),
+        ([IPC, "rollout.backend=vllm:d2"], "and here rollout.backend=vllm:d2"),
+        ([IPC, "rollout.backend=vllm:d1", "placement=decoupled"], "vllm:d1 with placement=decoupled"),
+        ([IPC, "rollout.backend=vllm:d1", "rollout.weights.folder=/tmp/x"], "no server reads weights from a disk"),
         (["rollout.weights.channel=floppy"], "rollout.weights.channel"),
         (["rollout.weights.folder=/tmp/x"], "no server reads weights from a disk: set rollout.weights.channel=disk"),
         (["rollout.weights.folder="], "rollout.weights.folder is empty"),
@@ -37,4 +47,5 @@ def test_what_can_is_not():
     assert load("rollout.backend=vllm:d1", "rollout.weights.folder=/tmp/x").weights.channel == "auto"
     assert load("rollout.weights.channel=collective", "placement=decoupled").weights.channel == "collective"
     assert load("rollout.weights.channel=collective", "rollout.backend=vllm:d2+sglang:d1").weights.channel == "collective"
+    assert load(IPC, "rollout.backend=vllm:d1").weights.channel == load(IPC, "rollout.backend=sglang:d1").weights.channel
     assert load("rollout.verify.every_steps=null").verify.every_steps is None

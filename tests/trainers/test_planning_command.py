@@ -235,7 +235,11 @@ def test_servers_of_another_make_have_their_share_and_no_time():
 
     assert {phase.name for phase in plan.phases} == {"update: actor"}
     (use,) = uses(plan)
-    assert use.residents["engine"] == pytest.approx([0.4 * plan.machine.memory_gib] * len(plan.instants))
+    share = [0.4 * plan.machine.memory_gib] * len(plan.instants)
+    assert use.residents["engine"] == pytest.approx(share)
+    opened, _ = planned(TrainConfig, [*keys, "rollout.weights.channel=ipc"], device("h200"), shape=SMOLLM2)
+    delivered = 2 * SMOLLM2.parameters() / 2**30
+    assert uses(opened)[0].residents["engine"] == pytest.approx([one + delivered for one in share])
 
 
 def test_the_drawing_has_every_rank_and_server_on_its_device_and_a_server_that_sleeps_is_gone():

@@ -206,9 +206,10 @@ class InferenceEngine(ABC):
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
         """Any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``, ``noise_key``,
-        ``shared_memory``, ``disk`` and ``adapter``.
+        ``shared_memory``, ``ipc``, ``disk`` and ``adapter``.
 
         ``shared_memory``: the engine lives in another process of this machine and reads weights from shared memory.
+        ``ipc``: it opens the memory of the trainer's own GPU.
         ``disk``: it reads them from a folder (`FolderSource`) that it sees under the same path as the trainer.
         ``adapter``: it takes updates that are an adapter of the model that it was made with.
         """

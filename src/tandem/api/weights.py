@@ -45,7 +45,8 @@ class WeightSource(ABC):
     def place(self) -> Mapping[str, Any] | None:
         """In JSON's words, where a process without Tandem finds the tensors; None where only `tensors` knows.
 
-        ``{"folder": path}``, or of a file to be mapped ``{"memory": path, "tensors": [[name, shape, dtype, offset], …]}``.
+        ``{"folder": path}``; or of a file to be mapped ``{"memory": path, "tensors": [[name, shape, dtype, offset], …]}``;
+        or of memory on a GPU ``{"handles": [handle of a bucket, …], "tensors": [[name, shape, dtype, bucket, offset], …]}``.
         """
         return None
 

@@ -9,9 +9,10 @@ from typing import Literal
 class DeliveryConfig:
     """The delivery of new weights to the inference engines; see docs/weights.md."""
 
-    channel: Literal["auto", "disk", "collective"] = "auto"
+    channel: Literal["auto", "disk", "collective", "ipc"] = "auto"
     """`auto`: shared memory, or a folder if a server reads from one; `disk`: always the folder; `collective`: a process
-    group (gloo, or nccl on GPUs), to one embedded engine or to vLLM and SGLang servers."""
+    group (gloo, or nccl on GPUs), to one embedded engine or to vLLM and SGLang servers; `ipc`: handles of GPU memory,
+    to one vLLM or SGLang server on the GPU of training."""
 
     digest: Literal["sum", "sha256"] = "sum"
     """The proof that a tensor arrived: `sum`, 64 bits by keys, computed on its device; or `sha256`, on the CPU. Folders
@@ -40,8 +41,18 @@ JOINING = ("vllm", "sglang")
 """Kinds of servers that take weights by a process group."""
 
 
+ONE_SERVER = tuple(f"{kind}:{one}" for kind in JOINING for one in ("d1", "d1t1"))
+"""Forms of `rollout.backend` that are one such server on one GPU."""
+
+
 def delivery_problems(channel: str, backend: str, placement: str, attached: Sequence[str]) -> Iterator[str]:
     """A message for each setting of `rollout.weights` that contradicts the rest. ``attached``: `rollout.fleet.servers`."""
+    if channel == "ipc" and (backend not in ONE_SERVER or placement != "colocate" or attached):
+        yield (
+            "rollout.weights.channel=ipc is for one server that the run starts on the GPU of training and that opens "
+            f"this GPU's memory, and here rollout.backend={backend} with placement={placement}; set rollout.backend=vllm:d1 "
+            "(or sglang:d1) and placement=colocate without rollout.fleet.servers, or leave rollout.weights.channel out"
+        )
     if channel != "collective":
         return
     kinds = [part.partition(":")[0] for part in backend.split("+") if part != "attached"]

@@ -199,7 +199,10 @@ REINFORCEMENT = (
     ),
     Unused(
         ("rollout.weights.folder",),
-        lambda config, _: config.rollout.weights.channel != "disk" and config.rollout.backend in INSIDE,
+        lambda config, _: (
+            config.rollout.weights.channel == "ipc"
+            or (config.rollout.weights.channel != "disk" and config.rollout.backend in INSIDE)
+        ),
         "because no server reads weights from a disk: set rollout.weights.channel=disk or rollout.backend, or leave it out",
     ),
     Unused(

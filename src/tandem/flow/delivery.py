@@ -16,6 +16,7 @@ from tandem.proof.verification import Schedule, Verifier
 from tandem.weights.archive import VersionArchive
 from tandem.weights.channel import Channel
 from tandem.weights.collective import CollectiveChannel
+from tandem.weights.cuda_ipc import CudaIpcChannel
 from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher
 
@@ -44,6 +45,8 @@ def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel 
         return None
     if config.rollout.weights.channel == "disk":
         return make_disk_channel(config, model)
+    if config.rollout.weights.channel == "ipc":
+        return CudaIpcChannel(process.device)
     if config.rollout.backend not in INSIDE:
         return None  # the tensors lie in memory, from where each server's client broadcasts them
     return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")

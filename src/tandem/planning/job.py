@@ -69,6 +69,9 @@ class Generator:
     seats: tuple[Seat, ...] = ()
     """The servers with the GPUs that they are on; empty on a CPU, and if the engines are inside the ranks."""
 
+    opened: bool = False
+    """A server opens each version in the memory of the trainer's GPU, where it lies until the next one comes."""
+
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
 
@@ -313,6 +316,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
         seats=seats_of(config, machine),
+        opened=rollout.weights.channel == "ipc",
     )
 
 
@@ -359,6 +363,7 @@ def _writers(
             kv_cache_gib=cache_gib(config.rollout.engine, "cpu"),  # it has no share of its own
             adapter=0,
             foreign=None,
+            opened=False,
             seats=(),
             role=model.role,
         )

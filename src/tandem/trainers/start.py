@@ -184,7 +184,8 @@ def check_weights_folder(config: TrainConfig) -> None:
         ConfigError: it cannot; says why.
     """
     servers = kinds_of(config.rollout.backend, config.rollout.fleet) - {"embedded"}
-    if config.rollout.weights.channel != "disk" and not servers:
+    channel = config.rollout.weights.channel
+    if channel == "ipc" or (channel != "disk" and not servers):
         return
     folder = weights_folder(config)
     try:

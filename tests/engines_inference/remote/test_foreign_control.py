@@ -19,6 +19,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.weights.cuda_ipc import CudaIpcChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 from tests.engines_inference.remote.clients import (
     KINDS,
@@ -144,6 +145,26 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
     channel.close()
 
 
+def test_a_vllm_server_opens_memory_that_it_shares_with_the_trainer(folder):
+    tensors, _, _ = new_weights(folder, 1)
+    channel = CudaIpcChannel("cpu", bucket_bytes=4096)
+    with VllmStandIn(folder) as server:
+        server.extension = "tandem_vllm_worker.TandemWorker"
+        engine = attach(KINDS["vllm"], server, folder).take_by_handles()
+        assert engine.capabilities == {"in_place", "ipc"}
+        for number in (1, 2):
+            delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
+            version = WeightVersion(number, version_digest(delivery.digests), "run")
+            engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+            before = server.seed
+            engine.commit_weights(version)
+            assert server.seed != before and set(ask(engine).versions) == {number}
+        channel.close()
+        with pytest.raises(WeightUpdateFailed, match="given back: a newer one is on its way"):
+            engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+        engine.close()
+
+
 def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, folder, monkeypatch):
     monkeypatch.setattr("tandem.engines.inference.remote.foreign.weight_group.BUCKET_BYTES", 4096)
     tensors, _, _ = new_weights(folder, 1)
@@ -174,8 +195,9 @@ def group_of(server):
 def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):
     with VllmStandIn(folder) as server:
         engine = attach(KINDS["vllm"], server, folder)
-        with pytest.raises(ConfigError, match="without Tandem's worker extension; let the run start it"):
-            engine.take_by_group()
+        for take in (engine.take_by_group, engine.take_by_handles):
+            with pytest.raises(ConfigError, match="without Tandem's worker extension; let the run start it"):
+                take()
         engine.close()
 
 

@@ -18,6 +18,7 @@ from tandem.engines.inference.remote.foreign.weight_group import (
     group_backend,
     plan_buckets,
 )
+from tandem.weights.cuda_ipc import CudaIpcChannel
 
 WORKER = """
 import hashlib, json, os, sys
@@ -25,7 +26,7 @@ import torch
 from tandem_vllm_worker import TandemWorker
 
 class Worker(TandemWorker):
-    rank, model_runner = int(sys.argv[1]), None
+    rank, model_runner, device = int(sys.argv[1]), None, torch.device("cpu")
     def reload_weights(self, weights_iterator):
         self.found = {}
         for name, tensor in weights_iterator:
@@ -117,6 +118,20 @@ def test_two_workers_take_two_updates_by_one_group_and_a_death_ends_the_third(wo
         deliver(group, workers, {"deadly": torch.zeros(10)} | {f"{i}": torch.zeros(2000) for i in range(20)})
     assert time.monotonic() - began < 30
     group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_workers_open_the_trainers_memory_by_its_handles_and_read_what_was_put(workers):
+    channel = CudaIpcChannel("cpu", bucket_bytes=4096)
+    for seed in (1, 2):
+        sent = tensors(seed)
+        delivery = channel.put(sent.items(), torch.bfloat16)
+        cast = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
+        expected = {name: ["torch.bfloat16", list(t.shape), tensor_digest(t)] for name, t in cast.items()}
+        assert workers.ask("tandem_load", place=delivery.source.place()) == [expected, expected]
+        assert delivery.digests == {name: digest for name, (_, _, digest) in expected.items()}
+    channel.close()
 
 
 def test_a_plan_keeps_the_order_and_each_bucket_its_bytes():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from aiohttp import web
 from safetensors import safe_open
 
-from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import TandemWorker, mapped
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import TandemWorker
 
 VOCAB = 300
 END = 2
@@ -182,7 +182,7 @@ def answer(value):
 class Worker(TandemWorker):
     """Tandem's extension, on a worker that loads nothing."""
 
-    rank = 0
+    rank, device = 0, torch.device("cpu")
 
     def __init__(self, server):
         self._server, self.model_runner = server, self
@@ -190,8 +190,11 @@ class Worker(TandemWorker):
     def get_model(self):
         return torch.nn.Module()
 
-    def reload_weights(self, weights_iterator):
-        self._server.take(dict(weights_iterator))
+    def reload_weights(self, weights_iterator=(), weights_path=None):
+        if weights_path is None:
+            self._server.take(dict(weights_iterator))
+        else:
+            self._server.load(weights_path)
 
 
 class VllmStandIn(StandIn):
@@ -305,14 +308,9 @@ class VllmStandIn(StandIn):
         await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
-        place = body["kwargs"].get("place", {})
-        if body["method"].startswith("tandem_") and "place" not in body["kwargs"]:
+        if body["method"].startswith("tandem_"):
             self.worker = self.worker or Worker(self)
             await asyncio.to_thread(getattr(self.worker, body["method"]), **body["kwargs"])
-        elif "memory" in place:
-            self.take(dict(mapped(place["memory"], place["tensors"])))
-        elif "folder" in place:
-            self.load(place["folder"])
         elif "load" not in self.spoils:
             self.load(body["kwargs"]["weights_path"])
         return answer({"results": [None]})
@@ -348,7 +346,7 @@ class VllmStandIn(StandIn):
 class SGLangStandIn(StandIn):
     """The routes of SGLang."""
 
-    device = "cpu"
+    device, opened = "cpu", ()
     cuts = frozenset({"suppressed"})
     counters = (
         'sglang:realtime_tokens_total{mode="decode",tp_rank="0"}',
@@ -366,6 +364,7 @@ class SGLangStandIn(StandIn):
             "/init_weights_update_group": ("POST", self.join),
             "/begin_weight_update": ("POST", self.begin),
             "/update_weights_from_distributed": ("POST", self.receive),
+            "/update_weights_from_tensor": ("POST", self.open),
             "/end_weight_update": ("POST", self.end),
             "/destroy_weights_update_group": ("POST", self.leave),
             "/weights_checker": ("POST", self.checker),
@@ -473,7 +472,14 @@ class SGLangStandIn(StandIn):
             self.label, self.flushed = body["weight_version"], self.flushed + 1
         return answer({"success": True, "message": ""})
 
+    async def open(self, request):
+        assert self.paused and self.received == {}
+        self.opened = [*self.opened, await request.json()]
+        return answer({"success": True, "message": ""})
+
     async def end(self, _):
+        if not self.received:
+            return answer({"success": bool(self.opened), "message": ""})
         self.take(self.received)
         return answer({"success": True, "message": ""})
 

@@ -181,6 +181,8 @@ def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -
             trainer = ranks[0].devices if ranks else ()
             backend = group_backend(terms.device, trainer, () if seat is None else seat.devices)
             engine.take_by_group(backend, f"cuda:{trainer[0]}" if backend == "nccl" else "cpu")
+        if terms.rollout.weights.channel == "ipc" and terms.version.run:
+            engine.take_by_handles()
         if terms.sleeps:
             engine.check_sleep()
         if terms.gconfig is not None and terms.version.run:
@@ -214,6 +216,8 @@ def attached(terms: ServerTerms, kind: str, url: str) -> ServerOrigin:
         raise ConfigError(f"{kind}={url}: a run cannot attach to servers of kind {kind}")
     if terms.rollout.weights.channel == "collective" and kind not in JOINING:
         raise ConfigError(f"{kind}={url} joins no process group; leave rollout.weights.channel=collective out")
+    if terms.rollout.weights.channel == "ipc":
+        raise ConfigError(f"{kind}={url} was not started by this run; leave rollout.weights.channel=ipc out")
     return ServerOrigin(f"{kind}={url}", lambda: attach(terms, url), owned=False)
 
 
@@ -356,7 +360,7 @@ def fleet_capabilities(rollout: RolloutConfig, *, sleeps: bool = False) -> froze
     kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}
-    reads = "shared_memory" if rollout.weights.channel == "collective" else "disk"
+    reads = {"collective": "shared_memory", "ipc": "ipc"}.get(rollout.weights.channel, "disk")
     return frozenset({reads, *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
 
 

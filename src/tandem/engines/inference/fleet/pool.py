@@ -27,7 +27,7 @@ from tandem.engines.inference.fleet.health import ServerState
 from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
-from tandem.engines.inference.fleet.watch import Attach, Watcher
+from tandem.engines.inference.fleet.watch import WAYS, Attach, Watcher
 
 CLOSE_TIMEOUT_S = 30.0
 STATISTICS_TIMEOUT_S = 2.0
@@ -58,7 +58,7 @@ class Fleet(Controlled):
         self._config, self._capabilities = config, capabilities
         self.roster = Roster(config, version, journal)
         self._updates = Updates(self.roster, first)
-        needed = (capabilities & {"shared_memory"}) or (capabilities & {"disk"})
+        needed = next((one for way in WAYS if (one := capabilities & {way})), frozenset())
         self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counting = threading.Lock()

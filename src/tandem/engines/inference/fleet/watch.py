@@ -31,10 +31,15 @@ RESTART_WINDOW_S = 3600.0
 CANNOT_READ = {
     "shared_memory": "this run hands weights over in shared memory, which it cannot read; set rollout.fleet.watch or "
     "rollout.fleet.servers, and they go by disk",
+    "ipc": "this run hands weights over in the memory of its GPU, which only a server that it started opens; leave "
+    "rollout.weights.channel out, and they go by disk",
     "disk": "this run hands weights over in folders, and it reads none; start it with --weights-root and the folder that "
     "rollout.weights.folder names",
 }
 """Why a server without that capability gets no weights."""
+
+WAYS = ("ipc", "shared_memory", "disk")
+"""Capabilities of which a server needs the first one that its run has."""
 
 PROBE = GenerationConfig(max_new_tokens=1, n_samples=1)
 

@@ -96,7 +96,7 @@ class InPlaceUpdates:
         held = HeldDigests(self._held if self._protocol.bytes_are_hashed else (), self._dtype)
         try:
             place, spooled = update.source.place(), None
-            if place is not None and ("folder" in place or ("memory" in place and self._protocol.reads_memory)):
+            if place is not None and self._reads(place):
                 for _ in _passing(update, held):
                     pass
             else:
@@ -108,6 +108,15 @@ class InPlaceUpdates:
             raise WeightUpdateFailed(f"version {number} cannot be taken: {error}") from error
         with self._lock:
             self._prepared = _Prepared(update.version, place, held.digests, spooled)
+
+    def _reads(self, place: Mapping[str, Any]) -> bool:
+        """True if the server takes weights from there itself."""
+        protocol = self._protocol
+        return (
+            "folder" in place
+            or ("memory" in place and protocol.reads_memory)
+            or ("handles" in place and protocol.opens_handles)
+        )
 
     def commit(self, version: WeightVersion) -> dict[str, float]:
         """Commits, as `InferenceEngine.commit_weights` says.

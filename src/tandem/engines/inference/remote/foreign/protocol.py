@@ -80,6 +80,9 @@ class ServerProtocol(ABC):
     reads_memory: bool = False
     """True if `reload` takes weights from shared memory of this machine, besides a folder."""
 
+    opens_handles: bool = False
+    """True if `reload` takes weights from memory of the GPU that it shares with the trainer."""
+
     by_group: GroupDelivery | None = None
     """Set where `reload` sends weights in this machine's memory by a process group, instead of a place in it."""
 
@@ -96,6 +99,9 @@ class ServerProtocol(ABC):
 
     group_routes: ClassVar[frozenset[str]] = frozenset()
     """Routes that a process group for weights needs besides `routes`."""
+
+    handle_routes: ClassVar[frozenset[str]] = frozenset()
+    """Routes that weights on a GPU need besides `routes`."""
 
     sleep_on: bool = False
     """True if it was started so, by its own word."""
@@ -192,6 +198,11 @@ class ServerProtocol(ABC):
     def lacks_to_join(self) -> str | None:
         """In words, what the server lacks to take weights by a process group, and the remedy; None where it can."""
         missing = sorted(self.group_routes - self._listed())
+        return f"has no route {', '.join(missing)}; {self.remedy}" if missing else None
+
+    def lacks_to_open(self) -> str | None:
+        """In words, what the server lacks to open memory of a GPU, and the remedy; None where it can."""
+        missing = sorted(self.handle_routes - self._listed())
         return f"has no route {', '.join(missing)}; {self.remedy}" if missing else None
 
     @contextlib.contextmanager

@@ -260,8 +260,9 @@ class ForeignServer(InferenceEngine):
     @property
     def capabilities(self) -> frozenset[str]:
         """Folders are read in any case, and asked for where there is nothing better."""
+        memory = "ipc" if self._protocol.opens_handles else "shared_memory" if self._protocol.reads_memory else "disk"
         sleeps = {"sleep_weights", "sleep_kv_cache"} if self._lacks_to_sleep is None else set()
-        return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"} | sleeps)
+        return frozenset({"in_place", memory} | sleeps)
 
     def take_by_group(self, backend: str = "gloo", device: str = "cpu", host: str | None = None) -> Self:
         """From now on updates that lie in this machine's memory go to it by a process group, which stays up between them; it
@@ -276,6 +277,18 @@ class ForeignServer(InferenceEngine):
             raise ConfigError(f"{self.name} at {self.url} {lacking}. Or leave rollout.weights.channel out: by folders")
         reached = host or own_address(urlsplit(self.url).hostname or "127.0.0.1")
         self._protocol.by_group, self._protocol.reads_memory = GroupDelivery(Way(reached, backend, device)), True
+        return self
+
+    def take_by_handles(self) -> Self:
+        """From now on updates that lie on the GPU that it shares with this process are opened there by it.
+
+        Raises:
+            ConfigError: it cannot; with the remedy.
+        """
+        lacking = self._protocol.lacks_to_open()
+        if lacking is not None:
+            raise ConfigError(f"{self.name} at {self.url} {lacking}. Or leave rollout.weights.channel out: by folders")
+        self._protocol.opens_handles = True
         return self
 
     def check_sleep(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
+from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
@@ -47,6 +48,7 @@ class SGLangProtocol(ServerProtocol):
     whole_remedy = "leave that out, or use another backend"
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
+    handle_routes = frozenset({"/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"})
     group_routes = frozenset(
         {
             "/init_weights_update_group",
@@ -129,7 +131,10 @@ class SGLangProtocol(ServerProtocol):
         self.call("/resume_memory_occupation", {"tags": [part]}, timeout_s=RELOAD_TIMEOUT_S)
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """From memory by a process group, if it was attached so."""
+        """From memory by a process group, if it was attached so; from a GPU's memory by handles."""
+        if "handles" in place:
+            self._by_handles(place, label)
+            return
         if "memory" in place and self.by_group is not None:
             with self._failing():
                 self.by_group.send(self._joined, lambda group: self._by_group(group, place, label))
@@ -174,6 +179,16 @@ class SGLangProtocol(ServerProtocol):
                     group.broadcast(next(tensors)[1], taken)
                 taken.result()
             self.call("/end_weight_update", {})
+
+    def _by_handles(self, place: Mapping[str, Any], label: str) -> None:
+        self.call("/begin_weight_update", {})
+        payloads = handle_payloads(place["handles"], place["tensors"])
+        for number, payload in enumerate(payloads, 1):
+            last = number == len(payloads)
+            body = {"serialized_named_tensors": [payload] * self.ranks, "flush_cache": last}
+            body |= {"weight_version": label if last else None}
+            self.call("/update_weights_from_tensor", body, timeout_s=RELOAD_TIMEOUT_S)
+        self.call("/end_weight_update", {})
 
     def set_label(self, label: str) -> None:
         self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})

@@ -168,7 +168,7 @@ class VllmProtocol(ServerProtocol):
         if "memory" in place and self.by_group is not None:
             with self._failing():
                 self.by_group.send(self._joined, lambda group: self._by_group(group, place))
-        elif self.reads_memory:
+        elif self._extended:
             self._rpc("tandem_load", {"place": place}, RELOAD_TIMEOUT_S)
         else:
             self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
@@ -179,6 +179,10 @@ class VllmProtocol(ServerProtocol):
     def lacks_to_join(self) -> str | None:
         """Its own routes for this need pickle, which no server of a run may be asked to read."""
         return None if self._extended else f"was started without Tandem's worker extension; {self.extension_remedy}"
+
+    def lacks_to_open(self) -> str | None:
+        """Its own route for this needs pickle too."""
+        return self.lacks_to_join()
 
     def _joined(self) -> WeightGroup:
         assert self.by_group is not None

@@ -1,9 +1,11 @@
-"""Additions to a vLLM server that Tandem starts: take an update from shared memory or by a process group, take all of
-it on a CPU, and give the log-probabilities that training needs where top-p, top-k or a minimum of tokens narrow the draw.
+"""Additions to a vLLM server that Tandem starts: take an update from shared memory, from a GPU's memory or by a process
+group, take all of it on a CPU, and give the log-probabilities that training needs where top-p, top-k or a minimum of
+tokens narrow the draw.
 
 It runs in vLLM's environment (``--worker-extension-cls``), where there is no Tandem: only torch and the standard library.
 """
 
+import base64
 import mmap
 import os
 import socket
@@ -41,7 +43,11 @@ class TandemWorker:
 
     def tandem_load(self, place: dict[str, Any]) -> None:
         """Takes the weights that lie at a `WeightSource.place`; the server is paused meanwhile."""
-        if "memory" in place:
+        if "handles" in place:
+            self.reload_weights(weights_iterator=opened(place["handles"], place["tensors"], self.device))
+            if self.device.type == "cuda":  # the trainer may overwrite its memory once this is answered
+                torch.cuda.synchronize(self.device)
+        elif "memory" in place:
             self.reload_weights(weights_iterator=mapped(place["memory"], place["tensors"]))
         else:
             self.reload_weights(weights_path=place["folder"])
@@ -150,6 +156,22 @@ def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tenso
             yield name, torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
     finally:
         os.close(fd)
+
+
+def opened(handles: Iterable[list[Any]], entries: Iterable[Any], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) of the trainer's own memory on ``device``, opened by its handles; nothing is copied here."""
+    buckets = [opened_storage(handle, device) for handle in handles]
+    for name, shape, dtype, bucket, offset in entries:
+        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(buckets[bucket])
+        yield name, flat[offset : offset + num_bytes_of(shape, dtype)].view(getattr(torch, dtype)).view(shape)
+
+
+def opened_storage(handle: Iterable[Any], device: torch.device) -> Any:
+    """The memory behind a handle. Its first part is the GPU's number in the trainer, which may be another one here."""
+    parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle]
+    if device.type == "cpu":
+        return torch.UntypedStorage._new_shared_filename_cpu(*parts)
+    return torch.UntypedStorage._new_shared_cuda(device.index or 0, *parts[1:])
 
 
 @torch.no_grad()
