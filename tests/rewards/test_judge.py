@@ -47,6 +47,7 @@ def test_the_verdict_is_the_last_one_in_the_agreed_form(read, text, value):
         (lambda text: read_choice(text, {"A": 1.0, "B": 0.0, "tie": 0.5}), "Verdict: A tie between both"),
         (lambda text: read_json(text, 0, 10), '{"a":' * 5000),
         (lambda text: read_json(text, 0, 10), '{"score": "5"} {"score": true}'),
+        (lambda text: read_json(text, 0, 10), '{"score": ' + "9" * 400 + "}"),
     ],
 )
 def test_whatever_else_it_writes_is_no_verdict(read, text):
@@ -150,12 +151,13 @@ def test_a_verdict_in_json_must_fit_its_schema(tmp_path, text, value):
         ("schema=judge.json", "schema and field are for answer_form=json, got answer_form=score"),
         ("answer_form=json, schema=none.json", "the schema none.json cannot be read"),
         ("answer_form=json, schema={'pattern': 'a'}", "it has 'pattern', and only .*properties.* are checked"),
-        ("answer_form=json, schema={'required': ['score']}", "in the schema field=score must be a number"),
-        ("answer_form=json, schema={'properties': {'score': {'type': 'number'}}}", "schema must require 'score'"),
-        (
-            "answer_form=json, schema={'properties': {'score': {'type': 'real'}}}",
-            "at properties.score it has the type 'real'",
-        ),
+        ("answer_form=json, schema={'type': 'object', 'required': ['score']}", "in the schema field=score must be a number"),
+        ("answer_form=json, schema={'type': 'object'}", "schema must require 'score'"),
+        ("answer_form=json, schema={'type': 'array', 'items': {'type': 'real'}}", "at items it has the type 'real'"),
+        ("answer_form=json, schema={'required': ['score']}", "it has 'required' and no type; add 'type': 'object'"),
+        ("answer_form=json, schema={'type': 'string', 'minimum': 1}", "for the type number or integer, not string"),
+        ("answer_form=json, schema={'type': 'object', 'anyOf': []}", "it has 'type' beside 'anyOf', which alone would count"),
+        ("answer_form=json, field=a..b", "field must be a path of names such as scores.style, got 'a..b'"),
     ],
 )
 def test_a_wrong_knob_of_a_judge_is_refused_at_start(knobs, said):

@@ -44,6 +44,7 @@ def test_a_sample_is_worth_its_place_in_the_order():
         assert ranked(f"rank(url={url}, model=m)", "a", "bbb", "cc") == [0, 1, 0.5]
         first, second = map(replies, bodies)
         assert first == second[::-1] and sorted(first) == ["a", "bbb", "cc"]
+        assert ranked(f"rank(url={url}, model=m)", "a", "bbb", "\ud800")[1] == 1  # half a character
     with server(says(lambda texts: ", ".join(str(1 + i) for i in range(len(texts))))) as (url, _):
         assert ranked(f"rank(url={url}, model=m)", "a", "bbb", "cc") == [0.5] * 3  # who favours a place favours nobody
 
@@ -61,6 +62,7 @@ def test_a_large_group_is_ranked_in_even_parts_that_differ_between_votes():
     [
         ("2, then 1", "judge_unreadable"),
         ("Order: N > N > N", "judge_unreadable"),
+        ("Order: " + "1" * 5000, "judge_unreadable"),
         ("Order: 2 > 3", "judge_omits_reply"),
         ("Order: 2 > 3 > 2 > 1", "judge_repeats_reply"),
         ("Order: 2 > 1 > 4", "judge_unknown_reply"),

@@ -4,13 +4,17 @@ Of JSON Schema 2020-12 this knows what the routes use: type, properties, require
 maxItems, minimum, maximum, exclusiveMinimum, minLength, maxLength, enum and anyOf. A word that it does not know is an error.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Schema = Mapping[str, Any]
 
-_KNOWN = {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minimum", "maximum"}
-_KNOWN |= {"exclusiveMinimum", "minLength", "maxLength", "enum", "anyOf", "description"}
+_TYPES_OF = dict.fromkeys(("properties", "required", "additionalProperties"), ("object",))
+_TYPES_OF |= dict.fromkeys(("items", "minItems", "maxItems"), ("array",))
+_TYPES_OF |= dict.fromkeys(("minimum", "maximum", "exclusiveMinimum"), ("number", "integer"))
+_TYPES_OF |= dict.fromkeys(("minLength", "maxLength"), ("string",))
+_KNOWN = {*_TYPES_OF, "type", "enum", "anyOf", "description"}
 _SHOWN = 80
 
 
@@ -70,10 +74,10 @@ def check_value(value: Any, schema: Schema, where: str = "") -> Any:
 
 
 def check_schema(schema: Any, where: str = "") -> None:
-    """Passes if `check_value` knows all of a schema that a user wrote.
+    """Passes if `check_value` checks all that a schema of the user's says.
 
     Raises:
-        ValueError: it does not; names the place.
+        ValueError: it does not know a word, or one would not count where it stands; names the place.
     """
     at = f"at {where} it" if where else "it"
     if not isinstance(schema, Mapping):
@@ -92,8 +96,9 @@ def check_schema(schema: Any, where: str = "") -> None:
             raise ValueError(f"{at} has {word}={_short(value)}, which must be {'a list' if shape is list else 'an object'}")
     for word in ("minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "maxLength"):
         bound = schema.get(word, 0)
-        if isinstance(bound, bool) or not isinstance(bound, int | float):
-            raise ValueError(f"{at} has {word}={_short(bound)}, which must be a number")
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or not math.isfinite(bound):
+            raise ValueError(f"{at} has {word}={_short(bound)}, which must be a finite number")
+    _refuse_unused(schema, at)
     inside = {f"properties.{name}": part for name, part in properties.items()}
     inside |= {f"anyOf[{number}]": part for number, part in enumerate(choices)}
     inside |= {"items": schema["items"]} if "items" in schema else {}
@@ -101,6 +106,20 @@ def check_schema(schema: Any, where: str = "") -> None:
         inside["additionalProperties"] = schema["additionalProperties"]
     for name, part in inside.items():
         check_schema(part, f"{where}.{name}" if where else name)
+
+
+def _refuse_unused(schema: Schema, at: str) -> None:
+    """Passes if each word of a schema counts: `check_value` reads a bound only under its type, and beside ``anyOf`` or
+    ``enum`` nothing else."""
+    alone = next((word for word in ("anyOf", "enum") if word in schema), None)
+    for word in schema:
+        types = _TYPES_OF.get(word, ())
+        if types and "type" not in schema and alone is None:
+            raise ValueError(f"{at} has {word!r} and no type; add 'type': {types[0]!r}")
+        if types and alone is None and schema["type"] not in types:
+            raise ValueError(f"{at} has {word!r}, which is for the type {' or '.join(types)}, not {schema['type']}")
+        if alone is not None and (types or (word == "type" and alone == "anyOf") or (word == "enum" != alone)):
+            raise ValueError(f"{at} has {word!r} beside {alone!r}, which alone would count; leave one of them out")
 
 
 def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:

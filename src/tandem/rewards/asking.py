@@ -95,7 +95,7 @@ def client_and_path(url: str, token: str | None, path: str) -> tuple[HttpClient,
     """A client of the server at ``url``, and the route: that of ``url``, or ``path`` where it names none or ends with its
     first part, as in ``http://judge/v1``."""
     route = urlsplit(url).path
-    client, route = HttpClient(url.removesuffix(route), token=token), route.rstrip("/")
+    client, route = HttpClient(url.removesuffix(route) or url, token=token), route.rstrip("/")
     first = f"/{path.split('/')[1]}" if path.count("/") > 1 else path
     return client, path if not route else route + path.removeprefix(first) if route.endswith(first) else route
 

@@ -85,7 +85,7 @@ class RankReward(GroupJudge):
         """The samples of each prompt, in the order in which they are shown; the same for the same texts."""
         count, parts = len(samples), []
         pieces = -(-count // self.together)
-        draw = random.Random("\0".join(sample.completion_text for sample in samples))
+        draw = random.Random("\0".join(sample.completion_text for sample in samples).encode(errors="replace"))
         for vote in range(0, self.votes, 2):
             order = draw.sample(range(count), count)
             cut = [order[k * count // pieces : (k + 1) * count // pieces] for k in range(pieces)]

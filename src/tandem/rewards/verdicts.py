@@ -34,7 +34,7 @@ def read_number(text: str, low: float, high: float) -> float:
 
 def _share(value: float, low: float, high: float) -> float:
     if not low <= value <= high:
-        raise Unreadable(f"the score {value:g} is not between {low:g} and {high:g}")
+        raise Unreadable(f"the score {str(value)[:20]} is not between {low:g} and {high:g}")
     return (value - low) / (high - low)
 
 
@@ -55,7 +55,7 @@ def read_order(text: str, count: int) -> list[int]:
         Unreadable: there is no such line; or it omits a reply (``judge_omits_reply``), names one twice
             (``judge_repeats_reply``), or one that was not shown (``judge_unknown_reply``).
     """
-    number = r"(?:reply\s*)?\d+"
+    number = r"(?:reply\s*)?\d{1,9}"
     lines = re.findall(rf"order\W{{0,4}}[:=][\s*_`\"']*({number}(?:\s*[>,]\s*{number})*)[\s*_`\"'.!]*$", text, re.I | re.M)
     if not lines:
         raise Unreadable("there is no line `Order: NUMBER > NUMBER`")
@@ -83,7 +83,7 @@ def read_json(text: str, low: float, high: float, field: str = "score", schema: 
                 raise Unreadable(f"its JSON object: {error}", "judge_off_schema") from error
         score = _at(value, field)
         if isinstance(score, int | float) and not isinstance(score, bool):
-            return _share(float(score), low, high)
+            return _share(score, low, high)
     raise Unreadable("there is no JSON object" + (f' with a number "{field}"' if schema is None else ""))
 
 
@@ -94,10 +94,9 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         if begin < end:
             continue
         try:
-            value, size = json.JSONDecoder().raw_decode(text[begin:])
+            value, end = json.JSONDecoder().raw_decode(text, begin)
         except (ValueError, RecursionError):
             continue
-        end = begin + size
         yield value
 
 
@@ -124,7 +123,9 @@ def form_of(
     if form == "score":
         return lambda text: read_number(text, low, high), f"Score: a number from {low:g} to {high:g}"
     if form == "json":
-        return _json_form(name, low, high, str(field), schema)
+        if not all(field.split(".")):
+            raise ConfigError(f"reward {name!r}: field must be a path of names such as scores.style, got {field!r}")
+        return _json_form(name, low, high, field, schema)
     if choices is not None:
         if not isinstance(choices, Mapping) or len(choices) < 2:
             raise ConfigError(f"reward {name!r}: choices must give at least two words their values, got {choices!r}")
@@ -163,8 +164,9 @@ def _schema_of(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
     Raises:
         ConfigError: it is none, or uses words that are not checked here.
     """
+    text = read_knob_file(name, "schema", given) if isinstance(given, str) else ""
     try:
-        schema = json.loads(read_knob_file(name, "schema", given)) if isinstance(given, str) else given
+        schema = json.loads(text) if isinstance(given, str) else given
         check_schema(schema)
     except ValueError as error:
         shown = given if isinstance(given, str) else "in the configuration"
