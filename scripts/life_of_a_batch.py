@@ -82,7 +82,7 @@ CONFIGURATION = [
     ("src/tandem/state/resuming.py", "Decides whether a run that is in the folder goes on."),
     ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
     ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
-    ("src/tandem/flow/residents.py", "Opens the models of the plan."),
+    ("src/tandem/flow/residents.py", "Says if the models of the plan can be had here, and opens them."),
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),

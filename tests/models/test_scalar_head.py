@@ -124,6 +124,14 @@ def test_a_chosen_class_is_scored_by_its_log_odds(tmp_path, kind):
         load_scalar_model(classifier_folder(tmp_path), class_label="rude")
 
 
+def test_a_number_that_is_the_name_of_another_class_is_refused(tmp_path):
+    config = tiny_config(pad_token_id=0, id2label={0: "1", 1: "2", 2: "3"}, label2id={"1": 0, "2": 1, "3": 2})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "stars")
+    assert load_scalar_model(tmp_path / "stars", class_label="2").chosen == 1
+    with pytest.raises(ConfigError, match=r"has a class 2 \(3\), and another one that is called 2: .* class_label='3'"):
+        load_scalar_model(tmp_path / "stars", class_label=2)
+
+
 def test_a_folder_that_lacks_a_layer_is_refused(tmp_path):
     folder = tiny_model_folder(tmp_path)
     config = AutoConfig.from_pretrained(folder)

@@ -156,7 +156,10 @@ def test_a_verdict_in_json_must_fit_its_schema(tmp_path, text, value):
         ("answer_form=json, schema={'type': 'array', 'items': {'type': 'real'}}", "at items it has the type 'real'"),
         ("answer_form=json, schema={'required': ['score']}", "it has 'required' and no type; add 'type': 'object'"),
         ("answer_form=json, schema={'type': 'string', 'minimum': 1}", "for the type number or integer, not string"),
-        ("answer_form=json, schema={'type': 'object', 'anyOf': []}", "it has 'type' beside 'anyOf', which alone would count"),
+        (
+            "answer_form=json, schema={'type': 'object', 'anyOf': []}",
+            "has 'type' beside 'anyOf', which alone would count",
+        ),
         ("answer_form=json, field=a..b", "field must be a path of names such as scores.style, got 'a..b'"),
     ],
 )

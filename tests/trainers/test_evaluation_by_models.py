@@ -74,3 +74,14 @@ def test_a_reward_model_that_was_trained_on_meanwhile_is_another_one(models, tmp
     file.write_bytes(file.read_bytes()[:-64] + bytes(64))
     with pytest.raises(ConfigError, match="reward_fingerprints"):
         evaluated(models / "policy", tmp_path, reward)
+
+
+def test_what_an_evaluation_leaves_out_is_said_and_a_class_that_is_not_there_refused(models, tmp_path, caplog):
+    reward = f"reward=math + rank(model={models}/writer) + 0.5*model(path={models}/first-judge, normalise=group)"
+    (line,) = {tuple(line["rewards"]) for line in lines(evaluated(models / "policy", tmp_path, reward).folder)}
+    assert line == ("math", "model")
+    assert "reward 'rank' compares the samples of a prompt; an evaluation leaves it out" in caplog.text
+    assert "reward 'model': an evaluation leaves normalise=group out" in caplog.text
+    reward = f"reward=model(path={models}/first-judge, class_label=rude)"
+    with pytest.raises(ConfigError, match="gives one number, so class_label=rude chooses nothing"):
+        try_evaluation(load_evaluation(None, settings(models / "policy", tmp_path / "none", reward)).config)

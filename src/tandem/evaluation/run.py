@@ -24,7 +24,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
 from tandem.config.services import NAMED
-from tandem.config.terms import read_term
+from tandem.config.terms import read_term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
@@ -37,12 +37,13 @@ from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.evaluation.scoring import KeptSamples, open_scorer, paths_of
 from tandem.flow.plan import RunPlan, plan_scores
 from tandem.flow.process import uses_gpu
-from tandem.flow.residents import check_scores
+from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import usable_cores, versions
 
@@ -138,6 +139,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     later = bool(rewards.scores)
     if later:
         check_scores(asked, rewards, tokenizer)
+        check_models(rewards, machine.device)
     services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
     try:
         judges = make_judges(questions, config.reward_timeout_s, services, asked=asks, models_later=later)
@@ -186,7 +188,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         answers = folder.recorded(waves)
         progress = ProgressLine(total, len(answers))
         if len(answers) < total:
-            warn_of_comparisons(workflow)
+            warn_of_comparisons(workflow, specs_of(questions))
             engine = make_engine(config, machine, model)
             checked.services.get("engine").start(engine)
             stack.callback(engine.close)
@@ -305,8 +307,13 @@ def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[st
     }
 
 
-def warn_of_comparisons(workflow: RolloutWorkflow) -> None:
-    """Says so where a workflow judges samples against each other, which an evaluation does not do."""
+def warn_of_comparisons(workflow: RolloutWorkflow, specs: Sequence[str]) -> None:
+    """Says what judges samples against each other, which an evaluation does not do. ``specs``: the sums that judge rows."""
+    for term in (term for spec in specs for term in read_terms(spec)):
+        if compares_group(term):
+            log.warning("reward %r compares the samples of a prompt; an evaluation leaves it out", term.label)
+        elif term.options.normalise:
+            log.warning("reward %r: an evaluation leaves normalise=%s out", term.label, term.options.normalise)
     if type(workflow).finish_group is not RolloutWorkflow.finish_group:
         name = type(workflow).__name__
         log.warning("%s has a finish_group; evaluation judges each sample by itself and does not call it", name)

@@ -5,16 +5,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
 from tandem.api.services import NOTHING
 from tandem.config.arithmetic import generating_ranks
+from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.check import check_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
 from tandem.flow.plan import Resident, RunPlan
 from tandem.flow.process import Process, choose_device
@@ -27,7 +30,9 @@ from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
+from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
+from tandem.models.shape import Shape
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
@@ -104,6 +109,33 @@ def open_scores(
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary, timeout_s=config.reward_timeout_s)
     return roles
+
+
+def check_models(plan: RunPlan, device: str) -> None:
+    """Passes if each model of the plan can be opened on this device and laid over its ranks.
+
+    Raises:
+        ConfigError: see `check_train_engine`; or adapters for matrices that the model does not have.
+    """
+    for resident in plan.residents:
+        config, key = resident.engine, resident.key
+        if config is None or resident.base_of is not None:
+            continue
+        if resident.head == "text":  # `check_scores` and `check_partner` look at it
+            continue
+        dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
+        architecture = check_train_engine(
+            config,
+            describing(config.path),
+            layout,
+            torch.device(device),
+            dtype,
+            resident.head,
+            key,
+            resident.class_label,
+        )
+        if config.lora.rank is not None:
+            refuse_unknown_targets(config.lora, Shape.of(architecture).linears)
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -154,6 +154,11 @@ def class_number(folder: Path, config: PretrainedConfig, class_label: ClassLabel
     if class_label in names:
         return names.index(str(class_label))
     if isinstance(class_label, int) and not isinstance(class_label, bool) and 0 <= class_label < count:
+        if str(class_label) in names and names.index(str(class_label)) != class_label:
+            raise ConfigError(
+                f"{folder} has a class {class_label} ({names[class_label]}), and another one that is called {class_label}: "
+                f"say which by its name, class_label='{names[class_label]}' or class_label='{class_label}'"
+            )
         return class_label
     raise ConfigError(
         f"{folder} has no class_label={class_label}; its classes are "
@@ -162,7 +167,7 @@ def class_number(folder: Path, config: PretrainedConfig, class_label: ClassLabel
 
 
 def prepare_classifier(folder: Path, config: PretrainedConfig, class_label: ClassLabel | None = None) -> tuple[bool, int]:
-    """Makes ``config`` that of a classifier with one label; whether the folder has its head, and its padding token.
+    """Makes ``config`` that of a classifier with one label. Returns whether the folder has its head, and its padding token.
 
     ``class_label``: the class that is the score, of a classifier with several; then its labels stay.
 

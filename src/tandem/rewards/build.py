@@ -232,6 +232,10 @@ def _check_score(term: Term, score: Score) -> None:
     for name, value, allowed in (("head", model.head, heads), ("dtype", model.dtype, (None, *DTYPES))):
         if value not in allowed:
             raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")
+    if isinstance(model.class_label, bool) or not isinstance(model.class_label, str | int | None):
+        raise ConfigError(f"reward {term.name!r}: class_label must be a class's name or number, got {model.class_label!r}")
+    if model.class_label is not None and model.head != "scalar":
+        raise ConfigError(f"reward {term.name!r}: class_label is for head='scalar', got head={model.head!r}; leave it out")
     if not isinstance(model.backend, str | None):
         raise ConfigError(f"reward {term.name!r}: FrozenModel.backend must be a text such as fsdp:d1, got {model.backend!r}")
     if not isinstance(score.name, str):
@@ -245,6 +249,12 @@ def needs_model(term: Term) -> bool:
         return inspect.isclass(found) and issubclass(found, Score)
     service = service_of("reward", term.name.partition(":")[0], "reward")
     return service.needs_model or bool(service.writes_without and term.knobs.get(service.writes_without) is None)
+
+
+def compares_group(term: Term) -> bool:
+    """True if a term judges the samples of a prompt together."""
+    make = factory_of("reward", term.name, "reward")
+    return isinstance(make, GroupReward) or (inspect.isclass(make) and issubclass(make, GroupReward))
 
 
 def needs_writer(term: Term) -> bool:

@@ -173,6 +173,8 @@ class Combination:
         for term in self.later[one.reward]:
             name = term.label
             given = values.get(name, [])
+            if not given and not training and is_open(term.options, raw):
+                continue  # it compares samples, which evaluation does not, and 0 would be a verdict
             counted = [term.weight * clipped(term.options, x) if training else alone(term, x) for x in given]
             parts[name] = math.fsum(counted)
             if name in one.tokens and given:

@@ -16,7 +16,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.flow.continuing import beside, staying
 from tandem.flow.plan import RunPlan, plan_run
-from tandem.flow.residents import check_scores, open_scores
+from tandem.flow.residents import check_models, check_scores, open_scores
 from tandem.flow.scoring import ScoreRole
 from tandem.flow.services import (
     EpisodeParts,
@@ -35,7 +35,7 @@ from tandem.flow.writing import WritingRole
 from tandem.rewards.build import refuse_only_groups
 from tandem.state.control import Mailbox, Request
 from tandem.trainers.opening import Run
-from tandem.trainers.start import check_cost, check_models, fetch_weights
+from tandem.trainers.start import check_cost, fetch_weights
 
 log = logging.getLogger(__name__)
 

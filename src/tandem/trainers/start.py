@@ -7,32 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.arithmetic import workflow_of
-from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
 from tandem.engines.inference.check import check_inference_engine
-from tandem.engines.train.check import check_train_engine
 from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
-from tandem.flow.residents import check_scores
+from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
-from tandem.models.lora import refuse_unknown_targets
-from tandem.models.precision import resolve_dtype
-from tandem.models.shape import Shape
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
@@ -195,33 +189,6 @@ def check_weights_folder(config: TrainConfig) -> None:
             f"{folder} cannot hold the weights for the servers: {error.strerror or error}; set rollout.weights.folder to "
             "another folder"
         ) from error
-
-
-def check_models(plan: RunPlan, device: str) -> None:
-    """Passes if each model of the plan can be opened on this device and laid over its ranks.
-
-    Raises:
-        ConfigError: see `check_train_engine`; or adapters for matrices that the model does not have.
-    """
-    for resident in plan.residents:
-        config, key = resident.engine, resident.key
-        if config is None or resident.base_of is not None:
-            continue
-        if resident.head == "text":  # `check_scores` and `check_partner` look at it
-            continue
-        dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
-        architecture = check_train_engine(
-            config,
-            describing(config.path),
-            layout,
-            torch.device(device),
-            dtype,
-            resident.head,
-            key,
-            resident.class_label,
-        )
-        if config.lora.rank is not None:
-            refuse_unknown_targets(config.lora, Shape.of(architecture).linears)
 
 
 def fetch_weights(plan: RunPlan) -> None:

@@ -29,7 +29,7 @@ from tandem.flow.critic import Models
 from tandem.flow.parts import Rows, validation_config
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device
-from tandem.flow.residents import open_reference
+from tandem.flow.residents import check_models, open_reference
 from tandem.flow.run import LocalRunner
 from tandem.flow.session import make_residency
 from tandem.flow.training import TrainingSession
@@ -41,7 +41,6 @@ from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import check_sinks
 from tandem.trainers.loop import run_training
 from tandem.trainers.opening import Run
-from tandem.trainers.start import check_models
 
 log = logging.getLogger(__name__)
 
