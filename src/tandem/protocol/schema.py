@@ -10,7 +10,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 
-_TYPES_OF = dict.fromkeys(("properties", "required", "additionalProperties"), ("object",))
+_TYPES_OF: dict[str, tuple[str, ...]] = dict.fromkeys(("properties", "required", "additionalProperties"), ("object",))
 _TYPES_OF |= dict.fromkeys(("items", "minItems", "maxItems"), ("array",))
 _TYPES_OF |= dict.fromkeys(("minimum", "maximum", "exclusiveMinimum"), ("number", "integer"))
 _TYPES_OF |= dict.fromkeys(("minLength", "maxLength"), ("string",))
