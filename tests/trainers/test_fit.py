@@ -25,8 +25,9 @@ TABLE = [
     ("embedded", "fsdp:d1", 1, 80, LLAMA_8B, "GPU 0 has 80.00 GiB"),
     ("embedded", "fsdp:d8", 8, 80, LLAMA_8B, None),
     ("vllm:d1", "fsdp:d1", 1, 80, SMOLLM2, None),
-    ("vllm:d1", "fsdp:d1", 1, 4, SMOLLM2, "engine 1.60"),
-    ("vllm:d4t2", "fsdp:d8", 8, 20, LLAMA_8B, "engine 8.00"),
+    ("vllm:d1", "fsdp:d1", 1, 4, SMOLLM2, None),
+    ("vllm:d1", "fsdp:d1", 1, 2.8, SMOLLM2, "engine 0.25"),
+    ("vllm:d4t2", "fsdp:d8", 8, 20, LLAMA_8B, "engine 7.48"),
     ("vllm:d4t2", "fsdp:d8", 8, 80, LLAMA_8B, None),
 ]
 
@@ -51,7 +52,10 @@ def test_the_nearest_change_of_a_refusal_is_one_that_fits():
 
 def test_a_server_that_can_sleep_is_told_to():
     keys = [*RL, "rollout.backend=vllm:d1"]
-    with pytest.raises(ConfigError, match="memory_limit_gib=3, with which the server gives its memory back"):
+    with pytest.raises(ConfigError, match=r"rollout\.fleet\.sleep=true, with which the server gives its memory back"):
+        fits([*keys, "rollout.fleet.sleep=false"], gpus(4, 1), SMOLLM2)
+    keys = [*keys, "rollout.fleet.memory_share=0.6"]
+    with pytest.raises(ConfigError, match="memory_limit_gib=3, with which models and server give memory back in turns"):
         fits(keys, gpus(4, 1), SMOLLM2)
     fits([*keys, "memory_limit_gib=3"], gpus(4, 1), SMOLLM2)
 

@@ -235,11 +235,13 @@ def test_servers_of_another_make_have_their_share_and_no_time():
 
     assert {phase.name for phase in plan.phases} == {"update: actor"}
     (use,) = uses(plan)
-    share = [0.4 * plan.machine.memory_gib] * len(plan.instants)
-    assert use.residents["engine"] == pytest.approx(share)
+    weights = 2 * SMOLLM2.parameters() / 2**30
+    share = [0.4 * plan.machine.memory_gib if one.phase == "generate" else weights for one in plan.instants]
+    assert use.residents["engine"] == pytest.approx(share), "it sleeps while the model trains"
+    awake, _ = planned(TrainConfig, [*keys, "rollout.fleet.sleep=false"], device("h200"), shape=SMOLLM2)
+    assert uses(awake)[0].residents["engine"] == pytest.approx([max(share)] * len(plan.instants))
     opened, _ = planned(TrainConfig, [*keys, "rollout.weights.channel=ipc"], device("h200"), shape=SMOLLM2)
-    delivered = 2 * SMOLLM2.parameters() / 2**30
-    assert uses(opened)[0].residents["engine"] == pytest.approx([one + delivered for one in share])
+    assert uses(opened)[0].residents["engine"] == pytest.approx([one + weights for one in share])
 
 
 def test_the_drawing_has_every_rank_and_server_on_its_device_and_a_server_that_sleeps_is_gone():

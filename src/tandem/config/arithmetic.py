@@ -7,7 +7,7 @@ from typing import Literal
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import INSIDE, parse_backend
+from tandem.config.fleet import INSIDE, TENSOR, parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sums_of
 from tandem.config.terms import Term, read_term
@@ -32,6 +32,19 @@ def max_token_age(config: TrainConfig) -> int:
 def placement(config: TrainConfig) -> Placement:
     """`colocate` or `decoupled`; follows `async_training` unless it was set."""
     return config.placement or ("decoupled" if config.async_training else "colocate")
+
+
+def servers_sleep(config: TrainConfig) -> bool:
+    """True if the cache of servers sleeps while models train, on GPUs; see `rollout.fleet.sleep`."""
+    rollout = config.rollout
+    return rollout.fleet.sleep is not False and can_sleep(config) and rollout.backend not in INSIDE
+
+
+def can_sleep(config: TrainConfig) -> bool:
+    """True if all inference takes turns with training, in engines or servers that can give memory back."""
+    rollout = config.rollout
+    sleeps = rollout.backend in INSIDE or {part.partition(":")[0] for part in rollout.backend.split("+")} <= set(TENSOR)
+    return placement(config) == "colocate" and sleeps and not rollout.fleet.servers and rollout.fleet.watch is None
 
 
 def generating_ranks(config: TrainConfig) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
+from tandem.config.arithmetic import arithmetic, can_sleep, max_head_offpolicyness, placement, total_steps
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import corrects_itself, part_problems
 from tandem.config.check_constraint import constraint_problems
@@ -16,7 +16,7 @@ from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import INSIDE, TENSOR, fleet_problems
+from tandem.config.fleet import INSIDE, fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.limits import LIMITS
@@ -201,11 +201,18 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
 def _memory_limit(config: TrainConfig) -> Iterator[str]:
     """A message for each setting under which models cannot sleep."""
     limit = f"memory_limit_gib={config.memory_limit_gib}"
+    backend = config.rollout.backend
+    if config.rollout.fleet.sleep is False and config.memory_limit_gib is not None:
+        yield f"rollout.fleet.sleep=false contradicts {limit}, under which servers sleep: leave one of them out"
+    if config.rollout.fleet.sleep and (backend in INSIDE or not can_sleep(config)):
+        yield (
+            "rollout.fleet.sleep=true is for vLLM and SGLang servers that the run starts on the GPUs of training "
+            f"(rollout.backend=vllm:dN with placement=colocate and no server of others), and here rollout.backend={backend} "
+            f"with placement={placement(config)}: leave it out"
+        )
     if config.memory_limit_gib is None:
         return
-    rollout = config.rollout
-    sleeps = rollout.backend in INSIDE or {part.partition(":")[0] for part in rollout.backend.split("+")} <= set(TENSOR)
-    if placement(config) != "colocate" or not sleeps or rollout.fleet.servers or rollout.fleet.watch is not None:
+    if not can_sleep(config):
         yield (
             f"{limit} is for placement=colocate where the engine sleeps while others work: rollout.backend=embedded, or "
             "vllm:dN or sglang:dN on GPUs, and no server of others. Here it keeps its memory: leave memory_limit_gib out"

@@ -82,6 +82,10 @@ class FleetConfig:
     """Part of a GPU's memory that a vLLM or SGLang server which the run starts may take; null: 0.9 on devices of its own,
     0.4 where it shares them with training (`placement=colocate`)."""
 
+    sleep: bool | None = None
+    """vLLM and SGLang servers on the GPUs of training give the memory of their cache back while the models train. null: they
+    do where the run starts all its servers (`placement=colocate`). With `memory_limit_gib` they do in any case."""
+
     options: Mapping[str, Knob] = field(default_factory=dict)
     """More options for the command of the servers that the run starts, by their names in that command without dashes, such
     as `{max-num-batched-tokens: 8192, enforce-eager: true}`. Unknown ones are refused before the run starts."""

@@ -15,7 +15,7 @@ from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import generating_ranks, max_token_age, placement
+from tandem.config.arithmetic import generating_ranks, max_token_age, placement, servers_sleep
 from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -403,4 +403,5 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         gconfig=config.gconfig,
         keeping=None if kept is None else Keeping(*kept),
         memory_limit_gib=config.memory_limit_gib,
+        sleeps=process.device != "cpu" and servers_sleep(config),
     )

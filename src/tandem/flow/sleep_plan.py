@@ -69,6 +69,9 @@ class StageNeeds:
     passing: tuple[tuple[Part, int], ...] = ()
     """Parts that exist only while it runs, and their bytes: gradients."""
 
+    away: frozenset[Part] = frozenset()
+    """Parts that sleep while it runs even if there is room."""
+
     idle: bool = False
     """It leaves time on the cores, so that parts of the next stage can be read meanwhile: answers are written, on a CPU."""
 
@@ -119,7 +122,7 @@ class SleepPlan:
     parts: Mapping[Part, PartCost]
     stages: tuple[StageNeeds, ...]
     limit: int | None = None
-    """Most bytes awake at once; None: everything stays awake."""
+    """Most bytes awake at once; None: everything stays awake but what a stage wants away."""
 
     key: str = "memory_limit_gib"
 
@@ -134,8 +137,8 @@ class SleepPlan:
 
     @property
     def sleeps(self) -> bool:
-        """True if the budget does not hold everything."""
-        return self.limit is not None and self.everything > self.limit
+        """True if anything ever sleeps: the budget does not hold everything, or a stage wants a part away."""
+        return any(stage.away for stage in self.stages) or (self.limit is not None and self.everything > self.limit)
 
     @property
     def largest(self) -> StageNeeds:
@@ -241,9 +244,9 @@ class SleepPlan:
         return Moves(asleep)
 
     def _make_room(self, stage: StageNeeds, state: SleepState, order: Order) -> tuple[Part, ...]:
-        """The parts that sleep so that the stage fits."""
+        """The parts that sleep so that the stage fits, and those that it wants away."""
         if self.limit is None:
-            return ()
+            return tuple(sorted(state.awake & stage.away))
         need = self._total(state.awake | stage.awake) + self._beside(stage)
         if need <= self.limit:
             return ()

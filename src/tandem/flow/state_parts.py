@@ -1,12 +1,13 @@
 """From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from tandem.api.engines import TrainPart
-from tandem.config.arithmetic import generating_ranks
+from tandem.config.arithmetic import generating_ranks, servers_sleep
 from tandem.config.backend import parse_layout
 from tandem.config.devices import TOGETHER
 from tandem.config.engine_memory import cache_gib
@@ -71,15 +72,17 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
 def sleep_plan(
     config: BaseConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape] = read_shape
 ) -> SleepPlan | None:
-    """The parts of a run and what its stages need of them; None where no budget is set. ``read``: from a model's path to its
-    shape.
+    """The parts of a run and what its stages need of them; None where no budget is set and no server sleeps. ``read``: from
+    a model's path to its shape. Without a budget the parts are those of the servers alone: models do not move.
 
     Raises:
         ConfigError: a model cannot be read, or the budget does not hold the largest stage.
     """
     training = training_config(config) if isinstance(config, DistillConfig) else config
-    if not isinstance(training, TrainConfig) or training.memory_limit_gib is None:
+    if not isinstance(training, TrainConfig):
         return None
+    if training.memory_limit_gib is None:
+        return _server_plan(training, plan, where, read) if servers_sleep(training) and not where.cpu else None
     parts: dict[Part, PartCost] = {}
     gradients: dict[str, int] = {}
     for resident in plan.residents:
@@ -100,15 +103,35 @@ def sleep_plan(
     return made
 
 
+def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape]) -> SleepPlan:
+    """The cache of the servers is there for the stages that generate, and away in all others; nothing else moves."""
+    actor = plan.resident("actor")
+    assert actor is not None and actor.engine is not None, "every plan has an actor"
+    parts = _engine_parts(config, read(actor.engine.path), where, 1)
+    cache = frozenset({Part(ENGINE, "kv_cache")})
+    stages = (
+        replace(
+            stage,
+            awake=stage.awake & parts.keys(),
+            changes=stage.changes & parts.keys(),
+            passing=(),
+            away=cache - stage.awake if stage.each_step or stage.now_and_then else frozenset(),
+        )
+        for stage in _stages(config, plan, parts, defaultdict(int), where)
+    )
+    return SleepPlan(parts, tuple(stages))
+
+
 def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     """The same for this machine.
 
     Raises:
         ConfigError: see `sleep_plan`.
     """
-    return (
-        None if getattr(config, "memory_limit_gib", None) is None else sleep_plan(config, plan, here(choose_device(config)))
-    )
+    training = training_config(config) if isinstance(config, DistillConfig) else config
+    if not isinstance(training, TrainConfig) or (training.memory_limit_gib is None and not servers_sleep(training)):
+        return None
+    return sleep_plan(config, plan, here(choose_device(config)))
 
 
 def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
@@ -241,7 +264,13 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
 
 def describe_sleep(plan: SleepPlan) -> str:
     """The plan of sleeping in words, for `--dry-run` and `tandem graph`."""
-    assert plan.limit is not None
+    if plan.limit is None:
+        size = plan.parts[Part(ENGINE, "kv_cache")].num_bytes / GIB
+        awake = [stage.name for stage in plan.stages if not stage.away and (stage.each_step or stage.now_and_then)]
+        return (
+            f"Servers on the GPUs of training give the {size:.4g} GiB of their cache back after they have generated "
+            f"(awake in: {', '.join(awake)}); rollout.fleet.sleep=false keeps it."
+        )
     largest = plan.largest
     lines = [
         f"Memory limit: {plan.limit / GIB:.4g} GiB for what the models keep; everything awake would take "

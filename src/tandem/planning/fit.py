@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.models.shape import Shape, read_shape
 from tandem.planning.devices import device as of_table
@@ -94,15 +94,21 @@ def _remedy(plan: Plan, config: BaseConfig, plan_with: Callable[[dict[str, Any]]
     generator = plan.job.generator
     shares = generator is not None and generator.foreign is not None and any(0 in seat.devices for seat in generator.seats)
     if shares and getattr(config, "memory_limit_gib", None) is None:
-        limited = {"memory_limit_gib": int(plan.usable_gib)}
+        awake = isinstance(config, TrainConfig) and config.rollout.fleet.sleep is False
+        limited = {"rollout.fleet.sleep": True} if awake else {"memory_limit_gib": int(plan.usable_gib)}
+        words = (
+            "the server gives its memory back while training needs it"
+            if awake
+            else "models and server give memory back in turns"
+        )
         try:
             fits = plan_with(limited).certain_gib(0) <= plan.machine.memory_gib
         except ConfigError:
             fits = False
         if fits:
             return (
-                f"Nearest change that fits: {' '.join(overrides(limited))}, with which the server gives its memory back "
-                "while training needs it; a smaller rollout.fleet.memory_share is another way"
+                f"Nearest change that fits: {' '.join(overrides(limited))}, with which {words}; a smaller "
+                "rollout.fleet.memory_share is another way"
             )
     found = nearest(plan, config, plan_with)
     if found is None:

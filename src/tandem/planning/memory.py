@@ -5,7 +5,7 @@ embedded engine has a copy of its own, and a second one while an update is stage
 what is awake in it (`tandem.flow.sleep_plan`); otherwise nothing sleeps between phases.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tandem.api.engines import InferencePart, TrainPart
@@ -98,8 +98,11 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         # where models sleep, the heap is given back before each stage, and has what comes in that one alone
         return of_heap(job, machine, room, worst, [items] if job.awake else coming.values())
 
+    known = None if job.sleeping is None else job.sleeping.parts
     return tuple(
-        _worst(phase, steady, (*kept(items), *items, *of_what_comes(items, machine, room)), job.awake.get(phase), machine)
+        _worst(
+            phase, steady, (*kept(items), *items, *of_what_comes(items, machine, room)), job.awake.get(phase), known, machine
+        )
         for phase, items in coming.items()
     )
 
@@ -114,21 +117,26 @@ def _worst(
     steady: Sequence[MemoryItem],
     coming: tuple[MemoryItem, ...],
     awake: tuple[frozenset[Part], ...] | None,
+    known: Collection[Part] | None,
     machine: Machine,
 ) -> Instant:
-    """The phase in that of its stages in which most is awake. ``awake``: of each of them; None: everything."""
+    """The phase in that of its stages in which most is awake. ``awake``: of each of them; None: everything. ``known``: parts
+    that may sleep; None: all."""
     if awake is None:
         return Instant(phase, (*steady, *coming))
-    instants = [Instant(phase, (*_without_sleepers(steady, one, machine), *coming)) for one in awake]
+    instants = [Instant(phase, (*_without_sleepers(steady, one, known, machine), *coming)) for one in awake]
     return max(instants, key=lambda instant: instant.total())
 
 
-def _without_sleepers(steady: Sequence[MemoryItem], awake: frozenset[Part], machine: Machine) -> Iterator[MemoryItem]:
+def _without_sleepers(
+    steady: Sequence[MemoryItem], awake: frozenset[Part], known: Collection[Part] | None, machine: Machine
+) -> Iterator[MemoryItem]:
     """The items without those that sleep, which lie on a disk if the device is the host, and in host memory beside a GPU."""
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
         what = ENGINE_PARTS.get(item.what) if in_engine else PARTS.get(item.what)
-        if what is None or Part(item.role, what) in awake:
+        part = None if what is None else Part(item.role, what)
+        if part is None or part in awake or (known is not None and part not in known):
             yield item
         elif machine.kind != "cpu" and not in_engine:
             yield replace(item, place="host", devices=1)

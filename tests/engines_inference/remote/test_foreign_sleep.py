@@ -216,3 +216,46 @@ def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(
         assert server.calls == routes(kind, "both", "wake weights", "wake kv_cache")
         assert set(ask(fleet).versions) == {2} and fleet.statistics()["fleet/fenced"] == 0
         fleet.close()
+
+
+def test_without_a_limit_the_cache_of_a_server_sleeps_while_models_train_and_nothing_else_moves(kind, folder, tmp_path):
+    backend = f"rollout.backend={kind[0].protocol.maker.lower()}:d1"
+    plan = planned(folder, backend, "algorithm=ppo")
+    awake = [done.stage.name for done in plan.steady() if Part("engine", "kv_cache") in done.awake]
+    assert awake == ["generate"] and {part.resident for part in plan.parts} == {"engine"} and plan.limit is None
+    assert planned(folder, backend, "rollout.fleet.sleep=false") is None
+    assert planned(folder, backend, where=Where(True, lambda name: "float32", True)) is None, "a CPU's server cannot"
+    with sleeping(kind, folder) as server:
+        engine = attach(kind, server, folder)
+        residency = Residency(plan, tmp_path, PhaseTimer(), lambda *_: None)
+        residency.add_engine(engine)
+        for number in (1, 2):
+            residency.enter("generate")
+            assert not server.asleep and set(ask(engine).versions) == {number - 1}
+            server.calls.clear()
+            for stage in ("values", "update", "publish"):
+                residency.enter(stage)
+                assert server.asleep == {"kv_cache"}
+            update = update_from_folder(folder, tmp_path / f"v{number}", number, shift=float(number))
+            engine.prepare_weights(update)
+            engine.commit_weights(update.version)
+        residency.enter("generate")
+        assert server.calls == routes(kind, "kv_cache", "wake kv_cache")
+        assert set(ask(engine).versions) == {2}
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (
+            ["rollout.fleet.sleep=true", "rollout.backend=vllm:d1", "placement=decoupled"],
+            "sleep=true is for vLLM and SGLang",
+        ),
+        (["rollout.fleet.sleep=true", "rollout.backend=tandem:d1"], "sleep=true is for vLLM and SGLang"),
+        (["rollout.fleet.sleep=false", "rollout.backend=vllm:d1", "memory_limit_gib=1"], "sleep=false contradicts memory_"),
+    ],
+)
+def test_a_wish_to_sleep_that_cannot_be_or_contradicts_a_limit_is_refused(folder, items, words):
+    with pytest.raises(ConfigError, match=words):
+        planned(folder, *items)

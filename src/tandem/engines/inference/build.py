@@ -272,6 +272,7 @@ def build_inference_engine(
     gconfig: GenerationConfig | None = None,
     keeping: Keeping | None = None,
     memory_limit_gib: float | None = None,
+    sleeps: bool = False,
 ) -> InferenceEngine:
     """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`, and ``ranks`` its ranks
     on this machine.
@@ -279,7 +280,7 @@ def build_inference_engine(
     A fleet writes its fault table and its servers' logs into ``run_folder``, and watches the addresses there; its servers
     belong to ``run``, and may read weights below ``weights_folder``; those that cannot sample by ``gconfig`` are refused.
     ``keeping``: where servers that it starts are taken from if they run already, and left when this process ends.
-    ``memory_limit_gib``: the run's; with one, servers must give their memory back when they are told to.
+    ``memory_limit_gib``: the run's. With one, or if it ``sleeps``, servers must give memory back when they are told to.
 
     Raises:
         ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
@@ -290,7 +291,7 @@ def build_inference_engine(
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     devices = device_map(rollout, placement, device, ranks)
     config = replace(engine_settings(rollout, folder, device, devices, memory_limit_gib), threads=count)
-    sleeps = memory_limit_gib is not None
+    sleeps = sleeps or memory_limit_gib is not None
     if servers is not None:
         named = replace(version, run=run or "tandem")
         more = (run_folder, weights_folder, gconfig, keeping, devices, sleeps)

@@ -295,8 +295,8 @@ class ForeignServer(InferenceEngine):
         """Raises `ConfigError` where this server cannot give its memory back, with the remedy."""
         if self._lacks_to_sleep is not None:
             raise ConfigError(
-                f"{self.name} at {self.url} {self._lacks_to_sleep}. Or leave memory_limit_gib out: the server then keeps "
-                "its part of the device (rollout.fleet.memory_share)"
+                f"{self.name} at {self.url} {self._lacks_to_sleep}. Or leave memory_limit_gib out and set "
+                "rollout.fleet.sleep=false: the server then keeps its part of the device (rollout.fleet.memory_share)"
             )
 
     def check_generation(self, gconfig: GenerationConfig) -> None:
