@@ -4,7 +4,10 @@ import asyncio
 import json
 import threading
 import time
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,7 @@ from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.tools.calculator import calculator
-from tandem.rollout.tools.tool import FunctionBox, Toolbox, ToolFailure, tool_schema
+from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure, tool_schema
 from tandem.rollout.tools.workflow import ToolWorkflow
 from tests.protocol.templates import TEMPLATES
 from tests.tiny import tiny_tokenizer
@@ -143,19 +146,29 @@ def broken(word: str) -> str:
     raise KeyError(word)
 
 
+def unwritable(word: str) -> object:
+    """Gives what has no words.
+
+    Args:
+        word: any
+    """
+    return {"found": object()}
+
+
 FAULTS = {
     "malformed": ('<tool_call>\n{"name": "calculator", "arg\n</tool_call>', "no call that can be read"),
     "unknown_tool": (call_of("calc", expression="1"), "There is no tool 'calc'"),
     "wrong_arguments": (call_of("calculator", term="1"), "'expression' is missing"),
     "tool_raised": (call_of("broken", word="x"), "KeyError: 'x'"),
     "tool_timeout": (call_of("slow", seconds=30), "was not done after"),
+    "wrong_result": (call_of("unwritable", word="x"), "unwritable returned what cannot be written: it has a object, and can"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_an_observation_and_counted_by_its_name(fault):
     reply, words = FAULTS[fault]
-    made = workflow([calculator, broken, slow], tool_seconds=0.2)
+    made = workflow([calculator, broken, slow, unwritable], tool_seconds=0.2)
     began = time.monotonic()
     sample, _ = play(made, reply, CALL, "408")
     assert time.monotonic() - began < 5
@@ -225,6 +238,43 @@ def test_calls_that_hang_for_ever_close_the_tool_and_nothing_else():
     sample, _ = play(made, call_of("hangs", word="a") * 2, call_of("hangs", word="b"), CALL, "408")
     release.set()
     assert "closed" in observations(sample)[2] and observations(sample)[3] == "408"
+
+
+@dataclass
+class Weather:
+    city: str
+    rain: dict
+
+
+class Thermometer(Toolbox):
+    """A toolbox whose tool returns whatever it was given."""
+
+    def __init__(self, result):
+        self.result = result
+
+    @asynccontextmanager
+    async def open(self, data):
+        async def run(arguments):
+            return self.result
+
+        yield [Tool(tool_schema(broken), run)]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (21.5, "21.5"),
+        (None, "null"),
+        ([1, "grün"], '[1, "grün"]'),
+        ({"day": date(2026, 1, 2), "at": Path("a/b")}, '{"day": "2026-01-02", "at": "a/b"}'),
+        (Weather("Ulm", {"mm": 3}), '{"city": "Ulm", "rain": {"mm": 3}}'),
+        ({(1, 2): 3}, "Error: broken returned what cannot be written: it is no JSON (keys must be str"),
+    ],
+)
+def test_a_tool_of_a_toolbox_may_return_what_is_no_text(result, words):
+    sample, _ = play(workflow([Thermometer(result)]), call_of("broken", word="x"), "408")
+    assert observations(sample)[0].startswith(words)
+    assert sample.metrics["tools/wrong_result"] == words.startswith("Error")
 
 
 def test_a_long_result_is_cut():

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -24,6 +24,10 @@ class ToolFailure(Exception):
     """A call that did not work. Its words are for the model, which reads them as the result."""
 
 
+class UnwritableResult(ToolFailure):
+    """A tool returned something that has no words of its own."""
+
+
 @dataclass(frozen=True)
 class Tool:
     """One tool of one episode."""
@@ -31,8 +35,9 @@ class Tool:
     schema: Mapping[str, Any]
     """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}``"""
 
-    run: Callable[[Mapping[str, Any]], Awaitable[str]]
-    """Carries out a call with arguments that fit the schema. Whatever it raises is told to the model."""
+    run: Callable[[Mapping[str, Any]], Awaitable[Any]]
+    """Carries out a call with arguments that fit the schema. The model reads the result `as_text`; whatever is raised is told
+    to it too."""
 
     @property
     def name(self) -> str:
@@ -74,18 +79,18 @@ class FunctionBox(Toolbox):
         """Implements `Toolbox.open`."""
         yield (self.tool,)
 
-    async def _run(self, arguments: Mapping[str, Any]) -> str:
+    async def _run(self, arguments: Mapping[str, Any]) -> Any:
         try:
             inspect.signature(self._function).bind(**arguments)
         except TypeError as error:
             raise ToolFailure(f"wrong arguments: {error}") from None
         if inspect.iscoroutinefunction(self._function):
-            return as_text(await self._function(**arguments))
+            return await self._function(**arguments)
         if self._stuck >= self._max_stuck:
             raise ToolFailure(f"{self.tool.name} is closed: {self._stuck} calls of it have not ended")
         future = _in_thread(lambda: self._function(**arguments))
         try:
-            return as_text(await asyncio.shield(future))
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
             if not future.done():  # the thread goes on, and nobody waits for it
                 self._stuck += 1
@@ -119,8 +124,28 @@ def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as the model reads it: text as it is, everything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+    """A tool's result as the model reads it: text as it is, everything else as JSON.
+
+    Dates, paths, decimals and whatever else says in ``__str__`` what it is are texts in it, and dataclasses are mappings.
+
+    Raises:
+        UnwritableResult: for all others, such as a coroutine or a plain object, whose ``repr`` would be an address.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=_in_json)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnwritableResult(f"it is no JSON ({error})") from None
+
+
+def _in_json(value: Any) -> Any:
+    """Stands for what JSON does not know."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if type(value).__str__ is object.__str__:
+        raise UnwritableResult(f"it has a {type(value).__name__}, and can have text, numbers, lists and dicts")
+    return str(value)
 
 
 def _in_thread(work: Callable[[], Any]) -> "asyncio.Future[Any]":

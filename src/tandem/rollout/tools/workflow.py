@@ -23,14 +23,14 @@ from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus
 from tandem.rollout.deadlines import TOOL, left_for_play
 from tandem.rollout.tools.chat import ToolChat
-from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure
+from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure, UnwritableResult, as_text
 from tandem.rollout.workflows import ChatWorkflow
 
 Stop = Literal["answer", "length", "turns", "calls", "tokens", "seconds"]
 STOPS: tuple[Stop, ...] = ("answer", "length", "turns", "calls", "tokens", "seconds")
 """Why a chat ended. answer: a reply without a call. length: a reply was cut off. The others: a limit."""
 
-FAULTS = ("malformed", "unknown_tool", "wrong_arguments", "tool_raised", "tool_timeout")
+FAULTS = ("malformed", "unknown_tool", "wrong_arguments", "tool_raised", "tool_timeout", "wrong_result")
 """Why a call gave no result."""
 
 
@@ -167,9 +167,12 @@ class Talk:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return await self.tools[call.name].run(call.arguments)
+                return as_text(await self.tools[call.name].run(call.arguments))
         except InfrastructureFailure:
             raise  # the sandbox or a server: no fault of the model's, so the episode is run again
+        except UnwritableResult as failure:
+            self.faults["wrong_result"] += 1
+            return f"Error: {call.name} returned what cannot be written: {failure}."
         except ToolFailure as failure:
             self.faults["tool_raised"] += 1
             return f"Error: {failure}"
