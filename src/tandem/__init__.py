@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tandem.roles.language_model import LanguageModel
     from tandem.roles.preference import PreferenceLearner
     from tandem.roles.reward_model import RewardModel
+    from tandem.rollout.tools.chat import ToolChatWorkflow
     from tandem.rollout.tools.search import SearchBox
     from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure, tool_schema
     from tandem.rollout.workflows import ChatWorkflow
@@ -69,6 +70,7 @@ __all__ = [
     "Score",
     "SearchBox",
     "Tool",
+    "ToolChatWorkflow",
     "ToolFailure",
     "Toolbox",
     "TrainConfig",
@@ -106,6 +108,7 @@ _MODULES = {
     "roles.language_model": ("LanguageModel",),
     "roles.preference": ("PreferenceLearner",),
     "roles.reward_model": ("RewardModel",),
+    "rollout.tools.chat": ("ToolChatWorkflow",),
     "rollout.tools.search": ("SearchBox",),
     "rollout.tools.tool": ("Tool", "ToolFailure", "Toolbox", "tool_schema"),
     "rollout.workflows": ("ChatWorkflow",),

@@ -50,6 +50,7 @@ def folder(tmp_path, monkeypatch):
         ("agents_tools.md", "my_shop.py"),
         ("agents_environments.md", "my_game.py"),
         ("agents.md", "my_agent.py"),
+        ("agents.md", "my_solver.py"),
         ("agents_programs.md", "play.py"),
     ]:
         (tmp_path / name).write_text(shown(page, name))
@@ -66,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.parametrize("command", COMMANDS, ids=["function", "state", "game", "coroutine", "program", "foreign"])
+@pytest.mark.parametrize("command", COMMANDS, ids=["function", "state", "game", "coroutine", "loop", "program", "foreign"])
 def test_each_command_of_the_walk_trains_a_step(command, folder):
     words = shlex.split(
         command.replace("\\\n", " ").replace("examples/number_game.yaml", "my_run.yaml workflow=environment")

@@ -20,6 +20,7 @@ from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.slots import Slots
 from tandem.models.tokenizer import load_tokenizer
+from tandem.models.upload import Download
 from tests.tiny import tiny_model
 
 CONTEXT = 65536
@@ -38,14 +39,14 @@ class ForcedSlots(Slots):
         ids = self.tokenizer(self.script(prompt), add_special_tokens=False)["input_ids"]
         self.lines[sequence.slot] = [*ids, self.tokenizer.eos_token_id]
 
-    def draw(self, slots, logits, rows, version):
+    def draw(self, batch, slots, logits, rows, version):
         counts = self.counts[slots]
         forced = torch.tensor([self.lines[s][c] for s, c in zip(slots.tolist(), counts.tolist(), strict=True)])
         logprobs = torch.log_softmax(logits / rows.temperatures[:, None], dim=-1).gather(1, forced[:, None])[:, 0]
         logits.fill_(float("-inf")).scatter_(1, forced[:, None], 0.0)
-        ended = super().draw(slots, logits, replace(rows, uniform_temperature=True), version)
-        self._logprobs[slots, counts] = logprobs
-        return ended
+        super().draw(batch, slots, logits, replace(rows, uniform_temperature=True), version)
+        drawn = self.unread.pop()
+        self.unread.append(replace(drawn, found=(drawn.found[0], Download(logprobs))))
 
 
 class Witness:

@@ -11,8 +11,10 @@ import pytest
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rollout.recording.recorder import SessionRecorder
+from tests.docs.test_tools_page import AGENTS, snippet
 from tests.foreign.forced import GCONFIG, forced_engine, long_model_folder, rescored
-from tests.foreign.peers import PEERS
+from tests.foreign.peers import PEERS, Peer, adding
+from tests.rollout.scripted import user
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,6 +43,28 @@ async def played(peer, folder, engine, place):
 def test_an_agent_is_trained_on_what_the_engine_saw_and_made(peer, folder, tmp_path):
     if not peer.there:
         pytest.skip(f"{peer.program} is not there; scripts/foreign_agents.sh makes it")
+    check(peer, folder, tmp_path)
+
+
+class Solver(Peer):
+    """The agent of docs/agents.md that calls tools in a loop of its own; it says only whether the answer is right."""
+
+    async def play(self, sessions, folder):
+        rows = [
+            {"messages": [user(session["question"])], "answer": f"It is {2 * i + 21}."} for i, session in enumerate(sessions)
+        ]
+        agent = snippet(AGENTS, "my_solver.py")["agent"]
+        played = (agent(session["base_url"], session["key"], row) for session, row in zip(sessions, rows, strict=True))
+        return [row["answer"] if right else "wrong" for row, right in zip(rows, await asyncio.gather(*played), strict=True)]
+
+
+@pytest.mark.invariant
+def test_a_loop_of_ones_own_is_trained_on_what_the_engine_saw_and_made(folder, tmp_path):
+    check(Solver("a loop of one's own", "chat", "", adding), folder, tmp_path)
+
+
+def check(peer, folder, tmp_path):
+    """Plays the agent's episodes, and compares what would be trained with the engine's log and the model."""
     with forced_engine(folder, peer.script) as engine:
         answers, sessions = asyncio.run(played(peer, folder, engine, tmp_path))
 

@@ -161,7 +161,10 @@ FAULTS = {
     "wrong_arguments": (call_of("calculator", term="1"), "'expression' is missing"),
     "tool_raised": (call_of("broken", word="x"), "KeyError: 'x'"),
     "tool_timeout": (call_of("slow", seconds=30), "was not done after"),
-    "wrong_result": (call_of("unwritable", word="x"), "unwritable returned what cannot be written: it has a object, and can"),
+    "wrong_result": (
+        call_of("unwritable", word="x"),
+        "returned what cannot be written: it has a object, and",
+    ),
 }
 
 

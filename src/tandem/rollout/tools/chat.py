@@ -1,12 +1,14 @@
 """A chat in which the model calls tools: tokens only append, over calls and results too."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tandem.api.requests import LLMResponse
 from tandem.protocol.tool_calls import CallReader, call_message
 from tandem.protocol.turns import Reply
 from tandem.rollout.chat import Chat, Tokens
+from tandem.rollout.workflows import ChatWorkflow
 
 
 class ToolChat(Chat):
@@ -78,3 +80,25 @@ class ToolChat(Chat):
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return self.reader.render(messages, self.tools, **self._kwargs)
+
+
+class ToolChatWorkflow(ChatWorkflow):
+    """The common part of workflows whose chats have tools: the loop is yours, and so is what a call does."""
+
+    @cached_property
+    def reader(self) -> CallReader:
+        """Writes tools as the model's chat template does, and reads its calls."""
+        return CallReader(self.tokenizer)
+
+    def start_with(self, tools: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> ToolChat:
+        """A chat that begins with the row's messages, and whose model reads these tools, as `tandem.tool_schema` makes them.
+
+        After each `reply` its calls are in ``chat.reply.calls``; ``chat.observe`` tells the model what became of them.
+        """
+        return ToolChat(
+            self.reader,
+            tools,
+            data["messages"],
+            system_prompt=self.system_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )

@@ -36,8 +36,8 @@ class Tool:
     """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}``"""
 
     run: Callable[[Mapping[str, Any]], Awaitable[Any]]
-    """Carries out a call with arguments that fit the schema. The model reads the result `as_text`; whatever is raised is told
-    to it too."""
+    """Carries out a call with arguments that fit the schema. The model reads the result `as_text`, and whatever is raised
+    as well."""
 
     @property
     def name(self) -> str:

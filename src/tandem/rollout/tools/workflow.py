@@ -22,9 +22,8 @@ from tandem.config.terms import Term, read_term, spelled
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus
 from tandem.rollout.deadlines import TOOL, left_for_play
-from tandem.rollout.tools.chat import ToolChat
+from tandem.rollout.tools.chat import ToolChat, ToolChatWorkflow
 from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure, UnwritableResult, as_text
-from tandem.rollout.workflows import ChatWorkflow
 
 Stop = Literal["answer", "length", "turns", "calls", "tokens", "seconds"]
 STOPS: tuple[Stop, ...] = ("answer", "length", "turns", "calls", "tokens", "seconds")
@@ -34,7 +33,7 @@ FAULTS = ("malformed", "unknown_tool", "wrong_arguments", "tool_raised", "tool_t
 """Why a call gave no result."""
 
 
-class ToolWorkflow(ChatWorkflow):
+class ToolWorkflow(ToolChatWorkflow):
     """A chat in which the model may call tools. It ends with a reply without a call, or at a limit; then it is judged.
 
     Calls of one reply are carried out at the same time. A call that cannot be read, that names no tool or has wrong
@@ -82,13 +81,7 @@ class ToolWorkflow(ChatWorkflow):
         async with AsyncExitStack() as stack:
             opened = [await stack.enter_async_context(box.open(data)) for box in self.boxes]
             tools = by_name(tool for box in opened for tool in box)
-            chat = ToolChat(
-                self.reader,
-                [tool.schema for tool in tools.values()],
-                data["messages"],
-                system_prompt=self.system_prompt,
-                chat_template_kwargs=self.chat_template_kwargs,
-            )
+            chat = self.start_with([tool.schema for tool in tools.values()], data)
             talk = Talk(self, chat, tools, deadline)
             stop = await talk.run(engine)
         result = await self.judge(chat, data)
