@@ -76,7 +76,9 @@ def test_both_read_the_same_calls(family):
         ended = StopReason.STOP if state == "whole" else StopReason.LENGTH
         calls = read(reader, text, [tool], ended, prompt=prompt).calls
         ours = [(str(call.status), call.name, dict(call.arguments)) for call in calls]
-        if state == "cut" and family == "llama":  # a call that has not ended is no call to them, and to us one that is unclosed
+        if (
+            state == "cut" and family == "llama"
+        ):  # a call that has not ended is no call to them, and to us one that is unclosed
             assert theirs == [] and {status for status, *_ in ours} <= {"unclosed"}, (text, ours, theirs)
         elif state == "broken":  # they carry out what is half legible; what we carry out, they do
             assert all(call in map(tuple, theirs) for call in ours if call[0] == "ok"), (text, ours, theirs)
