@@ -48,7 +48,7 @@ class Digits(RewardFn):
     """Share of digits in the answer: some spread, nothing to compute."""
 
     async def __call__(self, *, completion, **_) -> RewardResult:
-        """See `RewardFn`."""
+        """Implements `RewardFn.__call__`."""
         return RewardResult(sum(letter.isdigit() for letter in completion) / max(1, len(completion)))
 
 
@@ -58,7 +58,7 @@ class WaitsLong(RLVRWorkflow):
     durations: list[float]
 
     async def arun_episode(self, engine, data):
-        """See `RolloutWorkflow`."""
+        """Implements `RolloutWorkflow.arun_episode`."""
         began = time.perf_counter()
         sample = await super().arun_episode(engine, data)
         draw = random.Random(f"{data['index']}").paretovariate(1.1)

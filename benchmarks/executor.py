@@ -44,7 +44,7 @@ class OneRequest(RolloutWorkflow):
         self.sample = Sample((Trajectory(tokens, mask, torch.zeros(3), torch.where(mask, 0, -1)),), reward=1.0)
 
     async def arun_episode(self, engine, data) -> Sample:
-        """See `RolloutWorkflow`."""
+        """Implements `RolloutWorkflow.arun_episode`."""
         await engine.agenerate(LLMRequest((1,), SAMPLING))
         return self.sample
 

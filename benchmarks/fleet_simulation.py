@@ -117,7 +117,8 @@ class Load:
 
 
 async def scale(servers: int, concurrent: int, seconds: float) -> dict[str, object]:
-    """See the module; measured for as long as requests take on average, half as long after they all have come in."""
+    """The first part: so many requests at once on so many servers. Measured for as long as requests take on average, and
+    begun half as long after they all have come in."""
     stand_ins = [StandIn(seconds, concurrent // servers + 1) for _ in range(servers)]
     fleet = fleet_of(stand_ins)
     load, tasks = Load(fleet), []
@@ -161,7 +162,7 @@ def kept(stand_ins: list[StandIn]) -> float:
 
 
 async def cost(concurrent: int, rounds: int = 20) -> dict[str, object]:
-    """See the module."""
+    """Processor milliseconds of a request through the fleet, without those of a server's stand-in."""
     stand_ins = [StandIn(0.0, 1) for _ in range(8)]
     fleet = fleet_of(stand_ins)
 

@@ -1,4 +1,4 @@
-"""What spreading a model over two ranks costs in time, and saves in memory.
+"""Measures the time that spreading a model over two ranks costs, and the memory that it saves.
 
     python benchmarks/layouts.py                         # a random model of 31M parameters, about six minutes on two cores
     python benchmarks/layouts.py --parts speed memory    # without DeepSpeed
@@ -53,7 +53,7 @@ LENGTHS = (48, 512)
 PARTS = ("speed", "memory", "deepspeed")
 GOALS = {4096: 0.6, 16384: 0.85}
 STAGES = {"float32": (1, 2, 3), "bfloat16": (2, 3)}
-"""Of DeepSpeed, that train in this dtype."""
+"""Layouts of DeepSpeed that train in this dtype."""
 
 
 def random_model(size: str, folder: Path) -> Path:
@@ -200,7 +200,7 @@ def counted(engine: SpreadEngine) -> int:
 
 
 def memory(options: dict[str, Any]) -> dict[str, int]:
-    """Of this rank: counted, and what the process has grown by."""
+    """Bytes of this rank: counted, and what the process has grown by."""
     batch, before = make_batch(64 * RANKS, options["vocabulary"]), resident()
     engine = engine_of(options, options["backend"], options["dtype"])
     engine.train_batch(batch, loss)
@@ -223,7 +223,7 @@ def _rank(rank: int, ranks: int, part: str, options: dict[str, Any], out: str) -
 
 
 def measured(part: str, options: dict[str, Any], ranks: int = RANKS) -> dict[str, Any]:
-    """What rank 0 of so many found."""
+    """The figures that rank 0 of so many found."""
     with tempfile.TemporaryDirectory() as out:
         mp.spawn(_rank, (ranks, part, options, out), nprocs=ranks)
         found: dict[str, Any] = json.loads(Path(out, "found.json").read_text())

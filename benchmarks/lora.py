@@ -1,4 +1,4 @@
-"""How much of an adapter merged and rounded weights keep, after so many steps; docs/lora.md has its output.
+"""Measures how much of an adapter merged and rounded weights keep, after so many steps; docs/lora.md has its output.
 
     python benchmarks/lora.py                     # a tiny random model, rank 16, a minute
     python benchmarks/lora.py --steps 1 4 --rates 2e-4
@@ -24,7 +24,7 @@ ENGINES = (torch.bfloat16, torch.float32)
 
 
 def shares(folder: Path, dtype: str, rate: float, steps: list[int]) -> dict[torch.dtype, list[float]]:
-    """Of one training: dtype of the engine → share after each of ``steps``."""
+    """Results of one training: dtype of the engine → share after each of ``steps``."""
     engine = lora_on(folder, dtype=dtype, rank=16, lr=rate)
     found: dict[torch.dtype, list[float]] = {served: [] for served in ENGINES}
     for step in range(1, max(steps) + 1):

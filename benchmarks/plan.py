@@ -42,7 +42,7 @@ MEASURES = 2
 
 POLL_S = 0.1
 FAMILIES = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
-"""What is measured → the phases of the plan that it is fitted with; those of runs that generate nothing are fitted alone."""
+"""A measured time → the phases of the plan that it is fitted with; those of runs that generate nothing are fitted alone."""
 
 RUN_TIMEOUT_S = 600.0
 PAGE = Path(__file__).resolve().parents[1] / "docs/planning.md"
@@ -50,7 +50,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def predicted(cell: Cell, folder: Path) -> dict[str, float]:
-    """What `tandem plan` says, with the calibration as it is kept now."""
+    """The words of `tandem plan`, with the calibration as it is kept now."""
     parser = argparse.ArgumentParser()
     plan_command.add_arguments(parser)
     said = plan_command.make_report(parser.parse_args([*arguments(cell, folder), "--for", cell.command])).data()
@@ -190,7 +190,7 @@ def _fitted_heap(key: str, machine: Machine, rows: list[tuple[dict[str, float], 
 
 
 def off(plan: dict[str, float], real: dict[str, float]) -> dict[str, float]:
-    """How far the prediction is from what was measured."""
+    """The error of the prediction against what was measured."""
     return {key: plan[key] / real[key] - 1 for key in ("peak_gib", "step_s")}
 
 

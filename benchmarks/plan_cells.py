@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def missing(self) -> str | None:
-        """What is not installed, and has to be."""
+        """The libraries that are not installed, and have to be."""
         needs = "deepspeed" if any("deepspeed" in key for key in self.keys) else None
         return needs if needs is not None and find_spec(needs) is None else None
 

@@ -1,4 +1,4 @@
-"""What a critic and a reference cost: the update of PPO against GRPO's, and reference log-probabilities against the update.
+"""Measures the cost of critic and reference: PPO's update against GRPO's, and reference log-probabilities against GRPO's too.
 
     python benchmarks/ppo_cost.py [--path smollm2-135m] [--rounds 5]
 
@@ -72,7 +72,7 @@ def actor_of(config: TrainConfig) -> Actor:
 
 
 def updates(path: str) -> dict[str, Callable[[TensorDict], object]]:
-    """What is measured, by name."""
+    """The functions that are measured, by name."""
     grpo, ppo = config_of("grpo", path), config_of("ppo", path)
     actors = {name: actor_of(config) for name, config in (("grpo", grpo), ("ppo", ppo))}
     engine = build_train_engine(overlay(TrainEngineConfig, ppo.critic, ppo.actor), total_steps=1000, head="scalar")

@@ -1,4 +1,4 @@
-"""What recording a step costs: seconds of training's thread, processor seconds of the thread that writes, and disk.
+"""Measures what recording a step costs: seconds of training's thread, processor seconds of the thread that writes, and disk.
 
     python benchmarks/recording.py                 # batches of 64 samples, of which 16 or all are recorded
 

@@ -1,4 +1,4 @@
-"""How many short Python programs a sandbox runs in a second, by back end, and what starting an interpreter for each costs.
+"""Measures how many short Python programs a sandbox runs in a second, by back end, and what an interpreter for each costs.
 
     python benchmarks/sandbox.py                                 # each back end that works here
     python benchmarks/sandbox.py --programs 20 --rounds 1        # only to see that it starts

@@ -1,4 +1,4 @@
-"""How long training waits for a save: the whole of it, or the copy that a thread then writes while training goes on.
+"""Measures how long training waits for a save: the whole of it, or the copy that a thread writes while training goes on.
 
     python benchmarks/saving.py                    # a tiny model, and a random one of 135M parameters
     python benchmarks/saving.py --sizes tiny       # some of them
@@ -131,7 +131,7 @@ def measure(model: Path, root: Path, options: argparse.Namespace) -> dict[str, f
 
 
 def saving_of(engine: TrainEngine, run: RunFolder | None, recovery: Recovery, beside: bool) -> Saving:
-    """As a run has it."""
+    """The saver, as a run has it."""
     items = ["train_dataset.path=addition", "checkpoint.every_steps=1", "checkpoint.keep_last=1"]
     config = load_config(SFTConfig, None, [*items, f"checkpoint.asynchronous={str(beside).lower()}"]).config
     late = lambda states: engine.late_writer(states["trainer"])  # noqa: E731

@@ -1,4 +1,4 @@
-"""What scoring costs: a scalar reward model reads 64 answers, against the actor's update of the same tokens.
+"""Measures what scoring costs: a scalar reward model reads 64 answers, against the actor's update of the same tokens.
 
     python benchmarks/scoring.py [--path smollm2-135m] [--rounds 5]
 

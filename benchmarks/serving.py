@@ -1,4 +1,4 @@
-"""What HTTP costs, what a second server brings, and how long an update stops servers. Ratios within one run, in turn.
+"""Measures what HTTP costs, what a second server brings, and how long an update stops servers. Ratios within one run.
 
     python benchmarks/serving.py                          # SmolLM2-135M: the three parts with `tandem serve`
     python benchmarks/serving.py --vllm ENV/bin/python    # and vLLM's pause on the same machine
@@ -45,7 +45,7 @@ def requests_of(count: int, tokens: int, round_number: int, exactly: bool = True
 
 
 def seconds(engines: Sequence[InferenceEngine], requests: list[LLMRequest]) -> float:
-    """Of all requests together, each engine with its share."""
+    """Seconds of all requests together, each engine with its share."""
 
     async def ask() -> None:
         await asyncio.gather(*(engines[i % len(engines)].agenerate(request) for i, request in enumerate(requests)))
@@ -134,12 +134,12 @@ class Servers:
 
     @property
     def folder(self) -> Path:
-        """Of the model."""
+        """The folder of the model."""
         return resolve(self.arguments.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The folder of the weights."""
         return getattr(torch, self.arguments.dtype)
 
     def ours(self, name: str, threads: int, cpus: Sequence[int] | None = None) -> TandemServer:
@@ -188,7 +188,7 @@ def two_cores(servers: Servers) -> dict[str, float]:
 
 
 def pause(servers: Servers) -> dict[str, float]:
-    """Of two servers of ours, and of vLLM."""
+    """Pauses at an update, of two servers of ours and of vLLM."""
     asked, result = servers.arguments, {}
     half = max(1, asked.threads // 2)
     pair = [servers.ours(name, half) for name in ("one", "two")]

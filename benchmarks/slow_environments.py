@@ -50,7 +50,7 @@ class Slow(RolloutWorkflow):
         self.scale = scale
 
     async def arun_episode(self, engine, data):
-        """See `RolloutWorkflow`."""
+        """Implements `RolloutWorkflow.arun_episode`."""
         tokens = Tokens([1, data["index"]])
         for turn in range(TURNS):
             tokens.add_response(await engine.agenerate(LLMRequest(tuple(tokens.ids), GenerationConfig())))

@@ -1,4 +1,4 @@
-"""What it costs that models take turns in memory: `time/switch_s` against the whole step, measured and planned.
+"""Measures what it costs that models take turns in memory: `time/switch_s` against the whole step, measured and planned.
 
     python benchmarks/switching.py [--run grpo] [--path smollm2-135m] [--judges 3] [--limit-gib 2.5] [--steps 5]
     python benchmarks/switching.py --run ppo [--awake trained]

@@ -92,7 +92,7 @@ def with_table(page: str, record: dict[str, Any], picture: Path) -> str:
 
 
 def picture_of(recipe: str) -> Path:
-    """Where the picture of a recipe's page stands."""
+    """The file of the picture on a recipe's page."""
     return ROOT / "docs" / "pictures" / f"{PAGES[recipe].stem}.png"
 
 

@@ -88,7 +88,7 @@ def blocks(name: str) -> dict[str, str]:
 
 
 def arguments(name: str) -> list[str]:
-    """What the page gives to `tandem train`."""
+    """The arguments that the page gives to `tandem train`."""
     return ["examples/addition_grpo.yaml", f"trial_name={name}", f"algorithm={name}", *NOTES[name].run]
 
 

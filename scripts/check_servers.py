@@ -50,7 +50,7 @@ class InMemory(WeightSource):
     named_tensors: tuple[tuple[str, torch.Tensor], ...]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`."""
+        """Implements `WeightSource`."""
         yield from self.named_tensors
 
 

@@ -18,7 +18,7 @@ SETTINGS = ("recover.max_restarts=1", "checkpoint.every_steps=1")
 
 @dataclass
 class KilledRank:
-    """What was there when rank 0 was killed, and what came after."""
+    """Rank 0 of a run when it was killed, the servers that it had, and what came after."""
 
     pid: int
     at: float

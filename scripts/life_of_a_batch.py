@@ -90,7 +90,7 @@ CONFIGURATION = [
 """Every file that is handed the whole configuration on the way from `tandem train` to the first step. A test compares."""
 
 ROOMS = ("rollout", "roles", "engines")
-"""Where the walk goes. Contracts (`api`), settings, the mathematics that is chosen by name, and models are read by name."""
+"""Rooms of the walk. Contracts (`api`), settings, the mathematics that is chosen by name, and models are read by name."""
 
 BESIDE = {
     "at the start": (
@@ -114,7 +114,7 @@ BESIDE = {
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
     "on the way back": ("engines/inference/fused_weights",),
 }
-"""What files of the walk import and a batch does not pass through, by when it is needed."""
+"""The files that those of the walk import and a batch does not pass through, by when they are needed."""
 
 HEADER = """# The life of a batch
 

@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
     table: Callable[[Any], str]
 
     def text(self, found: dict[Any, str]) -> str:
-        """Of the page."""
+        """The text of the page."""
         ran = sum(result == cells.RAN for result in found.values())
         what = "lines" if self.module is cells else "cells"
         return f"{self.head}\n{ran} of {len(found)} {what} run.\n\n{self.table(found)}\n"

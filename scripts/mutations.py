@@ -56,7 +56,7 @@ TESTS = (
     "tests/state/test_ledger_file.py",
     "tests/state/test_replaying.py",
 )
-"""What imports these rooms and is quick."""
+"""Quick tests that import these rooms."""
 
 LONGEST_TEST_S = 8.0
 """Tests that took longer under the tracer are left out."""
@@ -156,7 +156,7 @@ class Watching:
 
 @dataclass
 class Outcome:
-    """What came of one mutant."""
+    """The outcome of one mutant."""
 
     key: str
     caught: bool
@@ -221,7 +221,7 @@ class Campaign:
         compileall.compile_dir(self.tree / "src", quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
     def map(self) -> dict[str, Any]:
-        """Which tests execute which lines; measured again when the rooms or the tests have changed."""
+        """The tests that execute each line; measured again when the rooms or the tests have changed."""
         digest = hashlib.sha256()
         for folder in [*(self.tree / "src/tandem" / room for room in ROOMS), *(self.tree / name for name in TESTS)]:
             for file in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
@@ -312,7 +312,7 @@ class Campaign:
 
 
 def table(chosen: list[Mutant], done: dict[str, Outcome]) -> str:
-    """What came of each mutant, the missed ones first."""
+    """The outcome of each mutant, the missed ones first."""
     rows = [(one, done[one.key]) for one in chosen if one.key in done]
     caught = sum(outcome.caught for _, outcome in rows)
     lines = [

@@ -255,7 +255,7 @@ class Outcome:
     """File and name of each tensor of the last checkpoint → its digest, its norm and its sketch."""
 
     error: str = ""
-    """How it failed."""
+    """The end of its output, which says how it failed."""
 
 
 def run(name: str, command: Sequence[str], inputs: Path) -> Outcome:
@@ -325,7 +325,7 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Difference:
-    """What of a run is not as it was."""
+    """The differences of a run from what it was."""
 
     changed: list[str] = field(default_factory=list)
     """A sentence for each, in order of step and name; tensors last."""
@@ -338,7 +338,7 @@ class Difference:
 
 
 def compare(before: Outcome, after: Outcome) -> Difference:
-    """What differs between two runs of one command."""
+    """The differences between two runs of one command."""
     if before.error or after.error:
         same = before.error == after.error
         return Difference([] if same else [f"before: {before.error or 'it ran'}; now: {after.error or 'it ran'}"])
@@ -394,7 +394,7 @@ def presets() -> list[str]:
 
 
 def surroundings(inputs: str) -> dict[str, str]:
-    """What besides the source decides about figures."""
+    """Everything besides the source that decides about figures."""
     return {
         "torch": torch.__version__,
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
@@ -403,7 +403,7 @@ def surroundings(inputs: str) -> dict[str, str]:
 
 
 def source() -> str:
-    """Where the source of `tandem` is, and its commit."""
+    """The folder of the source of `tandem`, and its commit."""
     show = "import tandem, pathlib; print(pathlib.Path(tandem.__file__).parent)"
     folder = subprocess.run([sys.executable, "-P", "-c", show], capture_output=True, text=True, check=True).stdout.strip()
     commit = subprocess.run(["git", "-C", folder, "describe", "--always", "--dirty"], capture_output=True, text=True)

@@ -19,19 +19,19 @@ BLOCK = re.compile(r"(<!-- from the tests: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def environments() -> str:
-    """Which back end is chosen where."""
+    """The back end that is chosen on each kind of machine."""
     rows = [f"| {each.name} | {each.chosen} |" for each in ENVIRONMENTS]
     return "\n".join(["| machine | `sandbox=auto` |", "|---|---|", *rows]) + "\n"
 
 
 def docker() -> str:
-    """Which back end is chosen in docker, by its options."""
+    """The back end that is chosen in docker, by its options."""
     rows = [f"| `docker run{' ' * bool(options)}{options}` | {chosen} |" for options, chosen in DOCKER.items()]
     return "\n".join(["| container | `sandbox=auto` |", "|---|---|", *rows]) + "\n"
 
 
 def hostile() -> str:
-    """What was tried, and how it may end."""
+    """The attacks that were tried, and how each may end."""
     table = read_table()
     lines = [f"{len(table)} programs; none of them gets anything, in either back end.", ""]
     for group, programs in groupby(table, lambda each: each.group):

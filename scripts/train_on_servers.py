@@ -70,15 +70,15 @@ RESTART_LOOK_S = 0.05
 """A tiny model may make all its steps within the other one."""
 
 ENDING_S = 90.0
-"""How long a run may take to end its servers once it is told to end."""
+"""Seconds that a run may take to end its servers once it is told to end."""
 
 GONE_S = 10.0
-"""How long after a run its processes may take to vanish."""
+"""Seconds that its processes may take to vanish after a run."""
 
 
 @dataclass
 class Report:
-    """What was seen of one backend."""
+    """The findings about one backend."""
 
     backend: str
     seconds: float = 0.0
@@ -90,7 +90,7 @@ class Report:
     """With --restart."""
 
     cells: dict[str, str] = field(default_factory=dict)
-    """Of its row in the table."""
+    """The cells of its row in the table."""
 
     def line(self, good: bool, what: str) -> None:
         """One check."""
@@ -146,7 +146,7 @@ def parse() -> argparse.Namespace:
 
 
 def backends(options: argparse.Namespace) -> list[str]:
-    """What to try, in order."""
+    """The checks, in order."""
     if options.backends:
         return list(options.backends)
     found = [] if options.restart else ["embedded"]
@@ -387,7 +387,7 @@ def samples_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Of each tensor of a model folder, in float32."""
+    """The digest of each tensor of a model folder, in float32."""
     return {name: tensor_digest(tensor.float()) for name, tensor in FolderSource(folder).tensors()}
 
 

@@ -15,7 +15,7 @@ OUT = Path(__file__).parents[1] / "tests/data_files/trl"
 
 
 def family(path: Path) -> dict:
-    """What one family's file makes."""
+    """The record that one family's file makes."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

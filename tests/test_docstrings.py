@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
 FRAGMENT = re.compile(r"(Of|What|Whether|Which|Where|See|As|None|That|How)\b")
 
 
@@ -18,8 +19,9 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_no_docstring_begins_in_the_middle_of_a_sentence():
     fragments = [
-        f"{path.relative_to(SOURCE)}:{line}: {text.strip()[:60]}"
-        for path in sorted(SOURCE.rglob("*.py"))
+        f"{path.relative_to(ROOT)}:{line}: {text.strip()[:60]}"
+        for folder in ("src", "scripts", "benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for line, text in docstrings(ast.parse(path.read_text()))
         if FRAGMENT.match(text.strip())
     ]

@@ -1,1 +1,1 @@
-"""What a machine with a GPU must show: see command.py."""
+"""Checks of what a machine with a GPU must show; they begin in command.py."""

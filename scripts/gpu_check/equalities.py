@@ -28,10 +28,10 @@ FP32 = 5e-4
 
 BF16 = 2.0
 FLOOR = 1e-3
-"""What bfloat16 may differ by on average whatever transformers' own error is, nats."""
+"""The mean difference that bfloat16 may have, whatever transformers' own error is, nats."""
 
 STEP = 1e-3
-"""Of what a step moves, in float32."""
+"""A share of what a step moves, in float32."""
 
 
 def score(model: torch.nn.Module, ids: Sequence[int], device: str) -> torch.Tensor:
@@ -53,7 +53,7 @@ def compared(what: str, dtype: str, ours: torch.Tensor, exact: torch.Tensor, the
 
 
 def engine_is_transformers(place: Place) -> Iterator[Line]:
-    """What the embedded engine says of the tokens that it drew, and what transformers says of them."""
+    """Compares the log-probabilities that the embedded engine gives the tokens that it drew with those of transformers."""
     exact = place.reference("fp32")
     for dtype in DTYPES:
         settings = EmbeddedEngineConfig(kv_cache_gib=0.05 if place.quick else 2.0, max_running=64)

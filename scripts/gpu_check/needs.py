@@ -1,4 +1,4 @@
-"""What must be installed, asked before anything is imported that may be missing."""
+"""The libraries that must be installed, asked for before anything is imported that may be missing."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Where the checks run, at which size, and what they say."""
+"""The place where the checks run, their size, and the lines that they print."""
 
 import gc
 import statistics
@@ -86,7 +86,7 @@ class Line:
     found: str
     limit: str = ""
     good: bool | None = None
-    """None: a figure, which cannot fail."""
+    """True if it passed; None for a figure, which cannot fail."""
 
 
 class OutOfTime(Exception):

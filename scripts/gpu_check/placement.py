@@ -1,4 +1,4 @@
-"""Which GPUs processes really get: the map of ranks and servers, and what a process with its environment sees."""
+"""The GPUs that processes really get: the map of ranks and servers, and what a process with its environment sees."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ for i in range(torch.cuda.device_count()):
     torch.ones(1, device=f"cuda:{{i}}")
     print(torch.cuda.get_device_properties(i).uuid)
 """
-"""What a server sees, by the names of the driver; each GPU is really used once."""
+"""The GPUs that a server sees, by the names of the driver; each GPU is really used once."""
 
 
 def maps(count: int) -> Iterator[tuple[str, DeviceMap]]:

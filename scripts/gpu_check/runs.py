@@ -21,7 +21,7 @@ LEARNS = 0.2
 """Least rise of the mean reward, last three steps against the first three."""
 
 BF16_STEP = 0.1
-"""As `STEP`, in bfloat16: sums on a GPU have no fixed order, and Adam makes steps of one size of small gradients."""
+"""`STEP` in bfloat16: sums on a GPU have no fixed order, and Adam makes steps of one size of small gradients."""
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

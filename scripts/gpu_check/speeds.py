@@ -1,4 +1,4 @@
-"""How fast: training as a share of what the device multiplies, generation, and the pause for new weights."""
+"""Speeds: training as a share of what the device multiplies, generation, and the pause for new weights."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def peaks(place: Place) -> dict[str, float]:
 
 
 def sheet_peak(place: Place, dtype: str) -> float | None:
-    """Of the data sheet, FLOP/s; None for a device that is not in the table."""
+    """FLOP/s of the data sheet; None for a device that is not in the table."""
     name = str(cuda_only.described(place.device).get("gpu", "")).lower()
     row = next((device for key, device in DEVICES.items() if key in name), None)
     return None if row is None else (row.bfloat16_tflops if dtype == "bf16" else row.float32_tflops) * 1e12
@@ -137,7 +137,7 @@ def memory(place: Place) -> Iterator[Line]:
 
 
 def updates(place: Place) -> Iterator[Line]:
-    """What an update of the weights takes while requests run."""
+    """Times an update of the weights while requests run."""
     running = place.of(64, 2)
     trainer = place.trainer("bf16")
     for placement in ("colocate", "decoupled"):

@@ -36,7 +36,7 @@ CASES = {
 
 
 class OneProcess:
-    """What the method asks of accelerate, for a process alone."""
+    """The part of accelerate that the method asks for, for a process alone."""
 
     num_processes = 1
     sync_gradients = True
