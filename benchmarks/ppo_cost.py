@@ -1,4 +1,4 @@
-"""Measures the cost of critic and reference: PPO's update against GRPO's, and reference log-probabilities against GRPO's too.
+"""Measures the cost of critic and reference: PPO's update against GRPO's, and a reference's pass against GRPO's.
 
     python benchmarks/ppo_cost.py [--path smollm2-135m] [--rounds 5]
 
