@@ -32,6 +32,13 @@ STORIES = (
 )
 ASKED = "What is the capital of {}?"
 SHOWN = (("Belgium", "Brussels"), ("Denmark", "Copenhagen"))
+"""Read by the worker: how it is done."""
+
+NAMED = (
+    ("Kim packs in Greece, and then in Italy. Where does Kim pack first?", "Greece"),
+    ("Of Peru and Chile, Kim likes Chile. What does Kim like?", "Chile"),
+)
+"""Read by the planner: a country is a whole answer. None of them is a journey: which country counts is left to learn."""
 
 
 class Planner(ChatWorkflow):
@@ -42,7 +49,7 @@ class Planner(ChatWorkflow):
         self.worker = partner
 
     async def arun_episode(self, engine, data):
-        chat = self.start(data)
+        chat = self.start({**data, "messages": [*turns(NAMED), *data["messages"]]})
         await self.reply(engine, chat)
         plan = chat.completion.strip()
         said = await self.worker.reply(engine, seen_by_the_worker(plan))
@@ -60,10 +67,15 @@ class Control(Planner):
 
 def seen_by_the_worker(plan):
     """Two questions with their answers, which show how it is done, and the planner's."""
-    turns = [
-        (role, text) for country, city in SHOWN for role, text in (("user", ASKED.format(country)), ("assistant", city))
+    shown = turns((ASKED.format(country), city) for country, city in SHOWN)
+    return [*shown, {"role": "user", "content": ASKED.format(plan)}]
+
+
+def turns(pairs):
+    """Questions with their answers, as messages."""
+    return [
+        {"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    return [{"role": role, "content": text} for role, text in [*turns, ("user", ASKED.format(plan))]]
 
 
 def story(draw):
