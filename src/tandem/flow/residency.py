@@ -16,7 +16,7 @@ from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, SleepState
 from tandem.flow.state_parts import ENGINE
-from tandem.models.allocator import give_back, mapped_blocks
+from tandem.models.allocator import give_back, mapped_blocks, return_freed_memory
 from tandem.tracking.statistics import PhaseTimer
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Residency:
         None: this one. ``idle_timeout_s``: for the inference engine to end what was cancelled, before it sleeps."""
         self._team = team or Team.alone()
         self.plan = plan if plan is not None and plan.sleeps else None
+        return_freed_memory(None if self.plan is None else self.plan.limit)
         self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
         self._state = SleepState(set(self.plan.beginning) if self.plan is not None else set())
@@ -110,6 +111,7 @@ class Residency:
             return
         assert plan is not None, "a budget stays"
         if self.plan is None:  # nothing slept so far
+            return_freed_memory(plan.limit)
             there = {part for part in plan.parts if part.resident == ENGINE or part.resident in self._models}
             self._state = SleepState(there, changed={part for part in there if plan.parts[part].leaving})
         else:

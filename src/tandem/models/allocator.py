@@ -2,7 +2,8 @@
 
 Every step of training and decoding allocates the same large tensors. The C library's default maps each of them anew, and the
 kernel clears every page again when it is first touched: 5 to 15 % of a step on two cores. What that costs is in
-docs/planning.md. What sleeps between stages is the exception: see `mapped_blocks`.
+docs/planning.md. The exceptions are the weights of models that sleep (`mapped_blocks`), and large tensors of a run that
+keeps to a limit (`return_freed_memory`).
 """
 
 import contextlib
@@ -12,15 +13,24 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """glibc's numbers of the parameters of ``mallopt``."""
+
+_ARENAS = 2
+"""Heaps of the process. By default glibc gives each thread a heap of its own, up to eight a core, and what an engine's
+thread has freed is of no use to the thread that trains."""
 
 _USUAL = (1 << 30, 32 << 20)
 """An older glibc takes no threshold above 32 MiB; larger tensors are mapped anew there."""
 
 _SMALL = 64 << 10
+_KEPT_PAD, _LITTLE_PAD = 64 << 20, 1 << 20
+"""Bytes that a heap takes from the system at a time, beyond what it needs."""
+
 _lock = threading.Lock()
 _open_blocks = 0  # of `mapped_blocks`
+_returned: int | None = None
+"""Blocks of so many bytes go back to the system; None: all are kept."""
 
 
 def _function(name: str) -> Any:
@@ -39,8 +49,31 @@ def keep_freed_memory() -> bool:
         return False
     give_back()
     with _lock:
-        mapped = bool(_open_blocks) or any(mallopt(_MMAP_THRESHOLD, most) for most in _USUAL)
-        return bool(mapped and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(_TOP_PAD, 64 << 20))
+        mallopt(_ARENA_MAX, _ARENAS)
+        return bool(_choose(mallopt) and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+def return_freed_memory(limit: int | None) -> None:
+    """For a run whose models sleep so that it keeps to ``limit`` bytes: blocks of a 256th of it and more are mapped by
+    themselves from now on, so that their memory goes back to the system when they are freed. None: as before.
+
+    Freed inside a heap they would leave holes that the next tensor need not fit into, and each thread has holes of its own:
+    such a run took up to a quarter more than was planned. Smaller blocks stay, because clearing their pages again would
+    cost a fifth of the training step.
+    """
+    global _returned
+    mallopt = _function("mallopt")
+    with _lock:
+        before, _returned = _returned, None if limit is None else min(max(limit // 256, _SMALL), _USUAL[1])
+        if _returned != before and mallopt is not None:
+            _choose(mallopt)
+
+
+def _choose(mallopt: Any) -> bool:
+    """Sets from how many bytes on a block is mapped by itself, and in which pieces a heap grows."""
+    kept = _USUAL if _returned is None else (_returned,)
+    threshold = any(mallopt(_MMAP_THRESHOLD, most) for most in ((_SMALL,) if _open_blocks else kept))
+    return bool(threshold and mallopt(_TOP_PAD, _KEPT_PAD if _returned is None else _LITTLE_PAD))
 
 
 def give_back() -> None:
@@ -59,11 +92,11 @@ def mapped_blocks() -> Iterator[None]:
     with _lock:
         _open_blocks += 1
         if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, _SMALL)
+            _choose(mallopt)
     try:
         yield
     finally:
         with _lock:
             _open_blocks -= 1
-            if mallopt is not None and not _open_blocks:
-                any(mallopt(_MMAP_THRESHOLD, most) for most in _USUAL)
+            if mallopt is not None:
+                _choose(mallopt)
