@@ -15,6 +15,7 @@ from tandem.engines.train.build import build_train_engine
 from tandem.flow.parts import open_rows
 from tandem.flow.process import Process
 from tandem.flow.session import open_session
+from tandem.flow.team import TeamEngine
 from tandem.models.tokenizer import load_tokenizer
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_config, tiny_model_folder
@@ -57,6 +58,33 @@ def judged(out, ranks):
         batch = session.runner.call(session.plan.stages[0])
         asked = [session.scorer.roles[name].written.client.issued for name in ("judge", "compare")]
         return {name: batch[name] for name in ("reward", "rewards/even", "rewards/judge", "rewards/compare")}, asked
+
+
+def awaited(out, ranks):
+    """The rewards of a batch whose episodes asked a reward model, and whether this rank has one of its own."""
+    items = [f"run.root={out}", f"actor.path={out / 'tiny-llama-0'}", f"actor.backend=fsdp:d{ranks}", "actor.dtype=float32"]
+    items += ["rollout.dtype=float32", "rollout.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=8"]
+    items += ["rollout.engine.kv_cache_gib=0.05", "train_dataset.path=addition", "evaluate.every_steps=null"]
+    items += ["total_train_steps=1", "threads=1", "deterministic=true", "workflow=multi_turn", "workflow_args.max_turns=2"]
+    config = load_config(TrainConfig, None, [*items, f"reward={MINE}:even + 0.5*model(path={out / 'judge'})"]).config
+    process, rows = Process("cpu", 1, dist.get_rank() if ranks > 1 else 0, ranks), open_rows(config)
+    with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
+        batch = session.runner.call(session.plan.stages[0])
+        own = not isinstance(session.scorer.roles["model"].engine, TeamEngine)
+        return {name: batch[name] for name in ("reward", "rewards/even", "rewards/model")}, own
+
+
+@pytest.mark.slow
+def test_episodes_of_two_ranks_await_their_own_copy_of_a_model_and_all_is_as_on_one(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    torch.manual_seed(3)
+    judge = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
+    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
+    judge.save(tmp_path / "judge")
+    load_tokenizer(folder).save_pretrained(tmp_path / "judge")
+    (alone, one), ((first, own), (second, other)) = alone_and_on_two(awaited, tmp_path, out=tmp_path)
+    assert one and own and other and len(alone["rewards/model"].unique()) > 8
+    assert all(torch.equal(x, first[name]) and torch.equal(x, second[name]) for name, x in alone.items())
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
 from tandem.engines.train.build import build_train_engine
+from tandem.flow import draw
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.models.tokenizer import load_tokenizer
@@ -125,6 +126,22 @@ class AsksAgain(RLVRWorkflow):
 
 class NeedsAll(AsksAgain):
     reads_reward = "midway"
+
+class Asks(RLVRWorkflow):
+    """Asks the model `helpful` by name after a first answer, and then answers again."""
+
+    def __init__(self, helpful, **rest):
+        super().__init__(**rest)
+        self.helpful = helpful
+
+    async def arun_episode(self, engine, data):
+        chat = self.start(data)
+        await self.reply(engine, chat)
+        first = await self.judge(chat, data, self.helpful)
+        chat.say("Again.")
+        await self.reply(engine, chat)
+        result = await self.judge(chat, data)
+        return chat.sample(result.value, rewards=result.rewards, metrics={"first": first.value})
 
 class TakesPart(AsksAgain):
     reads_reward = "partly"
@@ -321,6 +338,34 @@ def test_an_episode_that_goes_on_by_a_part_of_the_reward_ends_the_run_unless_it_
     assert plain.steps == 2  # all of this reward is there at once
 
 
+def test_a_reward_awaited_in_an_episode_is_that_of_the_stage_to_the_bit(overrides, models):
+    keys = [
+        f"reward=math + 0.5*model(path={models}/judge)",
+        "total_train_steps=1",
+        "actor.max_tokens_per_micro_batch=1",  # in the stage too each conversation is then computed by itself
+        "deterministic=true",
+    ]
+    once = [*keys, "workflow=multi_turn", "workflow_args.max_turns=1", "trial_name=awaited"]
+    plan = plan_run(resolved(overrides, *once).config)
+    assert plan.stages[0].awake == ("engine", "model") and plan.stage("score: model") is None
+    assert "needs" in draw.text(plan) and "episodes ask model" in draw.text(plan)
+    awaited, staged = samples_of(train(resolved(overrides, *once))), samples_of(train(resolved(overrides, *keys)))
+    assert [s["completion"] for s in awaited] == [s["completion"] for s in staged]
+    assert [(s["reward"], s["rewards"]) for s in awaited] == [(s["reward"], s["rewards"]) for s in staged]
+    assert len({s["rewards"]["model"] for s in awaited}) > 1
+
+
+def test_a_workflow_asks_a_reward_model_by_name_and_goes_on(overrides, models):
+    judge, other = f"model(path={models}/judge, name=helpful)", f"{models}/mine.py:Polite(path={models}/tiny-llama-1)"
+    keys = [f"reward={judge} + {other}", f"workflow={models}/mine.py:Asks", "evaluate.every_steps=1", "evaluate.max_rows=2"]
+    summary = train(resolved(overrides, *keys, "total_train_steps=1"))
+    plan = plan_run(resolved(overrides, *keys).config)
+    assert [one.name for one in plan.scores if one.in_episodes] == ["helpful"] and plan.stage("score: Polite") is not None
+    row = steps(summary)[-1]
+    assert row["first"] not in (0.0, row["rewards/helpful"]) and row["rewards/Polite"] < 0
+    assert row["reward/mean"] == pytest.approx(row["rewards/helpful"] + row["rewards/Polite"], abs=1e-6)
+
+
 def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(overrides, models):
     one, two = f"model(path={models}/judge)", f"{models}/mine.py:Polite(path={models}/tiny-llama-1)"
     metrics = [
@@ -336,8 +381,14 @@ def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(override
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["reward=math + model(path=JUDGE)", "workflow=multi_turn"], "reads the whole reward in the middle"),
-        (["reward=math + model(path=JUDGE)", "workflow=MINE:NeedsAll"], "reads the whole reward in the middle"),
+        (
+            ["reward=math + model(path=JUDGE, normalise=group)", "workflow=multi_turn"],
+            "reads the whole reward in the middle",
+        ),
+        (["reward=judge(model=POLICY)", "workflow=multi_turn"], "'judge' in the middle of an episode, .* serve it"),
+        (["reward=model(path=JUDGE, steps=' ', aggregate=none)", "workflow=MINE:NeedsAll"], "awaits .* use aggregate=min"),
+        (["reward=model(path=JUDGE)", "workflow=multi_turn", "memory_limit_gib=0.001"], "'generate'.*tandem serve-reward"),
+        (["reward=model(path=JUDGE)", "workflow=MINE:Asks"], "asks for 'helpful', which nobody gives it"),
         (["reward=math", "workflow=MINE:Misspelt"], "reads_reward must be one of .*, got 'partially'"),
         (["reward=model(path=JUDGE)", "algorithm=ttrl"], "judges by a vote|reward"),
         (["reward=model(path=JUDGE) + model(path=JUDGE, name=model)"], "names a reward twice"),

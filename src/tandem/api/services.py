@@ -304,6 +304,10 @@ class Services:
         """Names of services that the configuration names and nobody asked for."""
         return tuple(name for name in self._terms if name not in self._given)
 
+    def add(self, given: Mapping[str, Any]) -> None:
+        """From now on gives further objects to whoever asks for them by name; a name that is taken stays what it is."""
+        self._given = {name: one for name, one in given.items() if name not in self._named} | self._given
+
     def once(self, name: str, make: Callable[[], T]) -> T:
         """The object that was made under this name, or is made now; it is closed with the others."""
         if name not in self._made:

@@ -16,6 +16,19 @@ Kind = Literal["reward", "workflow", "sink", "judge", "environment", "agent", "p
 NAMED = ("judge", "environment", "agent", "partner", "sandbox")
 """Kinds that have a key of the configuration, and are given to whoever asks for an argument of that name."""
 
+GIVEN = (
+    "reward",
+    "gconfig",
+    "tokenizer",
+    "system_prompt",
+    "chat_template_kwargs",
+    "engine",
+    "recorder",
+    "services",
+    "episode_timeout_s",
+)
+"""Arguments that every workflow may ask for by name, besides the services that the configuration names."""
+
 
 @dataclass(frozen=True)
 class Service:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.program_tests import COLUMN as PROGRAM_TESTS
-from tandem.api.services import Services
+from tandem.api.services import NOTHING, Services
+from tandem.api.workflow import RewardFn
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
@@ -134,15 +135,17 @@ def make_judges(
     *,
     asked: bool = True,
     models_later: bool = False,
+    awaited: Mapping[str, RewardFn] = NOTHING,
 ) -> RewardBySource:
     """The reward of each data set, as one; every row is checked. ``services``: what a reward may ask for by name.
-    ``asked``: False where the workflow does without, as one with an environment. ``models_later``: see `build_reward`.
+    ``asked``: False where the workflow does without, as one with an environment. ``models_later`` and
+    ``awaited``: see `build_reward`.
 
     Raises:
         ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
     """
     by_name = {
-        name: build_reward(name, timeout_s=timeout_s, services=services, models_later=models_later)
+        name: build_reward(name, timeout_s=timeout_s, services=services, models_later=models_later, awaited=awaited)
         for name in specs_of(questions)
     }
     judges = RewardBySource(questions[0].reward, by_name)

@@ -35,6 +35,7 @@ from tandem.evaluation.questions import Questions, make_judges, open_questions, 
 from tandem.evaluation.report import ProgressLine, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.evaluation.scoring import KeptSamples, open_scorer, paths_of
+from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan, plan_scores
 from tandem.flow.process import uses_gpu
 from tandem.flow.residents import check_models, check_scores
@@ -100,6 +101,9 @@ class Checked:
     rewards: RunPlan
     """The rewards that need a model."""
 
+    models: EpisodeScores
+    """Those that the workflow awaits in the middle of an episode."""
+
     partner: str | None = None
     """The path of the model that the workflow talks to."""
 
@@ -124,9 +128,10 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
         chat_template_kwargs=config.chat_template_kwargs,
         gconfig=config.gconfig,
     )
-    check_names(asked)
-    machine = settle_machine(config)
     questions = open_questions(config)
+    rewards = plan_scores(asked, specs_of(questions))
+    check_names(asked, rewards.awaited)
+    machine = settle_machine(config)
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
@@ -135,18 +140,26 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
-    rewards = plan_scores(asked.actor, specs_of(questions), config.device)
     later = bool(rewards.scores)
     if later:
         check_scores(asked, rewards, tokenizer)
         check_models(rewards, machine.device)
     services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
     try:
-        judges = make_judges(questions, config.reward_timeout_s, services, asked=asks, models_later=later)
+        models = services.keep(EpisodeScores(rewards))
+        services.add(models.rewards)
+        judges = make_judges(
+            questions,
+            config.reward_timeout_s,
+            services,
+            asked=asks,
+            models_later=later,
+            awaited=models.rewards,
+        )
         judges = services.keep(judges)
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
-        return Checked(machine, questions, services, workflow, tokenizer, asked, rewards, partner)
+        return Checked(machine, questions, services, workflow, tokenizer, asked, rewards, models, partner)
     except BaseException:
         services.close()
         raise
@@ -200,6 +213,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
             if checked.rewards.scores:
                 scorer = open_scorer(checked.asked, checked.rewards, checked.tokenizer, machine.device, machine.threads)
                 stack.callback(scorer.close)
+                checked.models.start(scorer.roles, machine.device)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 for wave in left(waves, len(answers)):
                     made = KeptSamples()

@@ -57,7 +57,7 @@ def open_scorer(
     residency = Residency(None, Path(), PhaseTimer(), open_model)
     roles = open_scores(config, plan, process, tokenizer, residency)
     runner = LocalRunner(lambda stage: contextlib.nullcontext(), residency)
-    runner.learn({planned.stage: roles[planned.name].score for planned in plan.scores})
+    runner.learn({planned.stage: roles[planned.name].score for planned in plan.staged})
     return make_scorer(config, plan, roles, runner, process.team)
 
 

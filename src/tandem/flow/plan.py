@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
-from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, partner_of, rewards_of
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, partner_of, rewards_of, workflow_of
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
@@ -24,6 +24,7 @@ from tandem.config.recipes import sum_of
 from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.flow.mid_episode import awaited, beside_episodes
 from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
 from tandem.models.adapter_beside import AdapterBeside
@@ -69,12 +70,15 @@ class Resident:
     """It takes over the actor's weights every so many steps; None if it never does."""
 
     generating: tuple[int, ...] = (0,)
-    """The ranks that it sits on if it is the inference engine, or a model that writes."""
+    """The ranks that it sits on if it is the inference engine, a model that writes, or one that episodes ask."""
+
+    in_episodes: bool = False
+    """Episodes ask it while they run: it is awake meanwhile, whole on each rank that generates."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that it sits on: the first ones, as many as its layout has, or those that generate."""
-        if self.engine is None or self.head == "text":
+        if self.engine is None or self.head == "text" or self.in_episodes:
             return self.generating
         return tuple(range(parse_layout(self.engine.backend, self.key).ranks))
 
@@ -126,6 +130,9 @@ class PlannedScore:
     rewards: Mapping[str, Term]
     """The sums that it is a term of, each with the term as it stands there."""
 
+    in_episodes: bool = False
+    """True: the workflow awaits it in the middle of an episode, so it is judged there and has no stage."""
+
     @property
     def reads_chats(self) -> bool:
         """True if it reads conversations, for which its model needs a chat template."""
@@ -150,7 +157,7 @@ class RunPlan:
     """The two sequences of a row are trained on together."""
 
     scores: tuple[PlannedScore, ...] = ()
-    """The rewards that need a model, in the order of their stages."""
+    """The rewards that need a model, in the order of their stages; those that episodes await have none."""
 
     sums: Mapping[str, tuple[Term, ...]] = dataclasses.field(default_factory=dict)
     """Every sum that judges rows, with its terms."""
@@ -174,9 +181,19 @@ class RunPlan:
         return sum_of(row, self.reward)
 
     @property
+    def staged(self) -> tuple[PlannedScore, ...]:
+        """The rewards of models that come when the episodes have ended."""
+        return tuple(one for one in self.scores if not one.in_episodes)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Names of the rewards of models that the workflow awaits in the middle of an episode."""
+        return tuple(one.name for one in self.scores if one.in_episodes)
+
+    @property
     def later(self) -> dict[str, tuple[Term, ...]]:
         """Every sum with the terms that are added when a batch is there: those of models, and those with options."""
-        models = {one.name for one in self.scores}
+        models = {one.name for one in self.staged}
         return {
             spec: tuple(term for term in terms if term.label in models or term.options != Options())
             for spec, terms in self.sums.items()
@@ -239,10 +256,11 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(teacher)
     partner = _partner(config)
     residents += partner
-    generating = ("engine", *(resident.name for resident in partner))
-    scores, frozen, sums = _scores(actor, rewards_of(config), {resident.name for resident in residents})
+    scores, frozen, sums = _scores(config, rewards_of(config), {resident.name for resident in residents})
     ranks = generating_ranks(config)
-    residents += [dataclasses.replace(one, generating=ranks) if one.head == "text" else one for one in frozen]
+    residents += frozen
+    judges = [resident.name for resident in frozen if resident.in_episodes]
+    generating = ("engine", *(resident.name for resident in partner), *judges)
     constraint = config.constraint.cost
     stepwise = [one.name for one in scores if one.score.per_step]
     advantage = config.algorithm.advantage.name
@@ -252,7 +270,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
     proximal = teacher is not None or needs_proximal(config.algorithm, updates, parts.tokens)
     stages = [
-        Stage("generate", "rollout", "prepare_batch", "collect", "generate", generating, _collecting(config)),
+        Stage("generate", "rollout", "prepare_batch", "collect", "generate", generating, _collecting(config, judges)),
         *_scoring(scores),
         *_verification(config),
         *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
@@ -280,35 +298,38 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     )
 
 
-def _collecting(config: TrainConfig) -> str:
-    """Words for a batch that takes more than one round of generation; empty if one round gives it."""
+def _collecting(config: TrainConfig, judges: Sequence[str]) -> str:
+    """Words for a batch that takes more than one round of generation, or models that its episodes ask; empty for others."""
     filter_, eta = config.algorithm.filter.name, max_head_offpolicyness(config)
     words = [f"again until enough groups pass {filter_}"] if filter_ != "none" else []
     words += [f"beside training, at most {eta} version{'s' if eta > 1 else ''} behind"] if eta else []
+    words += [f"episodes ask {' and '.join(judges)}"] if judges else []
     return ", ".join(["each step", *words]) if words else ""
 
 
 Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[Term, ...]]]
 
 
-def plan_scores(actor: TrainEngineConfig, specs: Sequence[str], device: str) -> RunPlan:
-    """The plan of an evaluation without training: the rewards that need a model, as stages, and their models. ``actor``: the
-    model that is evaluated, whose settings the others take. ``specs``: the sums that judge rows, the first those that name
-    none. ``device``: `auto`, `cpu` or `cuda`.
+def plan_scores(config: TrainConfig, specs: Sequence[str]) -> RunPlan:
+    """The plan of an evaluation without training: the rewards that need a model, as stages, and their models. ``config``:
+    its actor is the model that is evaluated, whose settings the others take. ``specs``: the sums that judge rows, the first
+    those that name none.
 
     Raises:
         ConfigError: see `plan_run`.
     """
-    scores, frozen, sums = _scores(actor, specs, {"actor", "partner"})
-    return RunPlan(tuple(share_trunks(frozen, device)), tuple(_scoring(scores)), scores=scores, sums=sums, reward=specs[0])
+    scores, frozen, sums = _scores(config, specs, {"actor", "partner"})
+    models = tuple(share_trunks(frozen, config.device))
+    return RunPlan(models, tuple(_scoring(scores)), scores=scores, sums=sums, reward=specs[0])
 
 
 def _scoring(scores: Iterable[PlannedScore]) -> Iterator[Stage]:
     for one in scores:
-        yield Stage(one.stage, one.name, "score", "score", "score", (one.resident,))
+        if not one.in_episodes:
+            yield Stage(one.stage, one.name, "score", "score", "score", (one.resident,))
 
 
-def _scores(actor: TrainEngineConfig, specs: Iterable[str], taken: set[str]) -> Scores:
+def _scores(config: TrainConfig, specs: Iterable[str], taken: set[str]) -> Scores:
     """The rewards that need a model, the models that they need, and the terms of each sum under their names in metrics.
 
     Raises:
@@ -336,9 +357,20 @@ def _scores(actor: TrainEngineConfig, specs: Iterable[str], taken: set[str]) -> 
             taken = taken | {name}
             wanted = score.model
             if wanted not in residents:
-                residents[wanted] = _judge(actor, name, wanted)
+                residents[wanted] = _judge(config.actor, name, wanted)
             scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
-    return _gates_first(scores), list(residents.values()), sums
+    ordered, ranks = _gates_first(scores), generating_ranks(config)
+    midway = awaited(workflow_of(config), ordered)
+    ordered = tuple(dataclasses.replace(one, in_episodes=one.name in midway) for one in ordered)
+    asked = {one.resident for one in ordered if one.in_episodes}
+    return ordered, [_placed(one, ranks, one.name in asked) for one in residents.values()], sums
+
+
+def _placed(resident: Resident, ranks: tuple[int, ...], in_episodes: bool) -> Resident:
+    """The model of rewards on its ranks: one that writes, or that episodes ask, sits on those that generate."""
+    if in_episodes:
+        return beside_episodes(resident, ranks)
+    return dataclasses.replace(resident, generating=ranks) if resident.head == "text" else resident
 
 
 def _name_taken(spec: str, name: str) -> ConfigError:

@@ -55,7 +55,9 @@ def open_model(
         WeightsChanged: that trunk has other numbers.
     """
     assert resident.engine is not None and resident.head != "text", f"{resident.name} has no train engine"
-    team = form_team(resident.ranks, process.team)
+    copies = [(rank,) for rank in resident.ranks] if resident.in_episodes else [resident.ranks]
+    teams = [form_team(ranks, process.team) for ranks in copies]
+    team = next((team for team in teams if team.member), None)
     build = partial(
         build_train_engine,
         resident.engine,
@@ -72,7 +74,9 @@ def open_model(
     if team is process.team:
         return build()
     with process.team.together():
-        engine = build() if team.member else None
+        engine = None if team is None else build()
+    if engine is not None and resident.in_episodes:
+        return engine  # asked by this rank's episodes alone
     return TeamEngine(engine, process.team, min(resident.ranks))
 
 
@@ -85,7 +89,8 @@ def open_scores(
     there: Mapping[str, TrainEngine | WritingModel] = NOTHING,
 ) -> dict[str, ScoreRole | WritingRole]:
     """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
-    actor's. Rank 0, where the samples are, reads them. ``there``: models that are open, by their names in the plan.
+    actor's. Rank 0, where the samples are, reads them; every rank reads what its episodes await. ``there``: models that are
+    open, by their names in the plan.
 
     Raises:
         ConfigError: see `open_model`; or a model has no chat template.
@@ -105,7 +110,8 @@ def open_scores(
             roles[planned.name] = WritingRole(planned, engine, process.team)
             continue
         path = planned.score.model.path  # not that of the base on which an adapter is
-        reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
+        reads = process.is_main or planned.in_episodes
+        reader = open_reader(path, tokenizer, chats=planned.reads_chats) if reads else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary, timeout_s=config.reward_timeout_s)
     return roles
@@ -142,21 +148,22 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     """Passes if the rewards that need a model can be had where this run asks for them.
 
     Raises:
-        ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
-            no chat template.
+        ConfigError: a reward with options is asked for in the middle of an episode; a model's is replaced by a vote; or a
+            model has no chat template.
     """
-    first = next((term.label for terms in plan.later.values() for term in terms), None)
-    if first is None:
-        return
-    how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
-    why = f"the reward has {first!r}, which {how} when the episode has ended"
-    if reads_reward(config) == "midway":
+    later = next((term.label for terms in plan.later.values() for term in terms), None)
+    if later is not None and reads_reward(config) == "midway":
         raise ConfigError(
-            f"{why}, and workflow={config.workflow} reads the whole reward in the middle of an episode; use terms that are "
-            "there at once (models behind a server: judge(url=…), remote(url=…)), or workflow=rlvr"
+            f"the reward has {later!r}, which has options that count when the episode has ended, and "
+            f"workflow={config.workflow} reads the whole reward in the middle of an episode; leave normalise, clip and gate "
+            "out, or use workflow=rlvr"
         )
-    if config.algorithm.labels == "majority":
-        raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
+    first = next((one.name for one in plan.scores), later)
+    if first is not None and config.algorithm.labels == "majority":
+        how = "a model scores" if plan.scores else "has options"
+        raise ConfigError(
+            f"the reward has {first!r}, which {how}, and algorithm.labels=majority judges by a vote; leave one out"
+        )
     for planned in plan.scores:
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"

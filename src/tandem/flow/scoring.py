@@ -97,6 +97,8 @@ class ModelReader:
             raise ConfigError(
                 "this model has other tokens than the actor, so it cannot read the actor's: use conversation()"
             )
+        if not sample.trajectories:
+            raise ConfigError("in the middle of an episode there is no finished trajectory to read: use conversation()")
         last = sample.trajectories[-1]
         if len(last.input_ids) > self.max_length:
             raise DataFailure("too_long", f"{len(last.input_ids)} tokens, and the model that scores reads {self.max_length}")
@@ -122,14 +124,14 @@ class ScoreRole:
     def __init__(
         self, planned: PlannedScore, engine: TrainEngine, reader: ModelReader | None, vocabulary: int, *, timeout_s: float
     ):
-        """``reader``: on rank 0, where the samples are. ``vocabulary``: number of the model's tokens. ``timeout_s``: for
-        each sample, of a score that a user wrote."""
+        """``reader``: on ranks where samples are, of which rank 0 is one. ``vocabulary``: number of the model's tokens.
+        ``timeout_s``: for each sample, of a score that a user wrote."""
         self.planned, self.engine, self.reader, self.vocabulary = planned, engine, reader, vocabulary
         self._timeout_s = timeout_s
 
     def read(self, sample: Sample, row: Mapping[str, Any]) -> Mapping[str, Any] | DataFailure:
-        """The sequence that the model reads for a sample, or the failure that says why it cannot. Rank 0."""
-        assert self.reader is not None, "rank 0 reads"
+        """The sequence that the model reads for a sample, or the failure that says why it cannot."""
+        assert self.reader is not None, "ranks with samples read"
         planned = self.planned
         try:
             sequence = self._called(1, planned.score.read, sample=sample, row=row, reader=self.reader)
@@ -207,8 +209,8 @@ class ModelGroupScorer:
 
     def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole], *, again: bool) -> None:
         """From now on the rewards are those of another plan. ``again``: see `Combination.change`."""
-        work = {planned.stage: roles[planned.name].score for planned in plan.scores}
-        self.runner.learn(work, forget=[planned.stage for planned in self.plan.scores])
+        work = {planned.stage: roles[planned.name].score for planned in plan.staged}
+        self.runner.learn(work, forget=[planned.stage for planned in self.plan.staged])
         stay = [role.engine for role in roles.values()]
         self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
         self.plan = plan
@@ -229,7 +231,7 @@ class ModelGroupScorer:
                     one if one.own_reward else Scored(one, i, self.plan.sum_of(group.data), group.data)
                     for one in group.samples
                 ]
-        for planned in self.plan.scores:
+        for planned in self.plan.staged:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
             if isinstance(planned.score, WritingReward) and planned.score.compares and not training:

@@ -13,14 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import Services, arguments_of, factory_of
+from tandem.api.services import NOTHING, Services, arguments_of, factory_of
 from tandem.api.workflow import EPISODE, GeneratesTokens, ReadsReward, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sum_of, sums_of
-from tandem.config.services import NAMED
+from tandem.config.services import GIVEN, NAMED
+from tandem.config.terms import read_terms
+from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan
 from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.engine_judge import WritingReward
@@ -33,19 +35,6 @@ from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
-
-GIVEN = (
-    "reward",
-    "gconfig",
-    "tokenizer",
-    "system_prompt",
-    "chat_template_kwargs",
-    "engine",
-    "recorder",
-    "services",
-    "episode_timeout_s",
-)
-"""Arguments that every workflow may ask for by name, besides the services that the configuration names."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
 
@@ -79,13 +68,15 @@ class RunEngine:
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """Everything that episodes need besides the engine. ``examiner``: the workflow in evaluation."""
+    """Everything that episodes need besides the engine. ``examiner``: the workflow in evaluation. ``models``: rewards of
+    models that they await."""
 
     tokenizer: PreTrainedTokenizerBase
     reward: "RewardBySource"
     workflow: RolloutWorkflow
     examiner: RolloutWorkflow
     services: Services
+    models: EpisodeScores
 
     def close(self) -> None:
         """Closes all of them, the last one first; idempotent."""
@@ -100,7 +91,9 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     """
     services = open_services(config, tokenizer)
     try:
-        reward = services.keep(make_reward(config, services))
+        models = services.keep(EpisodeScores(plan))
+        services.add(models.rewards)
+        reward = services.keep(make_reward(config, services, models.rewards))
         reward.goes_on = reads_reward(config) == "partly"
         if config.evaluate.every_steps:
             for spec in sums_of(config.reward):
@@ -111,7 +104,7 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     except BaseException:
         services.close()
         raise
-    return EpisodeParts(tokenizer, reward, workflow, examiner, services)
+    return EpisodeParts(tokenizer, reward, workflow, examiner, services, models)
 
 
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
@@ -287,14 +280,17 @@ def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> Non
         )
 
 
-def make_reward(config: TrainConfig, services: Services | None = None) -> RewardBySource:
+def make_reward(
+    config: TrainConfig, services: Services | None = None, awaited: Mapping[str, RewardFn] = NOTHING
+) -> RewardBySource:
     """The run's reward, and those that single sources name. ``services``: what classes of the user's may ask for by name.
+    ``awaited``: see `build_reward`.
 
     Raises:
         ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
             themselves how many they have.
     """
-    by_name = {spec: _maker(config, services)(spec) for spec in rewards_of(config)}
+    by_name = {spec: _maker(config, services, awaited)(spec) for spec in rewards_of(config)}
     vote = None
     if config.algorithm.labels == "majority":
         vote = MajorityVote(timeout_s=config.reward_timeout_s, workers=_workers(config))
@@ -314,7 +310,7 @@ def _workers(config: TrainConfig) -> int:
     return config.reward_workers or most_workers(samples_together(config, here=True))
 
 
-def _maker(config: TrainConfig, services: Services | None) -> Callable[..., RewardFn]:
+def _maker(config: TrainConfig, services: Services | None, awaited: Mapping[str, RewardFn]) -> Callable[..., RewardFn]:
     """Makes a sum that judges rows of the run."""
     return partial(
         build_reward,
@@ -323,6 +319,7 @@ def _maker(config: TrainConfig, services: Services | None) -> Callable[..., Rewa
         models_later=True,
         services=services,
         cost=config.constraint.cost,
+        awaited=awaited,
     )
 
 
@@ -336,7 +333,7 @@ def changed_reward_of(config: TrainConfig, parts: EpisodeParts) -> RewardBySourc
     present = parts.reward
     made = judges_of(present.default, present.by_name[present.default])
     try:
-        default = _maker(config, parts.services)(config.reward, made=made)
+        default = _maker(config, parts.services, parts.models.rewards)(config.reward, made=made)
     except BaseException:
         close_new(present, made.values())
         raise
@@ -352,9 +349,9 @@ def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
             judge.close()
 
 
-def check_names(config: TrainConfig) -> None:
+def check_names(config: TrainConfig, awaited: Collection[str] = ()) -> None:
     """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
-    are read.
+    are read. ``awaited``: rewards of models that the workflow may await (`RunPlan.awaited`).
 
     Raises:
         ConfigError: they are not, or the workflow would ignore a key of the configuration.
@@ -364,7 +361,7 @@ def check_names(config: TrainConfig) -> None:
     services, key = Services({name: getattr(config, name) for name in NAMED}), f"workflow={term.name}"
     if is_agent(make):
         knobs, own = _knobs_of_agent(make, term.arguments)
-        asked, _ = services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS))
+        asked, _ = services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS, *awaited))
         if "partner" in asked:
             raise ConfigError(
                 f"{key} is an agent over HTTP and asks for 'partner', which needs the episode's engine; write a workflow "
@@ -372,8 +369,11 @@ def check_names(config: TrainConfig) -> None:
             )
         asked, _ = services.check(key, AgentWorkflow, own, (*GIVEN, "own_agent", "own_arguments"))
     else:
-        asked, _ = services.check(key, make, term.arguments, GIVEN, skip=skip)
-    _refuse_ignored(config, (*asked, "chat_template_kwargs") if "recorder" in asked else asked)
+        asked, _ = services.check(key, make, term.arguments, (*GIVEN, *awaited), skip=skip)
+    taken = {*asked, *(("chat_template_kwargs",) if "recorder" in asked else ())}
+    if {term.label for spec in rewards_of(config) for term in read_terms(spec)} <= taken.intersection(awaited):
+        taken.add("reward")  # the workflow asks for all of its terms
+    _refuse_ignored(config, taken)
     check_sinks(config.tracking)
 
 

@@ -212,6 +212,7 @@ def open_session(
                 stack.callback(engine.close)
         residency.add_engine(engine)
         trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, parts.tokenizer, residency)
+        parts.models.start(scores, process.device)
         actor = make_actor(config, trainer, reference, critic, plan.algorithm)
         archive, verifier = make_proof(config, process, trainer, parts.tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)

@@ -149,8 +149,8 @@ class SleepPlan:
         """Fewest bytes that the stage can do with."""
         return self._total(stage.awake) + self._beside(stage)
 
-    def check(self) -> None:
-        """Passes if the budget holds each stage by itself.
+    def check(self, remedy: str = "") -> None:
+        """Passes if the budget holds each stage by itself. ``remedy``: a further one for the message.
 
         Raises:
             ConfigError: it does not; says what the largest stage needs.
@@ -162,7 +162,7 @@ class SleepPlan:
             f"{self.key}={self.limit / GIB:.4g} cannot hold the stage {self.largest.name!r}, which needs "
             f"{needed / GIB:.4g} GiB by itself: {self.arithmetic(self.largest)}; set {self.key} to at least "
             f"{_rounded_up(needed)}, or make the models of that stage smaller (a LoRA actor, a smaller "
-            "rollout.engine.kv_cache_gib)"
+            f"rollout.engine.kv_cache_gib){', or ' * bool(remedy)}{remedy}"
         )
 
     def arithmetic(self, stage: StageNeeds) -> str:

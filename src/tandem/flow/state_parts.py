@@ -91,7 +91,7 @@ def sleep_plan(
                 parts |= _writer_parts(training, resident.name, resident.engine, read(resident.engine.path), where)
                 continue
             found = footprint(resident, read(resident.engine.path), where)
-            ranks = found.layout.ranks if where.cpu else 1  # processes of a CPU share its memory
+            ranks = len(resident.ranks) if where.cpu else 1  # processes of a CPU share its memory
             gradients[resident.name] = round(found.gradient_bytes * ranks)
             parts |= _parts(resident, found, where, ranks)
     actor = plan.resident("actor")
@@ -99,7 +99,8 @@ def sleep_plan(
     engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
     parts |= _engine_parts(training, read(actor.engine.path), where, engines)
     made = SleepPlan(parts, tuple(_stages(config, plan, parts, gradients, where)), int(training.memory_limit_gib * GIB))
-    made.check()
+    asked = any(resident.in_episodes for resident in plan.residents)
+    made.check("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))" if asked else "")
     return made
 
 

@@ -126,6 +126,9 @@ class Job:
     passes: tuple[tuple[str, str], ...] = ()
     """The passes without gradients before the update: the name of each, and the model that it runs through."""
 
+    asked: tuple[str, ...] = ()
+    """The models that episodes ask, which compute beside generation: each sample once, as it is counted."""
+
     kept_versions: int = 0
     """Old weights that are kept to verify deliveries."""
 
@@ -192,7 +195,11 @@ def job_of(
         generated=0,
         trained=2 if plan.paired else 1,
         together=plan.paired,
-        passes=tuple((stage.name, stage.awake[0]) for stage in plan.forwards),
+        passes=(
+            *((one.stage, one.resident) for one in plan.scores if one.in_episodes),
+            *((stage.name, stage.awake[0]) for stage in plan.forwards),
+        ),
+        asked=tuple(resident.name for resident in plan.residents if resident.in_episodes),
         verifies=plan.stage("verify") is not None,
         saves=saves_of(config, rows),
         saves_beside=_saves_beside(config),

@@ -63,12 +63,13 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     def add(phase: str, *items: MemoryItem) -> None:
         coming[phase] = items
 
+    asked = [item for m in job.models if m.role in job.asked for item in _scoring(m, worst.score[m.role], rooms[m.role])]
     if job.generator is not None and job.generator.foreign is None:
         beside = [item for writer in partners for item in _generation(writer.engine, machine)]
-        add("generate", *_generation(job.generator, machine), *beside)
+        add("generate", *_generation(job.generator, machine), *beside, *asked)
     elif job.generator is not None and job.generator.seats:
-        add("generate")
-    scoring = {role for _, role in job.passes}
+        add("generate", *asked)
+    scoring = {role for _, role in job.passes} - set(job.asked)
     for model in job.models:
         if model.role in job.writers and not job.writers[model.role].in_episodes:
             add(f"score: {model.role}", *_judging(job, job.writers[model.role], machine))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
-from tandem.api.services import Services, arguments_of, factory_of
+from tandem.api.services import NOTHING, Services, arguments_of, factory_of
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES, service_of
@@ -139,12 +139,13 @@ def build_reward(
     services: Services | None = None,
     made: dict[str, Judge] | None = None,
     cost: str | None = None,
+    awaited: Mapping[str, RewardFn] = NOTHING,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
     ``models_later``: the terms that need a model are left out here, for `build_scores` gives them, and so is what terms with
     options count. ``services``: what a class of the user's may ask for by argument name, besides ``timeout_s``. ``made``:
     terms that are there, by their spelling; the others are added to it. ``cost``: the name of a term that is judged, but not
-    rewarded.
+    rewarded. ``awaited``: the terms that need a model and judge in the episode, by the names of `build_scores`.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
@@ -167,14 +168,16 @@ def build_reward(
     for term in cheap:
         if term.spelling not in made:
             made[term.spelling] = _judge(term, timeout_s, workers, services)
-    judges = [(term, made[term.spelling]) for term in cheap]
+    names = {term.spelling: name for name, term, _ in build_scores(spec)} if awaited else {}
+    beside = [replace(t, knobs={**t.knobs, "name": names[t.spelling]}) for t in terms if names.get(t.spelling) in awaited]
+    judges = [(term, made[term.spelling]) for term in cheap] + [(term, awaited[term.label]) for term in beside]
     one = [(term, judge) for term, judge in judges if isinstance(judge, RewardFn)]
     together = [(term, judge) for term, judge in judges if isinstance(judge, GroupReward)]
-    plain = len(terms) == len(one) == 1 and one[0][0].weight == 1.0 and one[0][0].options == Options()
+    plain = len(terms) == len(one) == len(cheap) == 1 and one[0][0].weight == 1.0 and one[0][0].options == Options()
     if plain and one[0][0].label != cost:
         return one[0][1]
-    compared = {term.label for term, _ in together}
-    later = [t.label for t in terms if needs_model(t) or t.label in compared or t.options != Options()]
+    here = {term.spelling for term, _ in one} | {spelling for spelling, name in names.items() if name in awaited}
+    later = [t.label for t in terms if t.spelling not in here or t.options != Options()]
     return SumReward(one, together, options_later=models_later, cost=cost, later=later if models_later else ())
 
 

@@ -42,17 +42,17 @@ class ChatWorkflow(RolloutWorkflow):
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    async def judge(self, chat: Chat, data: Mapping[str, Any]) -> RewardResult:
-        """The reward of the last reply."""
-        result = await self.reward(
+    async def judge(self, chat: Chat, data: Mapping[str, Any], reward: RewardFn | None = None) -> RewardResult:
+        """The reward of the last reply; by ``reward`` if it is given, of which the sample keeps nothing."""
+        result = await (reward or self.reward)(
             prompt=chat.prompt,
             completion=chat.completion,
             prompt_ids=chat.prompt_ids,
             completion_ids=chat.completion_ids,
             row=data,
-            **messages_for(self.reward, chat.messages),
+            **messages_for(reward or self.reward, chat.messages),
         )
-        chat.raw_rewards = result.raw_rewards
+        chat.raw_rewards = result.raw_rewards if reward is None else chat.raw_rewards
         return result
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:

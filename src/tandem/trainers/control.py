@@ -119,6 +119,7 @@ class Control:
         self._config, self._plan, self._count = changed.config, changed.plan, self._count + 1
         with session.rollout.standing_still():
             self._parts.reward.change(changed.reward)
+            self._parts.models.start(changed.roles, self._process.device)
             session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
             session.rollout.begin_again()
             collect_and_keep()  # models that went give their memory back, though the collector was kept from them
@@ -155,8 +156,12 @@ class Control:
             ConfigError: it cannot; or the budget does not hold it.
         """
         check(config, written=self._written)
-        check_names(config)
         plan, session = beside(self._plan, plan_run(config), config.device), self._session
+        check_names(config, plan.awaited)
+        if _episodes_ask(plan) != _episodes_ask(self._plan):
+            raise ConfigError(
+                "the workflow awaits rewards of models in the middle of an episode, and those stay as they are"
+            )
         check_scores(config, plan, session.tokenizer)
         check_models(plan, self._process.device)
         sleep_plan_here(config, plan)
@@ -184,3 +189,8 @@ class Control:
             check_rows(reward, self._rows.train.rows)
             check_rows(reward, self._rows.valid)
         check_cost(config, plan, self._rows.train.rows)
+
+
+def _episodes_ask(plan: RunPlan) -> list[tuple[str, str]]:
+    """The rewards of models that episodes await, as they are spelt."""
+    return [(one.name, one.term.spelling) for one in plan.scores if one.in_episodes]

@@ -47,7 +47,7 @@ def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeP
     Raises:
         ConfigError: see `check_names`, `open_rows` and `check_start`.
     """
-    check_names(config)
+    check_names(config, plan.awaited)
     rows = open_rows(config)
     parts = check_start(config, rows, plan)
     try:
