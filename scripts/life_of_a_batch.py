@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WALK = [
     (
         "src/tandem/rollout/executor.py",
-        "Rows of the loader run as episodes in the pool (`pool.py`), as the gate (`gate.py`) lets them start, with retries "
-        "and a deadline. Finished groups are taken oldest first; rewards that need a model come before, from all ranks.",
+        "Rows of the loader run as episodes in the pool (`pool.py`), as the staleness gate lets them start, with retries "
+        "and a deadline; the pool's book counts them. Finished groups are taken oldest first; rewards that need a model "
+        "come before, from all ranks.",
     ),
     (
         "src/tandem/rollout/workflows.py",

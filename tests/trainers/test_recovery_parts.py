@@ -33,7 +33,7 @@ REMEMBERED = {
     "publisher._version",
     "publisher._history",
     "publisher._archive._kept",
-    "rollout._pool._count",
+    "rollout._pool._book._count",
     "rollout.replay._kept",
     "rollout.replay.reused",
     "trainer._holder.masters",
@@ -45,7 +45,7 @@ REMEMBERED = {
 }
 """Saved, each by the `state_dict` of its part."""
 
-OF_THE_LEDGER = "rollout._pool.ledger."
+OF_THE_LEDGER = "rollout._pool._book.ledger."
 """Saved in `ledger.sqlite`, with the step; counts of failed samples in the pool's state."""
 
 FORGOTTEN = {
@@ -53,14 +53,14 @@ FORGOTTEN = {
     "rollout._metrics": "of the last batch; its line is written",
     "rollout.last_groups": "of the last batch; its line is written",
     "rollout.replay._last": "of the last batch; its line is written",
-    "rollout._pool._dropped": "taken for the record of the step",
-    "rollout._pool._taken": "empty between two steps",
-    "rollout._pool._waiting": "begun and not consumed: begins anew",
-    "rollout._pool._running": "begun and not consumed: begins anew",
-    "rollout._pool._source": "the loader, which is a part, and the workflow, which has no state",
-    "rollout.gate.running": "counts what begins anew",
-    "rollout.gate.waiting": "counts what begins anew",
-    "rollout.gate.taken": "0 between two steps",
+    "rollout._pool._book._dropped": "taken for the record of the step",
+    "rollout._pool._book._taken": "empty between two steps",
+    "rollout._pool._book.waiting": "begun and not consumed: begins anew",
+    "rollout._pool._book.running": "begun and not consumed: begins anew",
+    "rollout._pool._book._source": "the loader, which is a part, and the workflow, which has no state",
+    "rollout._pool._book.gate.running": "counts what begins anew",
+    "rollout._pool._book.gate.waiting": "counts what begins anew",
+    "rollout._pool._book.gate.taken": "0 between two steps",
     "trainer._holder.lent": "true within a verification, false between two steps",
     "trainer._holder._parameters": "what the model computes with, made from the masters",
     "critic.engine._holder._parameters": "likewise",

@@ -4,7 +4,6 @@ Consumes rows; produces packed batches. Episodes run on one event loop in a back
 while the caller trains. A batch waits for its episodes, at most `rollout.wait_timeout_s`; `end_step` unblocks the gate.
 """
 
-import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
-from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
 from tandem.rollout.ranks import Helper
 from tandem.rollout.replay import Replay
@@ -72,11 +70,10 @@ class Rollout:
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
             raise ConfigError(f"{what} is for synchronous training, got rollout.max_head_offpolicyness={self._eta}")
         self._engine, self._config, self._scorer, self._team = engine, config, scorer, team or Team()
-        self.gate = StalenessGate(math.ceil(config.batch_size * config.oversample), self._eta, config.max_concurrent)
         self._pool = EpisodePool(
             engine,
             config,
-            self.gate,
+            self._eta,
             seed=seed,
             deterministic=deterministic,
             group_filter=group_filter,
@@ -88,7 +85,7 @@ class Rollout:
         self._helper: Helper | None = None
         if generators is not None and generators.member and not generators.main:
             self._helper = Helper(generators, self._pool.loop, self._pool.runner, config.wait_timeout_s)
-        self.ledger = self._pool.ledger
+        self.gate, self.ledger = self._pool.gate, self._pool.ledger
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
         self._metrics: dict[str, float] = {}
