@@ -44,6 +44,11 @@ from tests.config.loading import assert_refused, load
             ["actor.backend=fsdp:d2", "actor.offload=true", "reference.backend=fsdp:d1", "algorithm.kl.coefficient=0.1"],
             ["reference.backend=fsdp:d1 is on one of 2 ranks, which does not go with actor.offload=true"],
         ),
+        (
+            ["actor.backend=fsdp:d2", "reference.backend=fsdp:d1@2", "algorithm.kl.coefficient=0.1"],
+            ["reference.backend=fsdp:d1@2 needs ranks 2 to 2, and those of the run are 0 to 1"],
+        ),
+        (["actor.backend=fsdp:d2@one"], ["behind @ stands the first rank of the model, as in fsdp:d1@3"]),
         (["actor.backend=fsdp:t2"], ["must begin with fsdp:dN"]),
         (["actor.backend=fsdp:d2d2"], ["each with a number of at least 1 behind it"]),
         (["actor.backend=fsdb:d1"], ["not a training backend"]),

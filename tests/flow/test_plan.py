@@ -26,6 +26,7 @@ from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, round_machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MOVED = ["reference.backend=fsdp:d1@1", "algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=2"]
 DEFAULTS = ["train_dataset.path=addition", "actor.path=smollm2-135m"]
 
 
@@ -90,6 +91,14 @@ def test_the_plan_says_how_a_batch_comes_together():
     assert plan_of("algorithm=dapo").stage("generate").when == "each step, again until enough groups pass dynamic_sampling"
     beside = plan_of("async_training=true").stage("generate").when
     assert beside == "each step, beside training, at most 1 version behind"
+
+
+@pytest.mark.parametrize("keys", [["algorithm=ppo", "critic.backend=fsdp:d1@1"], MOVED])
+def test_a_model_sits_where_its_layout_says_unless_its_weights_change(keys):
+    kept = plan_of("actor.backend=fsdp:d4", "reference.backend=fsdp:d2@1", "algorithm.kl.coefficient=0.1")
+    assert kept.resident("reference").ranks == (1, 2) and "on 2 of 4 ranks from rank 1 on" in text(kept)
+    with pytest.raises(ConfigError, match="whose weights change sits on the first ranks"):
+        plan_of("actor.backend=fsdp:d2", *keys)
 
 
 def test_a_critic_that_nothing_asks_for_is_refused():

@@ -367,3 +367,9 @@ def test_a_model_on_fewer_ranks_is_counted_on_these_alone(machine):
 
     assert bytes_of("fsdp:d1") == (4 * P, 1) and bytes_of("fsdp:d2") == (4 * P, 2)
     assert bytes_of("fsdp:d1r2") == (2 * 4 * P, 2)
+
+
+def test_a_model_on_another_rank_is_counted_on_that_device():
+    planned = instants(job(held(backend="fsdp:d2"), held("reference", trained=False, backend="fsdp:d1@1")), GPU)
+    item = of(planned, "save", "parameters", role="reference")
+    assert not item.on(0) and item.on(1)

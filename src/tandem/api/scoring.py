@@ -37,7 +37,7 @@ class FrozenModel:
     """For `scalar`: the name or number of a class, of a classifier with several. The number a token is its log-odds."""
 
     backend: str | None = None
-    """Its layout over ranks, such as ``fsdp:d1`` for the first one alone; None takes the actor's."""
+    """Its layout over ranks: ``fsdp:d1`` is the first one alone, ``fsdp:d1@1`` the second; None takes the actor's."""
 
 
 class ScoreReader(Protocol):

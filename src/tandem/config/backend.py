@@ -39,6 +39,9 @@ class Layout:
     zero: int | None = None
     """The stage of ZeRO, 1 to 3, where DeepSpeed spreads the model; None where FSDP2 does."""
 
+    first: int = 0
+    """The first of the ranks that it sits on."""
+
     @property
     def ranks(self) -> int:
         """All of them."""
@@ -56,7 +59,7 @@ class Layout:
 
 
 def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
-    """``fsdp:d2t2`` or ``deepspeed:zero2:d2`` → its layout; ``key`` is where it stands.
+    """``fsdp:d2t2``, ``fsdp:d1@3`` (from rank 3 on) or ``deepspeed:zero2:d2`` → its layout; ``key`` is where it stands.
 
     Raises:
         ConfigError: it is none, or one that is not there; says what to write.
@@ -72,6 +75,9 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
             f"{key}={backend}: pipeline parallelism (p) is not in this version: the layers stay together on a rank. "
             "Divide the model with d (parameters) and t (matrices) instead, for example fsdp:d4 or fsdp:d2t2"
         )
+    axes, at, first = axes.partition("@")
+    if at and not first.isdecimal():
+        raise ConfigError(f"{key}={backend}: behind @ stands the first rank of the model, as in fsdp:d1@3")
     found = re.findall(r"([a-z])([1-9]\d*)", axes)
     letters = [letter for letter, _ in found]
     if "".join(letter + number for letter, number in found) != axes or len(set(letters)) != len(letters):
@@ -80,7 +86,7 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
         )
     if letters[:1] != ["d"] or not set(letters) <= set(_AXES):
         raise ConfigError(f"{key}={backend} must begin with fsdp:dN, and t, c or r may follow: {_EXAMPLES}")
-    return Layout(**{_AXES[letter]: int(number) for letter, number in found})
+    return Layout(**{_AXES[letter]: int(number) for letter, number in found}, first=int(first or 0))
 
 
 def _zero_layout(backend: str, rest: str, key: str) -> Layout:
@@ -96,16 +102,21 @@ def _zero_layout(backend: str, rest: str, key: str) -> Layout:
 
 
 def fewer_ranks_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
-    """Reasons why a model of this layout cannot sit on the first of the actor's ranks, a message each. ``config``: the
-    actor's. ``written``: as in `layout_problems`."""
+    """Reasons why a model of this layout cannot sit on some of the actor's ranks, a message each. ``config``: the actor's.
+    ``written``: as in `layout_problems`."""
     there = parse_layout(config.backend).ranks
     if layout.ranks > there:
         yield (
             f"{written} is {layout.ranks} rank(s), but there are {there} (actor.backend={config.backend}); use at most as "
             "many, or leave it out"
         )
+    elif layout.first + layout.ranks > there:
+        yield (
+            f"{written} needs ranks {layout.first} to {layout.first + layout.ranks - 1}, and those of the run are 0 to "
+            f"{there - 1} (actor.backend={config.backend}); put a smaller number behind @"
+        )
     elif layout.ranks < there:
-        if layout != Layout(data=layout.ranks):
+        if layout != Layout(data=layout.ranks, first=layout.first):
             yield (
                 f"{written} is on {layout.ranks} of {there} ranks (actor.backend={config.backend}), and a model on some of "
                 f"them can only be sharded (d): use fsdp:d{layout.ranks}, or all ranks"

@@ -22,7 +22,7 @@ class FrozenConfig:
     """Model to load as the reference; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the actor's."""
+    """Layout over all ranks, or `fsdp:dN` over N of them, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -75,7 +75,7 @@ class TeacherConfig:
     """Model folder, hub name, or a built-in name; it must have the student's tokenizer."""
 
     backend: str | None = None
-    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the student's."""
+    """Layout over all ranks, or `fsdp:dN` over N of them, in the form of `actor.backend`; null takes the student's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""

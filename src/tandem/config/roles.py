@@ -26,7 +26,7 @@ class ReferenceConfig:
     """Model to load as the reference; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the actor's."""
+    """Layout over all ranks, or `fsdp:dN` over N of them, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -44,7 +44,7 @@ class CriticConfig:
     """Initial weights: a language model or a reward model; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the actor's."""
+    """Layout over all ranks, or `fsdp:dN` over N of them, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward and backward pass; null takes the actor's."""

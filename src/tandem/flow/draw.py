@@ -28,7 +28,8 @@ def form(plan: RunPlan, resident: Resident) -> str:
     if resident.base_of is not None:
         return f"the {resident.base_of} without its adapters"
     ranks, everyone = len(resident.ranks), max(len(other.ranks) for other in plan.residents)
-    fewer = f", on {ranks} of {everyone} ranks" if ranks < everyone else ""
+    begin = f" from rank {resident.ranks[0]} on" if resident.ranks[0] else ""
+    fewer = f", on {ranks} of {everyone} ranks{begin}" if ranks < everyone else ""
     adapters = "adapters, " if resident.engine is not None and resident.engine.lora.rank is not None else ""
     shared = f", on the weights of {resident.trunk_of}" if resident.trunk_of is not None else ""
     what = "generates" if resident.engine is None else "trained" if resident.trained else "frozen"

@@ -77,10 +77,11 @@ class Resident:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that it sits on: the first ones, as many as its layout has, or those that generate."""
+        """The ranks that it sits on: those of its layout, or those that generate."""
         if self.engine is None or self.head == "text" or self.in_episodes:
             return self.generating
-        return tuple(range(parse_layout(self.engine.backend, self.key).ranks))
+        layout = parse_layout(self.engine.backend, self.key)
+        return tuple(range(layout.first, layout.first + layout.ranks))
 
     @property
     def changes(self) -> bool:
@@ -219,17 +220,26 @@ def plan_run(config: BaseConfig) -> RunPlan:
     """The plan of a configuration.
 
     Raises:
-        ConfigError: a part of the algorithm is not known, or a role is configured that nothing asks for.
+        ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, or a model sits where
+            it cannot.
     """
     if isinstance(config, DistillConfig):
-        return _distillation(config)
-    if isinstance(config, TrainConfig):
-        return _reinforcement(config)
-    if isinstance(config, PreferenceConfig):
-        return _preference(config)
-    if isinstance(config, SFTConfig | RewardModelConfig):
-        return _supervised(config)
-    raise ConfigError(f"there is no plan for {type(config).__name__}")
+        plan = _distillation(config)
+    elif isinstance(config, TrainConfig):
+        plan = _reinforcement(config)
+    elif isinstance(config, PreferenceConfig):
+        plan = _preference(config)
+    elif isinstance(config, SFTConfig | RewardModelConfig):
+        plan = _supervised(config)
+    else:
+        raise ConfigError(f"there is no plan for {type(config).__name__}")
+    for resident in plan.residents:
+        if resident.engine is not None and resident.changes and resident.ranks[0]:
+            raise ConfigError(
+                f"{resident.key}={resident.engine.backend}: a model whose weights change sits on the first ranks, of which "
+                "rank 0 writes its checkpoints; leave @ out"
+            )
+    return plan
 
 
 def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:

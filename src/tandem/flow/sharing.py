@@ -30,9 +30,13 @@ class Trunk(NamedTuple):
     adapter_dtype: torch.dtype | None
     """To which they are rounded beside an adapter; None: there is none."""
 
+    rank: int
+    """The rank in whose memory they are."""
+
     def same(self, other: Trunk, device: str) -> bool:
         """True if one memory can serve both, to the bit. ``device``: `auto`, `cpu` or `cuda`."""
-        if self[2:] != other[2:] and self.numbers(device) != other.numbers(device):
+        numbers = (self.dtype, self.adapter_dtype) == (other.dtype, other.adapter_dtype)
+        if self.rank != other.rank or not (numbers or self.numbers(device) == other.numbers(device)):
             return False
         both_here = self.folder is not None and other.folder is not None
         return self.path == other.path or (both_here and same_trunk(self.folder, other.folder))  # type: ignore[arg-type]
@@ -87,7 +91,7 @@ def _trunk(resident: Resident) -> Trunk | None:
         return None
     folder = present(engine.path)
     rounding = None if resident.adapter is None else resident.adapter.dtype
-    return Trunk(str(folder or engine.path), folder, engine.dtype, rounding)
+    return Trunk(str(folder or engine.path), folder, engine.dtype, rounding, resident.ranks[0])
 
 
 def _rounds(folder: Path, dtype: torch.dtype | None) -> bool:

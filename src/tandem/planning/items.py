@@ -76,6 +76,8 @@ class Room:
 
     ranks: int
     shared: bool
+    first: int = 0
+    """The first of these ranks."""
 
     def item(self, role: str, what: str, each: float, place: Place = "device") -> MemoryItem:
         """An item that each of these ranks holds, ``each`` bytes."""
@@ -83,7 +85,7 @@ class Room:
             return MemoryItem(role, what, each * self.ranks, holders=self.ranks)
         if place == "host":
             return MemoryItem(role, what, each * self.ranks, "host", holders=self.ranks)
-        return MemoryItem(role, what, each, devices=self.ranks)
+        return MemoryItem(role, what, each, devices=self.ranks, first=self.first)
 
     def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> MemoryItem:
         """An item that the first rank alone holds, or all of them together."""

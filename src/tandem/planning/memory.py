@@ -52,7 +52,7 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     """Every phase of a step once the optimizers have their moments, in order."""
     worst = batches_of(job, job.lengths.longest)
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
-    rooms = {model.role: replace(room, ranks=model.ranks) for model in job.models}
+    rooms = {model.role: replace(room, ranks=model.ranks, first=model.layout.first) for model in job.models}
     steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
     steady += [_weights_of(writer.engine, machine) for writer in job.writers.values()] + list(_engine(job, machine))
     partners = [writer for writer in job.writers.values() if writer.in_episodes]
