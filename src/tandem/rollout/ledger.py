@@ -97,10 +97,6 @@ class Ledger:
         """The state of a prompt; one that was never seen is pending."""
         return self._states.get(prompt, "pending")
 
-    def knows(self, prompt: PromptId) -> bool:
-        """True if it was seen."""
-        return prompt in self._states
-
     def pending(self) -> list[PromptId]:
         """Prompts that had begun and have to begin anew."""
         return [p for p, state in self._states.items() if state == "pending"] if self._totals["pending"] else []

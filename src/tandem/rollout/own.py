@@ -21,9 +21,6 @@ AGENT_ARGUMENTS = ("base_url", "api_key", "data")
 AGENT_KNOBS = ("agent_timeout_s", "max_turns", "max_concurrent", "side_calls")
 """Knobs of `AgentWorkflow`, beside those of the function."""
 
-CANCEL_S = 5.0
-"""Seconds that an agent has to end once it is cancelled."""
-
 
 class FunctionWorkflow(RolloutWorkflow):
     """A coroutine function ``episode(engine, data, …)`` as a workflow; ``episode.makes_group = True`` and
