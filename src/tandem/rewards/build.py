@@ -201,7 +201,7 @@ def refuse_only_groups(spec: str, reward: RewardFn) -> None:
     if together:
         raise ConfigError(
             f"reward={spec} compares the samples of a prompt, and evaluation judges them one by one: add a term such as "
-            "0*math, which counts for nothing in training, or leave evaluation out (evaluate.every_steps=null)"
+            "0*math, which counts for nothing in training; a run may also leave evaluation out (evaluate.every_steps=null)"
         )
 
 
