@@ -1,5 +1,5 @@
-"""The records of docs/recipes/number_game.md, repository_task.md and tldr_on_a_laptop.md: gathered from the run folders of
-their commands.
+"""The records of docs/recipes/number_game.md, repository_task.md, tldr_on_a_laptop.md and a_judge_that_compares.md: gathered
+from the run folders of their commands.
 
 python benchmarks/small_agents.py --runs runs    # puts the runs that are there into small_agents.json
 python benchmarks/small_agents.py --render       # tables and pictures of the pages
@@ -35,6 +35,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "shows": "accuracy",
         "words": "summaries that are liked, %",
         "trials": {"grpo": ("GRPO", "#2563eb"), "grpo_shuffled": ("control", "#a1a1aa")},
+    },
+    "judge": {
+        "page": "a_judge_that_compares",
+        "shows": "accuracy",
+        "words": "replies that are finished, %",
+        "trials": {"grpo": ("the judge's verdicts", "#2563eb"), "grpo_lots": ("control: lots", "#a1a1aa")},
     },
 }
 """Experiment → its page, the metric of training that is shown, and its trials with name and colour."""
