@@ -254,7 +254,7 @@ def test_the_drawing_has_every_rank_and_server_on_its_device_and_a_server_that_s
     assert f"GPU 4 to 7, each: vllm-0 {share}, vllm-1 {share}" in text
     assert [sorted({"actor", "engine"} & {*use.residents}) for use in uses(plan)] == [["actor"], ["engine"]]
 
-    asleep, _ = planned(TrainConfig, [*keys, "memory_limit_gib=30"], device("h100", 8), shape=SMOLLM2)
+    asleep, _ = planned(TrainConfig, [*keys, "memory_limit_gib=32"], device("h100", 8), shape=SMOLLM2)
     (use,) = uses(asleep)
     held = dict(zip((one.phase for one in asleep.instants), use.residents["engine"], strict=True))
     assert held["generate"] == pytest.approx(0.4 * asleep.machine.memory_gib) and held["update: actor"] < 1

@@ -2,13 +2,18 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engines.inference.kv_cache import KVCache
+from tandem.models import short_attention
 from tandem.models.footprint import row_capacity
-from tandem.models.shape import read_shape
+from tandem.models.shape import Shape, read_shape
+from tandem.planning.activations import SHORT_KEYS, ActivationSettings, passing
+from tandem.planning.batches import MicroBatch
 from tandem.planning.calibrate import PROCESS
 from tandem.planning.items import GIB
 from tandem.planning.job import Lengths
@@ -256,3 +261,46 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
     )
 
     assert int(done.stdout.split()[-1]) == pytest.approx(predicted, rel=0.10)  # DeepSpeed, where it is, says things first
+
+
+class PeakOfTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators make and that are there at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self._known = 0, 0, set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple) else (made,):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return made
+
+    def _gone(self, known, num_bytes):
+        self._known.discard(known)
+        self.now -= num_bytes
+
+
+def test_scores_of_short_sequences_on_a_cpu_are_counted_as_its_attention_makes_them():
+    assert SHORT_KEYS == short_attention.LONGEST
+    alone, shared = MicroBatch(((100, 1), (100, 1), (30, 1)), 28), MicroBatch(((100, 4), (200, 2)), 28)
+    assert alone.pairs_of_a_call(256) == 2 * 128 * 128 and alone.pairs_of_a_call(100) == 58 * 58
+    assert shared.shared and shared.pairs_of_a_call(256) == 200 * 200 and shared.pairs_of_a_call(128) == 4 * 28 * 128
+    assert shared.pairs_of_a_call(20) == 0
+
+    shape = Shape("llama", layers=1, hidden=8, intermediate=8, heads=8, kv_heads=2, head_dim=4, vocab=10, context=512)
+    batch, spread = MicroBatch(((120, 1),) * 6, 80), ActivationSettings(on_cpu=True)
+    q, k, v = (torch.randn(6, heads, 200, 4).bfloat16() for heads in (8, 2, 2))
+    visible = torch.ones(200, 200, dtype=torch.bool).tril()
+    with PeakOfTensors() as forward:
+        out = short_attention._short_attention._init_fn(q, k, v, visible, 0.5)
+    with PeakOfTensors() as backward:
+        short_attention._gradients._init_fn(out, q, k, v, visible, 0.5, out)
+    for peak, is_backward in ((forward.most, False), (backward.most, True)):
+        assert passing(shape, batch, "bfloat16", backward=is_backward, spread=spread) == pytest.approx(peak, rel=0.15)
+    assert passing(shape, batch, "bfloat16", backward=True) < backward.most / 10, "a GPU's kernels keep no scores"

@@ -1,5 +1,7 @@
 """What `tandem plan` proposes where a run does not fit, and what it says of ranks, devices and host memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from tandem.config.experiment import SFTConfig, TrainConfig
@@ -31,7 +33,8 @@ def test_ranks_that_take_neither_offloading_nor_adapters_become_ranks_that_shard
 
 
 def test_matrices_that_are_cut_over_two_ranks_are_sharded_over_them_where_that_is_enough():
-    plan, change = planned(SFTConfig, [*SFT, "actor.backend=fsdp:d1t2", "actor.dtype=bfloat16"], device("h100", 2))
+    machine = replace(device("h100", 2), memory_gib=74.5)
+    plan, change = planned(SFTConfig, [*SFT, "actor.backend=fsdp:d1t2", "actor.dtype=bfloat16"], machine)
 
     assert not plan.fits and change is not None and change.plan.fits
     assert change.settings["actor.backend"] == "fsdp:d2"
@@ -56,8 +59,9 @@ def test_no_number_of_devices_is_named_where_the_engine_alone_fills_one():
 
 
 def test_devices_that_would_hold_weights_and_moments_are_more_than_there_are():
-    one, _ = planned(SFTConfig, SFT, device("h200"), shape=LLAMA_70B)
-    nine, _ = planned(SFTConfig, [*SFT, "actor.backend=fsdp:d9"], device("h200", 9), shape=LLAMA_70B)
+    single, several = (replace(device("h200", count), memory_gib=130.0) for count in (1, 9))
+    one, _ = planned(SFTConfig, SFT, single, shape=LLAMA_70B)
+    nine, _ = planned(SFTConfig, [*SFT, "actor.backend=fsdp:d9"], several, shape=LLAMA_70B)
 
     assert 8 < 1.3 * 12 * P / GIB / (one.usable_gib - one.machine.process_gib) < 9
     assert devices_needed(one) == 9 and devices_needed(nine) is None

@@ -248,6 +248,7 @@ def test_the_page_shows_the_table_of_devices():
         best = "75 %, assumed" if row.matmul == MATMUL else f"{row.matmul * 100:.1f} %"
         read = ", ".join(f"[{i}]({source})" for i, source in enumerate(row.sources, 1))
         assert (
-            f"| `{name}` | {row.memory_gb:g} GB | {row.bfloat16_tflops:g} TFLOP/s | {row.float32_tflops:g} TFLOP/s "
+            f"| `{name}` | {row.memory_gb:g} GB, {row.memory_gib:g} GiB "
+            f"| {row.bfloat16_tflops:g} TFLOP/s | {row.float32_tflops:g} TFLOP/s "
             f"| {row.bandwidth_gb_s:g} GB/s | {row.link_gb_s:g} GB/s | {best} | {read} |"
         ) in page

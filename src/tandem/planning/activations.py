@@ -14,6 +14,9 @@ from tandem.planning.planned_model import PlannedModel
 
 FLOAT32 = 4
 
+SHORT_KEYS = 256
+"""Keys up to which a CPU makes whole matrices of scores in bfloat16; see `models/short_attention.py`."""
+
 
 @dataclass(frozen=True)
 class ActivationSettings:
@@ -28,10 +31,14 @@ class ActivationSettings:
     gathers: bool = False
     """They gather keys and values, and do not exchange heads."""
 
+    on_cpu: bool = False
+    """Short sequences in bfloat16 are attended to by whole matrices of scores (`models/short_attention.py`)."""
+
     @classmethod
     def of(cls, model: PlannedModel) -> "ActivationSettings":
         """The spread of a model."""
-        return cls(model.checkpointing, model.selective, model.adapters, model.layout.context, model.gathers_keys)
+        layout = (model.layout.context, model.gathers_keys)
+        return cls(model.checkpointing, model.selective, model.adapters, *layout, model.on_cpu)
 
     def seen(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch as it is computed: where keys are gathered, prompts are not shared."""
@@ -143,14 +150,19 @@ def _results_of_layer(shape: Shape, dtype: Dtype, spread: ActivationSettings) ->
 
 
 def passing(shape: Shape, batch: MicroBatch, dtype: Dtype, *, backward: bool, spread: ActivationSettings = WHOLE) -> float:
-    """Bytes that one layer needs for a moment: the widest part of the MLP and its neighbours; gradients in the backward
-    pass."""
+    """Bytes that one layer needs for a moment: the widest part of the MLP and its neighbours, or the scores of short
+    sequences; gradients in the backward pass."""
     seen = spread.seen(batch)
     width = 3 * shape.intermediate + 4 * shape.hidden
     scores = 0.0
     if shape.attention_softcap:
         scores = (FLOAT32 + 2 * BYTES[dtype]) * shape.heads * seen.squares()
-    return (BYTES[dtype] * width * seen.tokens * (2 if backward else 1) + scores) / spread.context
+    widest = BYTES[dtype] * width * seen.tokens * (2 if backward else 1) + scores
+    if spread.on_cpu and dtype == "bfloat16" and not shape.attention_softcap:
+        # scores and their softmax; backwards the softmax, its gradient, and that once more, rounded
+        a_pair = 2 * FLOAT32 + (BYTES[dtype] if backward else 0)
+        widest = max(widest, float(a_pair * shape.heads * seen.pairs_of_a_call(SHORT_KEYS)))
+    return widest / spread.context
 
 
 def head_kept(shape: Shape, batch: MicroBatch, dtype: Dtype, *, context: int = 1) -> float:

@@ -66,7 +66,10 @@ class Device:
     """A line of the table."""
 
     memory_gb: float
-    """Memory in 10⁹ bytes, as sold."""
+    """Memory as sold, its name."""
+
+    memory_gib: float
+    """Memory as torch reports it (`total_memory`); the least that was seen, see docs/planning.md."""
 
     bfloat16_tflops: float
     """Dense peak with float32 accumulation, without sparsity."""
@@ -82,14 +85,14 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "a100": Device(80, 312, 19.5, 2039, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
-    "a100-40gb": Device(40, 312, 19.5, 1555, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
-    "h100": Device(80, 989, 67, 3350, 450, (H100_SHEET, LOCKWOOD + "h100", ACCELERATORS), 0.803),
-    "h100-hbm2e": Device(96, 989, 67, 2400, 450, (H100_HBM2E, H100_SHEET, ACCELERATORS), 0.803),
-    "h200": Device(141, 989, 67, 4800, 450, (UPGRADE, H200_MLPERF, ACCELERATORS), 0.803),
-    "b200": Device(180, 2250, 80, 7672, 900, (UPGRADE, B200_BANDWIDTH, B200_LINK), 0.776),
-    "l40s": Device(48, 362, 91.6, 864, 32, (L40S_SHEET, ACCELERATORS)),
-    "rtx4090": Device(24, 165.2, 82.6, 1008, 32, (RTX_4090, RTX_FLOAT32)),
+    "a100": Device(80, 79.1, 312, 19.5, 2039, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
+    "a100-40gb": Device(40, 39.4, 312, 19.5, 1555, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
+    "h100": Device(80, 79.1, 989, 67, 3350, 450, (H100_SHEET, LOCKWOOD + "h100", ACCELERATORS), 0.803),
+    "h100-hbm2e": Device(96, 94.9, 989, 67, 2400, 450, (H100_HBM2E, H100_SHEET, ACCELERATORS), 0.803),
+    "h200": Device(141, 139.7, 989, 67, 4800, 450, (UPGRADE, H200_MLPERF, ACCELERATORS), 0.803),
+    "b200": Device(180, 178.3, 2250, 80, 7672, 900, (UPGRADE, B200_BANDWIDTH, B200_LINK), 0.776),
+    "l40s": Device(48, 44.3, 362, 91.6, 864, 32, (L40S_SHEET, ACCELERATORS)),
+    "rtx4090": Device(24, 23.5, 165.2, 82.6, 1008, 32, (RTX_4090, RTX_FLOAT32)),
 }
 """Name → figures. The peaks of the data sheets are halved where they are given with sparsity."""
 
@@ -115,7 +118,7 @@ def device(name: str, count: int = 1) -> Machine:
         name=f"{key} × {count}",
         kind="gpu",
         count=count,
-        memory_gib=row.memory_gb * 1e9 / 2**30,
+        memory_gib=row.memory_gib,
         fast_bfloat16=True,
         matmul=rates,  # type: ignore[arg-type]
         packed_matmul=rates,  # type: ignore[arg-type]

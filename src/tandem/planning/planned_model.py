@@ -27,6 +27,9 @@ class PlannedModel(Footprint):
     gathers_keys: bool = False
     """Ranks that share tokens gather keys and values, instead of exchanging heads for tokens."""
 
+    on_cpu: bool = False
+    """Computed on a CPU, which has attention of its own for short sequences."""
+
     compiled: bool = False
     own: bool = True
     """False: the actor's model without its adapters, which is no second one."""
@@ -85,6 +88,7 @@ def planned_model(
         sync_each=config.gradient_sync == "micro_batch" or config.offload,
         offload=config.offload,
         gathers_keys=layout.context > 1 and not exchanges,
+        on_cpu=machine.kind == "cpu",
         compiled=config.compile,
         frozen=not changes and layout.zero is None,
         borrows=trunk_of is not None,

@@ -225,5 +225,5 @@ def devices_needed(plan: Plan) -> int | None:
 
 def larger_devices(gib: float) -> list[str]:
     """Devices of the table with at least so much memory, smallest first."""
-    fitting = [(row.memory_gb, name) for name, row in DEVICES.items() if row.memory_gb * 1e9 / GIB >= gib]
+    fitting = [(row.memory_gib, name) for name, row in DEVICES.items() if row.memory_gib >= gib]
     return [name for _, name in sorted(fitting)]
