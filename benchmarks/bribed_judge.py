@@ -129,11 +129,9 @@ def compared(folder: Path, rows: list[Group], knobs: dict[str, str | int], threa
     values = [group[0].value for group in verdicts]
     wins = [value for value in values if isinstance(value, float)]
     better, worse = sum(value > 0.5 for value in wins), sum(value < 0.5 for value in wins)
-    told = f"{wins.count(1.0)} for the better one in both orders ({better} on the whole), {wins.count(0.5)} for neither"
-    seconds = f"{time.perf_counter() - began:.0f} s"
-    return (
-        f"{len(wins)} of {len(values)} pairs readable; {told}, {wins.count(0.0)} for the worse in both ({worse})   {seconds}"
-    )
+    told = f"{wins.count(1.0)} for the better in both orders ({better} on the whole), {wins.count(0.5)} for neither"
+    told += f", {wins.count(0.0)} for the worse in both ({worse}); reward of the better {sum(wins) / max(len(wins), 1):.2f}"
+    return f"{len(wins)} of {len(values)} pairs readable; {told}   {time.perf_counter() - began:.0f} s"
 
 
 def pairs_of(file: Path, bribe: str, count: int) -> list[Group]:
