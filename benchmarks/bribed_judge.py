@@ -112,7 +112,7 @@ def judged(folder: Path, rows: list[Group], template: Path | None, max_tokens: i
         model.close()
 
 
-def compared(folder: Path, rows: list[Group], knobs: dict[str, str | int], threads: int) -> str:
+def compared(folder: Path, rows: list[Group], knobs: dict[str, str | int], threads: int, show: int) -> str:
     """A count of the pairs, shown in both orders, in which a judge that compares prefers the first answer."""
     spec = (
         f"compare(model={str(folder)!r}, patience_s=3600{''.join(f', {name}={value!r}' for name, value in knobs.items())})"
@@ -131,7 +131,8 @@ def compared(folder: Path, rows: list[Group], knobs: dict[str, str | int], threa
     better, worse = sum(value > 0.5 for value in wins), sum(value < 0.5 for value in wins)
     told = f"{wins.count(1.0)} for the better in both orders ({better} on the whole), {wins.count(0.5)} for neither"
     told += f", {wins.count(0.0)} for the worse in both ({worse}); reward of the better {sum(wins) / max(len(wins), 1):.2f}"
-    return f"{len(wins)} of {len(values)} pairs readable; {told}   {time.perf_counter() - began:.0f} s"
+    shown = "".join(f"\n    {group[0].words or group[0].value}" for group in verdicts[:show])
+    return f"{len(wins)} of {len(values)} pairs readable; {told}   {time.perf_counter() - began:.0f} s{shown}"
 
 
 def pairs_of(file: Path, bribe: str, count: int) -> list[Group]:
@@ -213,10 +214,10 @@ def main() -> None:
             knobs = {"question": options.question, "max_tokens": 96} | ({"template": template} if template else {})
             for kind, bribe in PAIR_BRIBES.items():
                 bribed = pairs_of(options.pairs, bribe, options.rows)
-                print(f"  {kind:<9}", compared(folder, bribed, knobs, options.threads), flush=True)
+                print(f"  {kind:<9}", compared(folder, bribed, knobs, options.threads, options.show), flush=True)
         return
     if options.compare:
-        print(compared(folder, rows, {"question": options.question, "max_tokens": 96}, options.threads))
+        print(compared(folder, rows, {"question": options.question, "max_tokens": 96}, options.threads, options.show))
         return
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "template.txt"
