@@ -119,8 +119,10 @@ class CompareReward(GroupJudge):
             if verdict is not None:
                 won[first].append(verdict)
                 won[second].append(1.0 - verdict)
-        if not all(won):
-            raise RewardFailure("judge_unreadable", f"{self.name}: of a sample no verdict has the form `Verdict: A`")
+        for i, values in enumerate(won):
+            if not values:
+                said = f"no verdict on sample {i} has the form `Verdict: A`: {words[i][-1][-200:]!r}"
+                raise RewardFailure("judge_unreadable", f"{self.name}: {said}")
         return mean_verdicts(self.name, won, words)
 
     async def _verdict(self, first: Sample, second: Sample, row: Mapping[str, Any]) -> tuple[str, float | None]:

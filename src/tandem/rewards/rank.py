@@ -73,7 +73,7 @@ class RankReward(GroupJudge):
                 others = ", ".join(str(j) for j in part if j != i)
                 words[i].append(f"As reply {place + 1}, beside samples {others}:\n{text}")
                 if isinstance(order, Unreadable):
-                    wrong[i] = order
+                    wrong[i] = Unreadable(f"{order}: {text[-200:]!r}", order.reason)
                 else:
                     worth[i].append(1 - order.index(place) / (len(part) - 1))
         for i, values in enumerate(worth):
