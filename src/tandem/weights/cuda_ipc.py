@@ -1,6 +1,6 @@
 """Weights to a server on the trainer's own GPU: a version lies in that GPU's memory, and the server opens it there.
 
-The handles are those of CUDA's own exchange between processes (IPC). No byte of a tensor leaves the device. On a CPU the
+The handles are those of CUDA's own exchange between processes (IPC). On its way no tensor leaves the device. On a CPU the
 same code hands over torch's own shared memory; that is how it is tested, and no run takes it.
 """
 

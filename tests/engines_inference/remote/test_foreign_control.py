@@ -17,6 +17,7 @@ from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.foreign import expected_digests
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.weights.cuda_ipc import CudaIpcChannel
@@ -143,6 +144,25 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
         assert server.seed != before and set(ask(engine).versions) == {1}
         engine.close()
     channel.close()
+
+
+def test_tensors_are_read_on_the_cpu_only_for_updates_whose_checksums_are_compared(kind, folder, monkeypatch):
+    inside = "tandem.engines.inference.remote.foreign"
+    monkeypatch.setattr(f"{inside}.in_place.VERIFY_BUDGET_S", -1.0)
+    monkeypatch.setattr(f"{inside}.in_place.VERIFY_EVERY", 3)
+    read = []
+    monkeypatch.setattr(
+        expected_digests, "_bytes", lambda tensor, inner=expected_digests._bytes: read.append(1) or inner(tensor)
+    )
+    with kind[1](folder) as server:
+        engine, seen = attach(kind, server, folder), []
+        for number in (1, 2, 3):
+            update = update_from_memory(folder, number, shift=float(number))
+            engine.prepare_weights(update)
+            engine.commit_weights(update.version)
+            seen.append((bool(read), engine.statistics()["verified_tensors"] > 5))
+        assert seen == [(False, False), (False, False), (True, True)]
+        engine.close()
 
 
 def test_a_vllm_server_opens_memory_that_it_shares_with_the_trainer(folder):
