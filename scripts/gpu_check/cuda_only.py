@@ -27,6 +27,7 @@ CUDA_LINES = {
     "engines/inference/child.py": "the engine's process compiles nothing on a GPU",
     "flow/process.py": "device=cuda, one GPU a rank, nccl; rollout.backend=auto looks for GPUs",
     "lifecycle/random_state.py": "the GPU's random generator is saved",
+    "flow/episode_scores.py": "the thread that scores in the middle of an episode works on its rank's GPU",
     "flow/state_parts.py": "the memory of one GPU, by which a run counts the share of a server that sleeps",
     "flow/sharing.py": "says in which precision a model is stored on a GPU",
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
