@@ -190,7 +190,8 @@ class JudgeReward(RewardFn):
 def _texts(answer: Any) -> list[str]:
     """The server's words: one text a vote."""
     try:
-        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        # null: all of its tokens went into thoughts that the server keeps apart; asking again would bring the same
+        texts = ["" if (said := choice["message"]["content"]) is None else said for choice in answer["choices"]]
     except (TypeError, KeyError, IndexError) as error:
         raise ValueError(f"it is no chat completion: {answer!r:.200}") from error
     if not texts or not all(isinstance(text, str) for text in texts):
