@@ -60,6 +60,15 @@ def test_a_gate_of_a_rule_decides_which_answers_a_model_scores(models, tmp_path)
     assert all((line["rewards"]["first"] != 0) == (line["tokens"] < 12) for line in found)
 
 
+def test_a_workflow_that_awaits_a_model_in_the_episode_gets_the_score_of_the_stage(models, tmp_path):
+    reward = f"reward=math + 0.5*model(path={models}/first-judge, name=first)"
+    staged = lines(evaluated(models / "policy", tmp_path / "staged", reward).folder)
+    awaited = lines(evaluated(models / "policy", tmp_path / "awaited", reward, "workflow=multi_turn(max_turns=1)").folder)
+    assert [line["text"] for line in awaited] == [line["text"] for line in staged]
+    assert [line["reward"] for line in awaited] == pytest.approx([line["reward"] for line in staged], abs=1e-5)
+    assert all(line["rewards"]["first"] != 0 for line in awaited)
+
+
 def test_what_is_no_reward_model_is_refused_by_a_dry_run_too(models, tmp_path):
     reward = f"reward=model(path={models}/policy)"
     with pytest.raises(ConfigError, match="is no reward model"):

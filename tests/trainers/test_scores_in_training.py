@@ -21,6 +21,8 @@ from tandem.engines.train.build import build_train_engine
 from tandem.flow import draw
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
+from tandem.flow.sleep_plan import Part
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.build import build_reward
 from tandem.roles.reward_model import RewardModel
@@ -364,6 +366,19 @@ def test_a_workflow_asks_a_reward_model_by_name_and_goes_on(overrides, models):
     row = steps(summary)[-1]
     assert row["first"] not in (0.0, row["rewards/helpful"]) and row["rewards/Polite"] < 0
     assert row["reward/mean"] == pytest.approx(row["rewards/helpful"] + row["rewards/Polite"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_that_episodes_ask_is_awake_meanwhile_under_a_memory_limit(overrides, models):
+    keys = [f"reward=model(path={models}/judge, name=helpful)", f"workflow={models}/mine.py:Asks", "algorithm=ppo"]
+    config = resolved(overrides, *keys, "memory_limit_gib=50").config
+    needed = sleep_plan_here(config, plan_run(config))
+    limit = f"memory_limit_gib={1.001 * needed.least(needed.largest) / 2**30:.6f}"
+    tight = resolved(overrides, *keys, "deterministic=true", limit, "trial_name=tight")
+    slept, free = train(tight), train(resolved(overrides, *keys, "deterministic=true"))
+    generate = sleep_plan_here(tight.config, plan_run(tight.config)).stage("generate")
+    assert Part("helpful", "parameters") in generate.awake and steps(slept)[-1]["memory/moved_gib"] > 0
+    assert [said["reward"] for said in samples_of(slept, 2)] == [said["reward"] for said in samples_of(free, 2)]
 
 
 def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(overrides, models):
