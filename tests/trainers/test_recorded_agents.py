@@ -1,6 +1,7 @@
 """Agents of a user's file train the tiny model: synchronous, asynchronous, resumed, and with what they really sampled."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
+from tests.tiny import tiny_model_folder
 from tests.trainers.witness import assert_trained_as_sampled, witnessed_batch
 
 AGENTS = Path(__file__).parent / "recorded_agents.py"
 SHORT = f"gconfig.stop_token_ids={list(range(3, 300, 2))}"  # every second token ends a reply
 CLOCK = ("time", "tokens_per_s/", "memory/")
 TURNS = 3
+VLLM = os.environ.get("TANDEM_VLLM_PYTHON")
 
 
 def items(overrides, *more):
@@ -67,6 +70,17 @@ def test_asynchronous_training_goes_on_over_weight_updates(overrides, backend):
     rows, _ = run(overrides, "async_training=true", "total_train_steps=4", *more)
     assert max(row["staleness/max"] for row in rows) >= 1
     assert all(row["gap/verified"] > 0 and row["gap/numeric"] <= 1e-4 for row in rows)
+    assert all(row["rollout/recorded/turns"] == TURNS and row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not VLLM, reason="TANDEM_VLLM_PYTHON names no python of an environment that has vLLM")
+def test_an_agent_on_a_vllm_server_is_trained_over_weight_updates(overrides, tmp_path):
+    wide = tiny_model_folder(tmp_path, hidden_size=128, num_attention_heads=4, head_dim=32)
+    more = [f"actor.path={wide}", "rollout.backend=vllm:d1", f"rollout.fleet.vllm_python={VLLM}", "rollout.verify.every_steps=1"]
+    rows, _ = run(overrides, "total_train_steps=2", *more)
+    assert all(row["gap/verified"] > 0 and row["gap/numeric"] <= 1e-3 for row in rows)
     assert all(row["rollout/recorded/turns"] == TURNS and row["grad_norm"] > 0 for row in rows)
 
 
