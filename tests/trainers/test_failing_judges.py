@@ -26,6 +26,8 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_answers_that_hang_the_judge_are_not_trained_on_and_end_the_run(overrides, tmp_path):
     with pytest.raises(TandemError, match=r"3 episodes in a row.*reward_timeout: \d of 4 samples failed, .* took longer"):
         run(overrides, *JUDGED, "rollout.max_data_failures=3")

@@ -78,8 +78,8 @@ def test_asynchronous_training_goes_on_over_weight_updates(overrides, backend):
 @pytest.mark.skipif(not VLLM, reason="TANDEM_VLLM_PYTHON names no python of an environment that has vLLM")
 def test_an_agent_on_a_vllm_server_is_trained_over_weight_updates(overrides, tmp_path):
     wide = tiny_model_folder(tmp_path, hidden_size=128, num_attention_heads=4, head_dim=32)
-    more = [f"actor.path={wide}", "rollout.backend=vllm:d1", f"rollout.fleet.vllm_python={VLLM}", "rollout.verify.every_steps=1"]
-    rows, _ = run(overrides, "total_train_steps=2", *more)
+    more = [f"actor.path={wide}", "rollout.backend=vllm:d1", "rollout.verify.every_steps=1"]
+    rows, _ = run(overrides, "total_train_steps=2", f"rollout.fleet.vllm_python={VLLM}", *more)
     assert all(row["gap/verified"] > 0 and row["gap/numeric"] <= 1e-3 for row in rows)
     assert all(row["rollout/recorded/turns"] == TURNS and row["grad_norm"] > 0 for row in rows)
 
