@@ -63,6 +63,8 @@ def test_ranks_that_wait_for_one_that_stands_still_are_ended_with_what_it_was_at
     assert all(gone(pid) for pid in pids(tmp_path))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_group_is_started_again_so_often_and_no_more(ranks, tmp_path, capfd):
     assert ranks("if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)", max_restarts=2) == 1
     assert [restart for _, restart in ranks.records] == [1, 2, None]
@@ -155,6 +157,8 @@ time.sleep(600)
         time.sleep(0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_one_rank_is_watched_and_started_again_too(ranks):
     lines = "if restarts() == 0: time.sleep(1); os.kill(os.getpid(), signal.SIGSTOP)"
     assert ranks(lines, count=1, max_restarts=1) == 0

@@ -69,6 +69,8 @@ def rewards_of(models, tmp_path, reward, *more):
     return {json.loads(line)["completion"]: json.loads(line)["rewards"] for line in lines}
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_gets_from_the_server_what_its_own_reward_model_would_say(models, served, tmp_path, monkeypatch):
     url, token = served
     monkeypatch.setenv("JUDGE_TOKEN", token)

@@ -76,6 +76,8 @@ class Shows(RolloutWorkflow):
         return await engine.agenerate(LLMRequest((1, 2), SAMPLING, media={"pixel_values": torch.zeros(1, 4)}))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize("placement", ["colocate", "decoupled"])
 def test_a_picture_that_no_engine_takes_ends_the_run_with_the_remedy_and_the_engine_lives(folder, placement):
     engine = build_inference_engine(CONFIG, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)

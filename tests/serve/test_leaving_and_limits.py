@@ -136,6 +136,8 @@ def test_running_requests_end_before_the_server_does(folder):
         served.request("GET", "/health")
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_requests_that_run_too_long_do_not_keep_the_server(folder):
     with Served(folder, shutdown_s=0.1) as served:
         served.json("POST", "/control/pause", {})

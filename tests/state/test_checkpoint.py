@@ -142,6 +142,8 @@ print(json.dumps(failed))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_write_that_the_system_refuses_is_a_failed_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
 

@@ -50,6 +50,8 @@ def test_a_trainer_that_waits_gives_threads_to_generation(overrides, monkeypatch
     assert all(row["threads/generate"] + row["threads/train"] == 4 for row in rows)
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_an_engine_computes_with_as_many_threads_as_it_is_told(model):
     config = EmbeddedEngineConfig(kv_cache_gib=0.01)
     engine = EmbeddedProcess.start(model, config, torch.float32, "cpu", version=WeightVersion(0), threads=1)

@@ -125,6 +125,8 @@ def test_rules_and_models_are_normalised_clipped_and_summed_and_each_is_a_metric
     assert row["reward/mean"] == pytest.approx(sum(row[f"rewards/{name}"] for name in ("even", "model", "long")))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_that_was_cut_off_and_goes_on_has_the_means_of_one_that_never_was(run):
     keys = [f"reward={SPEC}", "total_train_steps=4", "checkpoint.every_steps=1", "evaluate.every_steps=2"]
     whole = run(*keys, "trial_name=whole")

@@ -130,6 +130,8 @@ def test_a_change_counts_from_the_next_step_on_and_a_run_that_goes_on_is_the_run
         assert len(changes(where)) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_weight_of_0_takes_a_term_out_and_a_term_that_is_removed_is_gone(overrides, asks, where):
     reward = f"reward={asks(25, 'reward.weight', 'short=0')} + 0.5*{SMALL}:short"
     train(config_of(overrides, "total_train_steps=3", reward))

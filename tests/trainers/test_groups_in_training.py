@@ -65,6 +65,8 @@ def questions(path, answers, text="How much is {i} + 4?"):
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_ttrl_never_sees_the_expected_answers(overrides, tmp_path):
     """Other answers, or none, change metrics and not one bit of the weights; other questions change the weights."""
 

@@ -64,6 +64,8 @@ def test_a_run_that_is_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_th
     assert_same(folder.with_name("whole"), folder, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 @pytest.mark.parametrize(
     ("fault", "more"),
     [("twice", ()), slow("in vain", ("recover.grace_s=1",)), slow("SIGTERM", ("recover.grace_s=0",))],

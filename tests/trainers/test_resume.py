@@ -136,6 +136,8 @@ def resumed_is_whole(runs: Runs, steps: int, *kills: tuple[str, int]) -> None:
     assert_same(runs.folder("whole"), runs.folder("killed"), steps)
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_everything_that_a_run_can_remember_comes_back(zygote, overrides, tmp_path):
     items = [*overrides, *SAVED_EACH_STEP, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "algorithm.kl.target=0.01"]
     items += ["reference.refresh_every_steps=2", "curriculum.round_rows=6", "rollout.replay.groups=1"]

@@ -231,6 +231,8 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_way_on(overrides):
         run(overrides, "total_train_steps=1")
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_an_engine_process_that_is_killed_ends_the_run_within_five_seconds(overrides, monkeypatch):
     started = []
     original = EmbeddedProcess.start.__func__

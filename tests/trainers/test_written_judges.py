@@ -169,6 +169,8 @@ def tight(overrides, *more):
     return f"memory_limit_gib={1.01 * plan.least(plan.largest) / GIB}"
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_is_judged_by_a_model_that_it_holds_and_asleep_or_awake_it_is_the_same_run(overrides, judge, tmp_path):
     reward = f"reward=0.5*judge(model={judge}, votes=2, max_tokens=16) + {Path(__file__).parent}/small_rewards.py:many"
     more = (reward, "evaluate.every_steps=1", "evaluate.max_rows=2", "rollout.engine.kv_cache_gib=0.0003")
