@@ -44,7 +44,7 @@ def shown(page, name):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """What a reader who followed the pages has, and a program of somebody else."""
+    """The files of a reader who followed the pages, and a program of somebody else."""
     for page, name in [
         ("agents.md", "my_tools.py"),
         ("agents_tools.md", "my_shop.py"),

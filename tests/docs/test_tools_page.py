@@ -75,7 +75,7 @@ class Asks(ScriptedEngine):
 
     @property
     def read(self):
-        """What the model was sent before its second reply."""
+        """The text that the model was sent before its second reply."""
         return self.tokenizer.decode(list(self.log[1][0].input_ids), skip_special_tokens=False)
 
 

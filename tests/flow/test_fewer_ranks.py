@@ -122,7 +122,7 @@ class RefusesEntropy:
 
 
 def on_ranks(chosen, ranks):
-    """What a model on some of three ranks gives to all; how its failure reaches them; and whose team that is."""
+    """Runs on each of three ranks: a model on some of them gives its values to all, and its failure reaches all."""
     everyone = Team()
     team = form_team(chosen, everyone)
     engine = TeamEngine(RefusesEntropy() if team.member else None, everyone, min(chosen))

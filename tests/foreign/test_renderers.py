@@ -60,7 +60,7 @@ def cases(family, reader, draw):
 
 
 def answers(asked):
-    """What the library says to each case."""
+    """The answer of the library to each case."""
     command = [str(PYTHON), str(SCRIPTS / "renderers_parser.py")]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -87,7 +87,7 @@ def test_both_read_the_same_calls(family):
 
 
 def plain(calls, family):
-    """What both can know of calls; theirs may name one that is none, and has one word for all such in DeepSeek."""
+    """The facts that both can know about calls; theirs may name one that is none, and has one word for all such in DeepSeek."""
     same = STATUSES | (dict.fromkeys(("unclosed", "unclosed_block"), "broken") if family in SECTIONS else {})
     known = [(same.get(status, status), name, arguments) for status, name, arguments in calls]
     return [(status, name, arguments) if status == "ok" else (status,) for status, name, arguments in known]

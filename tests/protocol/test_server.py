@@ -1,4 +1,4 @@
-"""What the HTTP server leaves behind when it ends."""
+"""The HTTP server leaves no open connection behind when it ends."""
 
 import asyncio
 import contextlib

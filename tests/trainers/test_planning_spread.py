@@ -45,7 +45,7 @@ def of(found, phase, what, role="actor"):
 
 
 def kinds(model):
-    """What stays of a model, by kind, on one rank."""
+    """The bytes of a model that stay on one rank, by kind."""
     return {item.what: item.num_bytes for item in states(model, Room(1, shared=True))}
 
 
@@ -285,7 +285,7 @@ def test_the_backward_pass_of_a_frozen_matrix_is_one_product():
 
 
 def spread_of(model):
-    """What of its settings changes a pass."""
+    """The settings that change a pass."""
     return ActivationSettings.of(model)
 
 

@@ -74,7 +74,7 @@ FORGOTTEN = {
 
 
 def told(value, depth=0):
-    """What a value says of itself; None where it is no data."""
+    """The data in a value, in a form that can be compared; None where it has none."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):

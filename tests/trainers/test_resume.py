@@ -238,7 +238,7 @@ def test_an_asynchronous_run_trains_each_prompt_once_over_kills_and_keeps_its_bo
 
 
 def assert_each_prompt_once(folder: Path) -> None:
-    """Of an asynchronous run of seven steps of four prompts, at most two versions behind."""
+    """Checks an asynchronous run of seven steps of four prompts, at most two versions behind."""
     found = ledger(folder)
     ended = [(epoch, place) for epoch, place, *_ in found]
     state = plain(folder, 7)

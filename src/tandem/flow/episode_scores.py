@@ -20,8 +20,9 @@ from tandem.rewards.combination import MOST
 class EpisodeScore(RewardFn):
     """A `Score` as a reward that a workflow awaits: ``result = await self.judge(chat, data, self.helpful)``.
 
-    It gives what the stage of the score gives to the same conversation, to the bit: each is read by itself, so the value
-    depends neither on the others nor on the order in which they come.
+    Each conversation is computed by itself, so its value depends neither on the others nor on the order in which they come.
+    It is equal, to the bit, to what the stage of the score gives to that conversation alone; a stage that computes several
+    together may differ in the last digits.
     """
 
     reads_messages = True

@@ -1,4 +1,4 @@
-"""What an SGLang server is sent so that it opens the memory of the GPU that it shares with the trainer."""
+"""The message that lets an SGLang server open the memory of the GPU that it shares with the trainer."""
 
 import base64
 import inspect

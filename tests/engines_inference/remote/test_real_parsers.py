@@ -62,7 +62,7 @@ OPTIONS = {"enforce-eager": True, "quantization": "fp8", "max-num-batched-tokens
 
 
 def parsed(python, script, commands):
-    """What a script in another environment reads in these words."""
+    """The values that a script in another environment reads in these commands."""
     done = subprocess.run(
         [str(python), "-c", script], input=json.dumps(commands), capture_output=True, text=True, timeout=300, check=False
     )

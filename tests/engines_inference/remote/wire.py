@@ -115,7 +115,7 @@ class StandIn:
             self.held[name.replace("q_proj", "qkv_proj")] = hashlib.sha256(parts).hexdigest()
 
     def next_token(self, ids):
-        """What comes after these tokens; deterministic, and another one under other weights."""
+        """The token that follows these: always the same one, and another one under other weights."""
         return 3 + (ids[-1] * 31 + len(ids) * 7 + self.seed) % (VOCAB - 3)
 
     def logprob(self, token, temperature):
