@@ -87,7 +87,7 @@ def test_both_read_the_same_calls(family):
 
 
 def plain(calls, family):
-    """The facts that both can know about calls; theirs may name one that is none, and has one word for all such in DeepSeek."""
+    """Their common facts about calls: the library may name one that is none, and has one word for all such in DeepSeek."""
     same = STATUSES | (dict.fromkeys(("unclosed", "unclosed_block"), "broken") if family in SECTIONS else {})
     known = [(same.get(status, status), name, arguments) for status, name, arguments in calls]
     return [(status, name, arguments) if status == "ok" else (status,) for status, name, arguments in known]
