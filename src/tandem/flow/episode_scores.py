@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -57,39 +59,54 @@ class EpisodeScores:
     def __init__(self, plan: RunPlan):
         self.rewards = {one.name: EpisodeScore(one.name, self) for one in plan.scores if one.in_episodes}
         self._roles: Mapping[str, ScoreRole] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._asked: SimpleQueue[_Asked | None] | None = None
 
     def start(self, roles: Mapping[str, ScoreRole | WritingRole], device: str) -> None:
         """From now on these models score, on this device and with as many threads as the caller computes with."""
         self._roles = {name: role for name, role in roles.items() if name in self.rewards and isinstance(role, ScoreRole)}
-        if self._roles and self._thread is None:
-            given = (torch.get_num_threads(), device)
-            self._thread = ThreadPoolExecutor(1, "scores-in-episodes", initializer=_begin, initargs=given)
+        if self._roles and self._asked is None:
+            self._asked = SimpleQueue()
+            given = (self._asked, torch.get_num_threads(), device)
+            # a daemon: a score that hangs must not keep the process from ending, as a pool's thread would
+            Thread(target=_serve, args=given, name="scores-in-episodes", daemon=True).start()
 
     async def ask(self, name: str, sample: Sample, row: Mapping[str, Any]) -> float:
         """The score of one conversation."""
-        role, thread = self._roles.get(name), self._thread
-        if role is None or thread is None:
+        role, queue = self._roles.get(name), self._asked
+        if role is None or queue is None:
             raise InfrastructureFailure(
                 "no_model", f"reward {name!r} was asked before its model was open; ask in an episode"
             )
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, _score, role, sample, row)
+            future: Future[float] = Future()
+            queue.put((future, role, sample, row))
+            return await asyncio.wrap_future(future)
         except UserCodeFailed as error:
             raise WrongWorkflow(str(error)) from error
 
     def close(self) -> None:
         """Ends the thread; idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(wait=False, cancel_futures=True)
+        queue, self._asked = self._asked, None
+        if queue is not None:
+            queue.put(None)
 
 
-def _begin(threads: int, device: str) -> None:
-    """Sets what a new thread does not take over from the one that made it: the number of threads, and the current GPU."""
+_Asked = tuple[Future[float], ScoreRole, Sample, Mapping[str, Any]]
+
+
+def _serve(asked: "SimpleQueue[_Asked | None]", threads: int, device: str) -> None:
+    """The thread. It first sets what it does not take over from the one that made it: the number of threads, and the
+    current GPU."""
     torch.set_num_threads(threads)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
+    while (one := asked.get()) is not None:
+        future, role, sample, row = one
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(_score(role, sample, row))
+            except Exception as error:  # the worker boundary: it reaches whoever awaits
+                future.set_exception(error)
 
 
 def _score(role: ScoreRole, sample: Sample, row: Mapping[str, Any]) -> float:

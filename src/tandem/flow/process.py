@@ -30,7 +30,7 @@ from tandem.engines.inference.check import installed_servers
 from tandem.engines.inference.fused_weights import compute_dtype
 from tandem.engines.inference.kernels import kernels
 from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
-from tandem.models.allocator import keep_freed_memory
+from tandem.models.allocator import keep_freed_memory, return_freed_memory
 from tandem.models.precision import resolve_dtype
 from tandem.state.resuming import value_before
 from tandem.state.run_folder import RunFolder, run_path
@@ -161,6 +161,7 @@ def start_process(config: BaseConfig) -> Process:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     threads = config.threads or max(1, cores // ranks_here)
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
+    return_freed_memory(None)  # an earlier run of the process may have kept to a limit
     keep_freed_memory()
     random.seed(config.seed)
     numpy.random.seed(config.seed)

@@ -76,9 +76,11 @@ class Staged:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, in place. Raises `OSError` once they are dropped."""
-        self._check()
         for slot in self._slots:
-            yield slot.name, self._view(slot)
+            with self._lock:  # it may be dropped between two of them, by the next version
+                self._check()
+                view = self._view(slot)
+            yield slot.name, view
 
     def place(self) -> dict[str, Any]:
         """The handles of the buckets, made once, and the tensors in them. Raises `OSError` once they are dropped."""

@@ -44,6 +44,8 @@ class ToolChat(Chat):
     def observe(self, results: Mapping[str, str]) -> None:
         """Adds what became of the calls of the last reply, by their ids: context, masked out of the loss."""
         calls = self.reply.calls
+        # half a surrogate pair, as a server that cuts UTF-16 sends, can be read by no tokenizer
+        results = {name: text.encode(errors="replace").decode() for name, text in results.items()}
         unread = "\n".join(results[call.call_id] for call in calls if not call.name)
         named = [call for call in calls if call.name]
         if not named:
