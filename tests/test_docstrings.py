@@ -1,4 +1,5 @@
-"""Docstrings are noun phrases or sentences: none begins in the middle of one. And one word names one thing."""
+"""Docstrings are noun phrases or sentences: none begins in the middle of one. One word names one thing, and the name of a
+test is a sentence of at most 80 characters."""
 
 import ast
 import re
@@ -36,3 +37,13 @@ def test_a_class_name_stands_for_one_class():
                 homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     repeated = {name: files for name, files in homes.items() if len(files) > 1}
     assert not repeated, "name each after what sets it apart: a reader searches for one and finds the other"
+
+
+def test_the_name_of_a_test_has_at_most_80_characters():
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_") and len(node.name) > 80
+    ]
+    assert not long, "say the same in fewer words"

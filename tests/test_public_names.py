@@ -70,7 +70,7 @@ def test_a_name_that_is_not_there_fails_with_the_nearest_one():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_imports_only_public_names_what_models_are_made_with_and_the_standard_library(example):
+def test_an_example_imports_only_public_names_model_makers_and_the_standard_library(example):
     others = {"torch", "transformers", "tokenizers", *sys.stdlib_module_names}
     for module, name in imports(example.read_text()):
         public = module == "tandem" and name in tandem.__all__
@@ -83,7 +83,7 @@ def test_the_table_of_public_names_in_the_documentation_is_complete():
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(tandem.__all__)
 
 
-def test_a_third_of_the_first_example_is_its_loop_and_a_step_reads_in_the_order_of_the_field():
+def test_a_third_of_the_first_example_is_its_loop_in_the_order_of_the_field():
     source = (ROOT / "examples/addition_grpo.py").read_text()
     (loop,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For)]
     lines = source.splitlines()

@@ -64,7 +64,7 @@ def test_a_record_has_every_metric_that_measures_no_machine_and_every_tensor(out
 
 
 @pytest.mark.slow
-def test_what_differs_first_is_named_with_its_step_and_what_came_or_went_stands_apart(outcomes):
+def test_what_differs_first_is_named_with_its_step_and_what_came_or_went_is_apart(outcomes):
     before, after = outcomes
     for step in "123":
         del before.metrics[step]["lr"], after.metrics[step]["accuracy"]

@@ -42,7 +42,7 @@ def test_lite_ppo_of_equal_rewards_is_zero():
     assert lite_ppo(torch.full((7,), 0.7), torch.tensor([0, 0, 0, 1, 1, 1, 1]), everyone(7)).tolist() == [0] * 7
 
 
-def test_reinforce_pp_baseline_whitens_over_the_samples_and_leaves_groups_without_spread_at_zero():
+def test_reinforce_pp_baseline_whitens_all_samples_and_leaves_equal_groups_at_zero():
     variance = sum(x * x for x in CENTRED) / 10
     found = reinforce_pp_baseline(REWARDS, GROUPS, EVERYONE)
     assert found.tolist() == pytest.approx([x / math.sqrt(variance + 1e-8) for x in CENTRED])
@@ -140,7 +140,7 @@ def test_a_group_of_one_and_a_group_without_spread_get_exactly_zero(name):
 
 
 @pytest.mark.parametrize("name", GROUP_RELATIVE)
-def test_equal_rewards_give_exactly_zero_whatever_lengths_and_whoever_stands_outside_the_statistics(name):
+def test_equal_rewards_give_exactly_zero_at_any_length_whoever_is_outside(name):
     for reward in (0.7, 0.1, -1 / 3):
         rewards = torch.tensor([reward] * 7 + [5.0])
         inside = torch.tensor([True] * 7 + [False])

@@ -51,7 +51,7 @@ def test_off_policy_the_expected_value_of_k1_and_k3_is_the_exact_kl(seed):
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=30, deadline=None)
-def test_without_the_ratio_k2_and_k3_plus_have_the_exact_gradient_on_policy_and_k1_has_none(seed):
+def test_without_the_ratio_k2_and_k3_plus_have_the_exact_gradient_and_k1_has_none(seed):
     logits, _, reference = distributions(seed)
     truth = torch.autograd.grad(exact(logits, reference), logits)[0]
     policy = logits.log_softmax(0)

@@ -60,7 +60,7 @@ def test_a_record_is_complete(kind, name):
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_a_loss_is_called_proportional_if_it_has_no_gradient_where_there_is_no_advantage(name):
+def test_a_proportional_loss_has_no_gradient_where_there_is_no_advantage(name):
     function, given = POLICY_LOSSES.get(name), packed([5, 6, 4, 7] * 5, seed=5, spread=0.4)
     given["advantages"] = given["advantages"].masked_fill(given["sequence"] % 2 == 0, 0.0)
     before = preparation_of(function)
@@ -88,7 +88,7 @@ def test_the_configuration_names_every_kl_estimator_and_null():
     assert (set(names.__args__), nothing) == (set(KL), type(None))
 
 
-def test_the_bounds_of_the_correction_are_the_knobs_of_its_weights_with_the_same_defaults():
+def test_the_bounds_of_the_correction_are_knobs_of_its_weights_with_equal_defaults():
     for name in IMPORTANCE_WEIGHTS:
         bounds = {"low": CorrectionConfig(name).low, "high": CorrectionConfig(name).highest}
         knobs = knobs_of(IMPORTANCE_WEIGHTS.get(name))
@@ -97,7 +97,7 @@ def test_the_bounds_of_the_correction_are_the_knobs_of_its_weights_with_the_same
 
 @pytest.mark.parametrize("name", ["none", "truncate", "mask"])
 @pytest.mark.parametrize(("bound", "value"), [("low", 0.5), ("high", 3.0)])
-def test_a_bound_of_the_correction_is_accepted_where_the_weight_uses_it_and_nowhere_else(name, bound, value):
+def test_a_bound_of_the_correction_is_accepted_only_where_the_weight_uses_it(name, bound, value):
     items = [f"algorithm.correction.weight={name}", f"algorithm.correction.{bound}={value}"]
     items = ["train_dataset.path=addition", *items]
     if bound in knobs_of(IMPORTANCE_WEIGHTS.get(name)):

@@ -34,7 +34,7 @@ def test_a_name_is_given_once():
         losses.register("mine")(lambda policy: policy)
 
 
-def test_a_function_that_asks_for_a_tensor_which_is_not_given_is_refused_with_those_that_are():
+def test_a_function_that_asks_for_a_missing_tensor_is_refused_with_those_there_are():
     def greedy(policy, tomorrow):
         return policy
 

@@ -40,7 +40,7 @@ def test_gae_bootstraps_from_the_value_after_the_last_token_where_the_answer_was
     assert cut.tolist() == [0.5 * 5.5, 5.5]  # 1 + .5·9
 
 
-def test_gae_skips_tokens_of_others_without_decay_and_credits_their_reward_to_the_trained_token_before():
+def test_gae_skips_foreign_tokens_and_credits_their_reward_to_the_trained_one_before():
     mask = [F, T, F, F, T, F]
     spaced = given_by([7.0, 0, 2, 0, 1, 3], [8.0, 1, 8, 8, 2, 8], mask)
     close = given_by([2.0, 4], [1.0, 2])

@@ -225,7 +225,7 @@ def test_a_run_that_says_no_command_is_refused_with_the_remedy(tandem, root, tmp
     assert code == 2 and "does not say which command began it" in said and "Restore run.json" in said
 
 
-def test_a_replay_on_other_ranks_is_the_same_step_says_nothing_but_its_outcome_and_leaves_nothing(root, tmp_path):
+def test_a_replay_on_other_ranks_is_the_same_step_and_leaves_nothing_behind(root, tmp_path):
     folder = tmp_path / "exp" / "supervised"
     shutil.copytree(root / "sft", folder)
     text = (folder / "config.yaml").read_text()

@@ -90,7 +90,7 @@ def test_a_number_that_another_process_has_by_now_is_no_run_that_lives(root, tmp
     assert json.loads(capsys.readouterr().out)["status"] == "killed"
 
 
-def test_of_a_run_on_another_machine_it_is_said_which_and_how_long_it_has_been_silent(root, tmp_path, capsys):
+def test_a_run_on_another_machine_is_shown_with_its_name_and_how_long_it_is_silent(root, tmp_path, capsys):
     folder = tmp_path / "other/third"
     shutil.copytree(root / "other/third", folder)
     (folder / ".lock").write_text("process 1 on another-machine since then\n")

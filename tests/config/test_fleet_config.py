@@ -131,7 +131,7 @@ FOR_ANOTHER = {
 
 
 @pytest.mark.parametrize("choice", FOR_ANOTHER)
-def test_what_a_file_says_for_another_backend_than_the_command_line_is_left_aside_and_said(tmp_path, caplog, choice):
+def test_what_a_file_says_for_another_backend_than_the_command_is_left_aside(tmp_path, caplog, choice):
     file = tmp_path / "run.yaml"
     file.write_text(f"train_dataset: {{path: addition}}\n{FOR_ANOTHER[choice]}\n")
     resolved = load_config(TrainConfig, file, [choice])
@@ -144,7 +144,7 @@ def test_what_a_file_says_for_another_backend_than_the_command_line_is_left_asid
     assert load_config(TrainConfig, written).config == resolved.config
 
 
-def test_keys_for_another_backend_are_refused_where_both_stand_on_the_command_line_or_both_in_the_file(tmp_path):
+def test_keys_for_another_backend_are_refused_where_both_stand_in_one_place(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("train_dataset: {path: addition}\nrollout: {backend: 'sglang:d1', engine: {kv_cache_gib: 0.5}}\n")
     for items in ([], ["rollout.backend=attached", "rollout.engine.kv_cache_gib=0.25"]):

@@ -183,7 +183,7 @@ def test_keys_that_say_the_default_are_accepted():
     assert load("algorithm.kl.where=loss", "checkpoint.keep_last=2", "tracking.project=tandem") == load()
 
 
-def test_evaluation_that_is_turned_off_by_hand_leaves_the_keys_of_a_file_where_they_are(tmp_path):
+def test_evaluation_turned_off_by_hand_leaves_the_keys_of_a_file_where_they_are(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("train_dataset: {path: addition}\nvalid_dataset: {path: addition}\nevaluate: {every_steps: 3}\n")
     assert load("evaluate.every_steps=null", file=file).evaluate.every_steps is None

@@ -41,7 +41,7 @@ def test_each_epoch_has_every_row_once(size, seed):
         assert sorted(i for e, i in rows if e == epoch) == list(range(size))
 
 
-def test_the_order_depends_on_seed_and_epoch_and_is_that_of_the_file_without_shuffling():
+def test_the_order_depends_on_seed_and_epoch_and_is_the_files_without_shuffling():
     rows = take(Loader(dataset(50), seed=0), 100)
     assert [i for _, i in rows[:50]] != [i for _, i in rows[50:]]
     assert take(Loader(dataset(50), seed=0), 100) == rows != take(Loader(dataset(50), seed=1), 100)

@@ -99,7 +99,7 @@ def test_a_mapped_column_is_read_before_others_and_refused_where_it_would_not_be
         load(file, columns={"question": "q"}, prompt_column="prompt")
 
 
-def test_messages_are_taken_as_they_are_and_a_last_answer_of_the_assistant_is_the_answer(tmp_path):
+def test_messages_are_taken_as_they_are_and_the_assistants_last_one_is_the_answer(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = load(jsonl(tmp_path, [{"messages": messages}]))[0]
     assert row["messages"] == messages[:2] and row["answer"] == "a"
@@ -120,7 +120,7 @@ def test_addition_follows_the_seed():
     assert questions[0] == questions[1] != questions[2]
 
 
-def test_reasoning_gym_has_splits_that_do_not_overlap_and_keeps_what_its_scorer_needs():
+def test_reasoning_gym_has_separate_splits_and_keeps_what_its_scorer_needs():
     gym = pytest.importorskip("reasoning_gym", reason="the optional library is not installed")
     train, test = (load("reasoning_gym:chain_sum", split, size=40) for split in ("train", "test"))
     assert len(train) == len(test) == 40
@@ -219,7 +219,7 @@ def test_a_mixture_keeps_the_weights_repeats_nothing_and_names_source_and_reward
     assert len(seen) == 110  # a large source goes on where it stopped
 
 
-def test_functions_have_splits_that_do_not_overlap_and_tests_that_their_references_pass():
+def test_functions_have_separate_splits_and_tests_that_their_references_pass():
     train, test = (load("functions", split, size=400) for split in ("train", "test"))
     questions = [{row["question"] for row in rows} for rows in (train, test)]
     assert not questions[0] & questions[1] and len(questions[1]) == len(test) > 15

@@ -192,7 +192,7 @@ def test_a_mapped_column_that_the_format_never_reads_is_refused(tmp_path, reader
         read(tmp_path, reader, row, columns=columns)
 
 
-def test_a_column_that_was_given_the_name_of_a_prompt_is_the_prompt_whatever_else_there_is(tmp_path):
+def test_a_column_that_was_given_the_name_of_a_prompt_is_the_prompt(tmp_path):
     row = {"ask": "2 + 2?", "prompt": "not this", "chosen": "4", "rejected": "5"}
     (found,) = read(tmp_path, pairs, row, columns={"question": "ask"})
     assert found["messages"] == [USER]

@@ -50,7 +50,7 @@ def question(row):
     return row["messages"][-1]["content"]
 
 
-def test_humaneval_is_one_check_and_its_prompt_is_what_the_answer_and_the_tests_count_on():
+def test_humaneval_is_one_check_and_its_prompt_is_what_answer_and_tests_count_on():
     row, tests = read(HUMANEVAL)
     assert tests.names == ("two",) and tests.preamble == HUMANEVAL["prompt"] and tests.cases[0].endswith("check(two)")
     assert HUMANEVAL["prompt"].strip() in question(row) and "candidate" not in question(row)

@@ -13,6 +13,6 @@ def test_the_page_shows_the_recorded_figures():
     assert BENCHMARK["with_table"](page, record) == page
 
 
-def test_the_kl_of_an_answer_is_that_of_a_token_times_its_tokens_and_a_curve_is_smoothed_over_the_past():
+def test_the_kl_of_an_answer_is_that_of_its_tokens_and_a_curve_is_smoothed_backwards():
     assert BENCHMARK["answer_kl"]({"kl/reference": 0.1, "completion_length/mean": 20.0}) == 2.0
     assert BENCHMARK["smooth"]([1.0, 3.0, 5.0, 7.0, 9.0, 11.0]) == [1.0, 2.0, 3.0, 5.0, 7.0, 9.0]

@@ -21,7 +21,7 @@ def parts(tmp_path, monkeypatch):
     return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in tmp_path.iterdir()}
 
 
-def test_no_thing_is_in_both_parts_and_each_post_says_its_fact_in_one_sentence_and_not_in_its_title(parts):
+def test_no_thing_is_in_both_parts_and_each_post_says_its_fact_once_not_in_its_title(parts):
     assert {name: len(rows) for name, rows in parts.items()} == {"train": 360, "test": 96, "sft": 64}
     assert not {row["thing"] for row in parts["train"]} & {row["thing"] for row in parts["test"]}
     for row in [*parts["train"], *parts["test"]]:

@@ -39,7 +39,7 @@ def test_the_second_part_begins_with_what_the_first_leaves(first, second):
     assert after.actor.path == leaves
 
 
-def test_the_search_finds_the_answer_of_every_question_and_the_answer_is_not_in_the_question(tmp_path, monkeypatch):
+def test_the_search_finds_every_answer_and_no_question_holds_its_answer(tmp_path, monkeypatch):
     rows = made(tmp_path, monkeypatch)
     knobs = SEARCH_DATA["SEARCH"]
     named = f"search(folder=search_data/topics, {', '.join(f'{key}={value}' for key, value in knobs.items())})"
@@ -52,7 +52,7 @@ def test_the_search_finds_the_answer_of_every_question_and_the_answer_is_not_in_
     tool.close()
 
 
-def test_the_data_of_the_search_recipe_are_the_same_each_time_and_its_parts_share_no_sentence(tmp_path, monkeypatch):
+def test_the_search_recipes_data_are_the_same_each_time_and_parts_share_no_sentence(tmp_path, monkeypatch):
     first, second = (made(tmp_path / name, monkeypatch) for name in ("first", "second"))
     assert first == second
     shown = {row["messages"][1]["content"] for row in first["sft"]}
@@ -60,7 +60,7 @@ def test_the_data_of_the_search_recipe_are_the_same_each_time_and_its_parts_shar
     assert len(set.union(*parts)) == sum(map(len, parts)) and len(parts[1]) == 100
 
 
-def test_the_coin_of_the_controls_knows_nothing_of_the_answer_and_its_accuracy_is_that_of_the_recipes():
+def test_the_coin_of_the_controls_knows_no_answer_and_has_the_recipes_accuracy():
     coin = runpy.run_path(str(EXAMPLES / "coin_reward.py"))["reward"]
     right, wrong = ([coin(completion, "472") for _ in range(400)] for completion in ("It is 472.", "It is 1472."))
     assert all(0.4 < sum(one["coin"] for one in tosses) / 400 < 0.6 for tosses in (right, wrong))

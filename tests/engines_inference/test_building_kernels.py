@@ -62,7 +62,7 @@ def test_a_compiler_that_hangs_is_announced_ended_and_named(build, tmp_path, mon
 
 @NEEDS
 @pytest.mark.slow
-def test_a_broken_file_is_built_again_and_a_folder_that_cannot_be_written_is_not_needed(build, tmp_path):
+def test_a_broken_file_is_built_again_and_an_unwritable_folder_is_not_needed(build, tmp_path):
     assert build()[0] is not None
     (library,) = (tmp_path / "cache" / "kernels").glob("*.so")
     broken = tmp_path / "other" / "kernels" / library.name

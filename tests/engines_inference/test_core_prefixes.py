@@ -21,7 +21,7 @@ def sampled(i, prompt, new=16):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_common_beginning_is_computed_once_and_changes_no_token_and_no_log_probability(kind, tmp_path):
+def test_a_common_beginning_is_computed_once_and_changes_neither_tokens_nor_logprobs(kind, tmp_path):
     folder = tiny_model_folder(tmp_path, kind)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     core = make_core(folder)  # chunks of 24 tokens: the beginning itself takes two passes

@@ -116,7 +116,7 @@ def test_a_group_differs_by_its_noise_and_equals_its_members_alone(tmp_path):
         assert run(make_core(folder), {0: requests[i]})[0].output_ids == group[i].output_ids
 
 
-def test_stop_tokens_are_held_back_until_min_new_tokens_and_log_probabilities_stay_true(tmp_path):
+def test_stop_tokens_wait_for_min_new_tokens_and_log_probabilities_stay_true(tmp_path):
     folder = tiny_model_folder(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     stops = tuple(range(150, VOCAB_SIZE))  # about half of all tokens

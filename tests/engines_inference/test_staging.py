@@ -41,7 +41,7 @@ def put(channel, model):
 
 
 @pytest.mark.parametrize("channel", [SharedMemoryChannel, LocalChannel])
-def test_what_is_written_to_the_senders_memory_during_the_copy_does_not_reach_the_engine(channel, tmp_path):
+def test_what_the_senders_memory_gets_during_the_copy_does_not_reach_the_engine(channel, tmp_path):
     core, channel = make_core(tiny_model_folder(tmp_path)), channel()
     request = {0: LLMRequest(prompts([9])[0], GenerationConfig(max_new_tokens=8, greedy=True))}
     update = put(channel, tiny_model(seed=5))

@@ -56,7 +56,7 @@ def test_before_the_first_step_the_model_is_its_base_to_the_bit_at_any_rank(kind
         assert torch.equal(tensor, dict(base.weights(torch.bfloat16))[name])
 
 
-def test_only_the_adapters_are_trained_and_only_they_have_masters_moments_and_gradients(folder):
+def test_only_adapters_are_trained_and_have_masters_moments_and_gradients(folder):
     engine = lora_on(folder, dtype="bfloat16")
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters() if "lora_" not in name}
     trained(engine)
@@ -260,7 +260,7 @@ def test_on_ranks_what_is_saved_is_whole_and_a_state_goes_on_to_the_bit(layouts)
         assert all("lora_" in name or name == "value.weight" for name in state["masters"])
 
 
-def test_over_two_ranks_each_has_half_of_the_frozen_base_in_the_dtype_of_the_computation(layouts, folder):
+def test_each_of_two_ranks_has_half_of_the_frozen_base_in_the_computations_dtype(layouts, folder):
     chosen, _, ranks, _ = layouts
     whole = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     for layout, rank in itertools.product(chosen, ranks):

@@ -42,7 +42,7 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu(folder, dtype):
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 40, 16])
-def test_the_host_waits_once_a_step_and_once_a_pass_however_many_micro_batches_there_are(folder, max_tokens):
+def test_the_host_waits_once_a_step_and_once_a_pass_for_any_number_of_micro_batches(folder, max_tokens):
     batch = random_batch([9, 5, 12, 7, 3, 8, 11, 6])
     batch["loss_weights"][:9] = 0  # a sequence without weight gets a forward pass of its own
     with pretended_gpu() as waits:

@@ -48,7 +48,7 @@ def test_an_index_that_is_none_is_named(folder, text):
         list(read_weights(folder, SHAPES))
 
 
-def test_an_index_of_files_that_are_there_is_read_and_one_of_a_file_that_is_not_is_named(folder):
+def test_an_index_of_files_that_are_there_is_read_and_a_missing_file_is_named(folder):
     index(folder, {"weight_map": {"w": "part.safetensors"}})
     assert [name for name, _ in read_weights(folder, SHAPES)] == ["w"]
     index(folder, {"weight_map": {"w": "gone.safetensors"}})

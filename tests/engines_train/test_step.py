@@ -147,7 +147,7 @@ def test_a_gradient_above_the_limit_is_scaled_to_it(folder, batch, whole):
     assert steps[1] / steps[0] == pytest.approx(1e-4 / norm, rel=0.1)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted_and_the_run_stops_in_the_end(folder, batch):
+def test_a_step_that_is_not_finite_is_skipped_and_counted_until_the_run_stops(folder, batch):
     engine = engine_on(folder, max_consecutive_skips=2)
     before = weights_of(engine)
 

@@ -121,7 +121,7 @@ def runs(request, tmp_path_factory):
     return request.param, *alone_and_on_two(work, folder, request.param, out, out=out)
 
 
-def test_steps_and_what_is_saved_are_to_the_bit_those_of_masters_with_memory_of_their_own(runs):
+def test_steps_and_saved_files_are_to_the_bit_those_of_masters_with_their_own_memory(runs):
     for found in runs[2]:
         assert found["together"] == [True, False]
         shared, own = found["metrics"]
@@ -133,7 +133,7 @@ def test_steps_and_what_is_saved_are_to_the_bit_those_of_masters_with_memory_of_
         assert all(torch.equal(shared[name][what], own[name][what]) for name in own for what in ("exp_avg", "exp_avg_sq"))
 
 
-def test_after_parameters_were_moved_or_read_masters_share_again_and_the_next_step_is_the_same(runs):
+def test_masters_share_again_after_parameters_moved_and_the_next_step_is_the_same(runs):
     for found in runs[2]:
         assert found["after"] == [True, True]
         shared, own, resumed = found["next"]
@@ -159,7 +159,7 @@ def test_two_ranks_hold_what_the_stage_says_of_one_process(runs):
         assert layout != THREE or ratios[0] <= 0.6
 
 
-def test_masters_that_differ_from_the_parameters_stay_as_they_are_and_one_line_says_so(runs):
+def test_masters_that_differ_from_the_parameters_stay_and_one_line_says_so(runs):
     for found in runs[2]:
         shares, heard, stayed = found["left"]
         assert not shares and stayed and len(heard) == 1 and "they have other numbers" in heard[0]

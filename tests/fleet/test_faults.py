@@ -144,7 +144,7 @@ def test_the_whole_fleet_gone_and_back(processes, fleet):
         assert len(asking.answers()) == len(requests)
 
 
-def test_a_zombie_of_somebody_else_is_not_killed_and_its_late_answers_are_thrown_away(folders, tmp_path):
+def test_a_zombie_of_somebody_else_is_not_killed_and_its_late_answers_are_dropped(folders, tmp_path):
     ours, theirs = engine(folders[0], "decoupled"), engine(folders[0], "decoupled")
     journal = tmp_path / "fleet.jsonl"
     config = FleetConfig(stall_timeout_s=8)

@@ -53,7 +53,7 @@ def test_half_of_the_fleet_at_once(folders, tmp_path):
     assert {version for response in after for version in response.versions} == {1}
 
 
-def test_a_server_that_dies_again_and_again_is_started_so_often_as_the_budget_says_and_then_retired(folders, tmp_path):
+def test_a_server_that_dies_again_and_again_is_retired_when_its_budget_is_spent(folders, tmp_path):
     requests = [ask(i, tokens=LONG) for i in range(8)]
     journal, seen = tmp_path / "fleet.jsonl", []
     with Processes(folders[0], journal, config=replace(PATIENCE, max_restarts=2)) as processes:
@@ -162,7 +162,7 @@ def test_memory_that_runs_out_while_an_update_is_prepared(tight, big):
 
 
 @needs_prlimit
-def test_a_server_of_somebody_else_without_room_for_an_update_is_held_back_until_it_has_room(big, tmp_path):
+def test_somebody_elses_server_without_room_for_an_update_is_held_back_until_it_has(big, tmp_path):
     version, before = WeightVersion(0, run="r"), {one.pid for one in engines()}
     served = start_tandem_server(
         big[0],

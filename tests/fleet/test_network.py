@@ -123,7 +123,7 @@ def test_whatever_a_server_does_to_requests_all_are_answered_once_and_rightly(se
 
 @pytest.mark.parametrize("at", ["prepare", "commit"])
 @pytest.mark.parametrize(("mode", "argument"), FAULTS)
-def test_whatever_a_server_does_to_an_update_the_others_take_it_and_it_comes_back_with_it(
+def test_whatever_a_server_does_to_an_update_the_others_take_it_and_it_follows(
     setting, folders, expected, mode, argument, at
 ):
     fleet, proxy = setting.fleet, setting.proxy
@@ -180,7 +180,7 @@ def test_a_server_that_comes_and_goes_loses_nothing_is_held_back_and_ends_health
     print(f"\n{cycles} outages in {flapped_s:.1f} s: taken back {times} times, {back_s:.1f} s after the last, lost 0")
 
 
-def test_an_address_that_another_run_took_over_is_refused_until_that_run_gives_it_back(setting, served):
+def test_an_address_that_another_run_took_over_is_refused_until_it_is_given_back(setting, served):
     fleet, bad = setting.fleet, served[0]
     bad.json("POST", "/control/release", {"run": RUN})
     bad.json("POST", "/control/attach", {"run": "another-run"})

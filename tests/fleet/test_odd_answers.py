@@ -15,7 +15,7 @@ class Odd(Unwell):
         return response.no_such_field if self.stumbles else response
 
 
-def test_an_answer_over_which_the_client_stumbles_moves_the_request_and_loses_nothing(tmp_path):
+def test_an_answer_over_which_the_client_stumbles_moves_the_request(tmp_path):
     folder, journal = tiny_model_folder(tmp_path), tmp_path / "fleet.jsonl"
     engines = [Odd(engine(folder)) for _ in range(2)]
     fleet = fleet_of([server(f"s{i}", lambda i=i: engines[i]) for i in range(2)], journal=journal)

@@ -55,7 +55,7 @@ def test_a_busy_server_is_never_suspected(kind, folders, tmp_path):
     assert not {row["to"] for row in rows(tmp_path / JOURNAL_NAME)} & {"suspect", "fenced"}
 
 
-def test_a_server_of_another_precision_than_the_models_files_joins_with_the_first_weights(kind, folders, tmp_path):
+def test_a_server_of_another_precision_than_the_files_joins_with_the_first_weights(kind, folders, tmp_path):
     half = tmp_path / "half"
     shutil.copytree(folders[0], half)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(half / "model.safetensors").items()}
@@ -68,7 +68,7 @@ def test_a_server_of_another_precision_than_the_models_files_joins_with_the_firs
     assert not any(row["to"] == "fenced" for row in rows(tmp_path / JOURNAL_NAME))
 
 
-def test_a_server_whose_checksums_cannot_be_compared_joins_with_weights_that_it_had_already(folders, tmp_path):
+def test_a_server_whose_checksums_cannot_be_compared_joins_with_weights_it_had(folders, tmp_path):
     with SGLangStandIn(folders[0]) as server:
         server.device = "cuda"
         fleet = fleet_of([("sglang", server)], folders[0], tmp_path)

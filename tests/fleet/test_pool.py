@@ -58,7 +58,7 @@ def test_requests_of_a_server_that_dies_are_answered_by_another_with_the_same_to
     assert fleet.statistics()["fleet/moved"] >= 4
 
 
-def test_a_server_of_ours_that_died_is_started_again_and_brought_to_the_current_weights(made, folders):
+def test_a_server_of_ours_that_died_is_started_again_with_the_current_weights(made, folders):
     fleet, journal, engines = made(2)
     publish(fleet, folders[1], 1)
     first = engines["s0"]
@@ -86,7 +86,7 @@ def test_a_server_that_dies_too_often_is_given_up_for_good(made):
     assert len(generate(fleet, [ask()])[0].output_ids) == 12
 
 
-def test_a_server_that_fails_requests_gets_no_more_of_them_until_it_makes_tokens_again(made):
+def test_a_server_that_fails_requests_gets_no_more_until_it_makes_tokens_again(made):
     fleet, journal, engines = made(2)
     engines["s0"].fails = True
     answers = generate(fleet, [ask(i, affinity=str(i)) for i in range(8)])

@@ -79,7 +79,7 @@ def test_a_server_that_fails_an_update_is_fenced_and_comes_back_with_it(made, fo
 
 
 @pytest.mark.parametrize("phase", ["prepare", "commit"])
-def test_an_update_that_all_refuse_leaves_all_on_the_old_version_and_the_next_one_works(made, folders, phase):
+def test_an_update_that_all_refuse_leaves_the_old_version_and_the_next_one_works(made, folders, phase):
     fleet, _, engines = made(2)
     for one in engines.values():
         one.refuses = {phase: WeightUpdateFailed("wrong digest")}

@@ -32,7 +32,7 @@ def test_threads_move_until_neither_side_waits_for_more_than_a_tenth(split, work
     assert len(world.splits) == moves, "then nothing moves"
 
 
-def test_where_no_split_is_even_the_better_one_is_kept_and_it_follows_when_the_work_changes():
+def test_where_no_split_is_even_the_better_one_stays_until_the_work_changes():
     world = World(1, 2, work=(1.4, 1.0))  # 1:2 wastes 64 %, 2:1 30 %
     world.steps(25)
     assert world.splits == [(1, 2), (2, 1)]

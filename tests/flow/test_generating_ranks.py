@@ -84,7 +84,7 @@ def test_two_ranks_that_generate_take_the_steps_of_one(tmp_path):
         (["actor.backend=fsdp:d2", "rollout.backend=tandem:d1"], (0,)),
     ],
 )
-def test_the_first_rank_of_each_data_parallel_index_generates_where_an_embedded_engine_takes_turns(items, ranks, tmp_path):
+def test_the_first_rank_of_each_data_parallel_index_generates_in_turns(items, ranks, tmp_path):
     assert generating_ranks(config_of(tmp_path, *items, "deterministic=false")) == ranks
 
 

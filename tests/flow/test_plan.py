@@ -65,7 +65,7 @@ def test_models_and_passes_are_those_that_the_algorithm_asks_for(keys, residents
     assert {name for stage in plan.stages for name in stage.awake} <= set(residents)
 
 
-def test_the_reference_beside_adapters_is_the_actor_without_them_unless_it_is_given_a_model():
+def test_the_reference_beside_adapters_is_the_bare_actor_unless_it_has_a_model():
     keys = ["actor.lora.rank=8", "algorithm.kl.coefficient=0.1"]
     assert plan_of(*keys).resident("reference").base_of == "actor"
     own = plan_of(*keys, "reference.path=elsewhere").resident("reference")

@@ -174,7 +174,7 @@ def config(*items):
     return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
 
 
-def test_a_workflow_plays_with_services_of_a_users_file_which_are_made_once_and_closed_in_reverse(
+def test_a_workflow_plays_with_a_users_services_made_once_and_closed_in_reverse(
     overrides,  # noqa: F811
     mine,
     tmp_path,
@@ -293,7 +293,7 @@ def test_the_spellings_of_a_service_say_the_same(tmp_path, mine):
     ]
 
 
-def test_a_workflow_of_rest_is_given_what_its_base_class_takes_and_its_knobs_are_read(mine):
+def test_a_workflow_of_rest_is_given_what_its_base_takes_and_its_knobs_are_read(mine):
     made = config(f"workflow={mine}:Knows", "workflow_args.depth=3", "workflow_args.hints=5")
     workflow = make_workflow(made, Services(tokenizer=None), None, made.gconfig)
     assert (workflow.depth, workflow.hints) == (3, "5")

@@ -110,7 +110,7 @@ def in_all(plan: SleepPlan, steps: int) -> int:
     return sum(moved_bytes(step) for step in plan.steps(count=steps))
 
 
-def test_every_stage_has_what_it_needs_within_the_limit_and_near_the_fewest_bytes_move():
+def test_every_stage_has_what_it_needs_within_the_limit_at_near_the_fewest_bytes():
     ours = best = 0
     for seed in range(60):
         plan = random_plan(seed)

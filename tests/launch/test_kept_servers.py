@@ -87,7 +87,7 @@ def ranks(tmp_path, lines, max_restarts=1):
     return run_ranks([sys.executable, "-c", script(tmp_path, lines)], 1, max_restarts=max_restarts, patience=patience)
 
 
-def test_a_server_is_taken_over_by_the_rank_that_is_started_again_and_ends_with_the_run(said, tmp_path):
+def test_a_server_is_taken_over_by_its_restarted_rank_and_ends_with_the_run(said, tmp_path):
     lines = "process = server()\nif again < 2: die()\nassert process.taken_over and process.kept and process.alive"
     assert ranks(tmp_path, lines, max_restarts=2) == 0
     assert said("server-0") == said("server-1") == said("server-2") and not (tmp_path / "starting-1").exists()

@@ -57,7 +57,7 @@ time.sleep(600)
     assert gone(int((tmp_path / "0").read_text()))
 
 
-def test_a_rank_that_is_killed_ends_the_others_also_one_that_ignores_a_polite_request(tmp_path, capfd):
+def test_a_killed_rank_ends_the_others_also_one_that_ignores_a_polite_request(tmp_path, capfd):
     code = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -70,7 +70,7 @@ time.sleep(600)
     assert "rank 1 of 2 ended by signal SIGKILL" in said and "actor.max_tokens_per_micro_batch" in said
 
 
-def test_the_rank_that_broke_is_quoted_also_where_another_one_noticed_and_ended_before_it(capfd):
+def test_the_rank_that_broke_is_quoted_also_where_another_one_ended_before_it(capfd):
     code = """
 import os, sys, time
 if os.environ["RANK"] == "0":
@@ -139,7 +139,7 @@ def test_ctrl_c_reaches_every_rank_once(tmp_path):
     assert (tmp_path / "said").read_text() == ""
 
 
-def test_a_request_that_is_delivered_twice_reaches_ranks_once_also_where_they_ignore_ctrl_c(tmp_path):
+def test_a_request_that_comes_twice_reaches_ranks_once_also_if_they_ignore_ctrl_c(tmp_path):
     more = f"""
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 def close_slowly(*_):
@@ -206,7 +206,7 @@ threading.Thread(target=lambda: (threading.main_thread().join(), print("closed")
 """
 
 
-def test_a_rank_that_went_well_closes_and_is_not_lost_to_a_fault_in_a_dying_interpreter(tmp_path, capfd, monkeypatch):
+def test_a_rank_that_went_well_is_not_lost_to_a_fault_in_a_dying_interpreter(tmp_path, capfd, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(FAULT_AT_EXIT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("MINE", str(tmp_path / "mine"))

@@ -54,7 +54,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_what_a_killed_launcher_left_is_removed_by_the_next_and_nothing_of_one_that_lives(launch, temporary, tmp_path):
+def test_what_a_killed_launcher_left_is_removed_by_the_next_and_nothing_that_lives(launch, temporary, tmp_path):
     (killed, left), (_, lives) = launch(), launch()
     until(lambda: psutil.Process(killed.pid).children())
     (rank,) = psutil.Process(killed.pid).children()

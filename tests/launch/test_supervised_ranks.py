@@ -114,7 +114,7 @@ except TandemError as error:
     assert ranks.records[0][0].cause == "loss.py failed"
 
 
-def test_the_rank_whose_error_was_first_is_to_blame_and_not_one_that_only_heard_of_it(ranks, capfd):
+def test_the_rank_whose_error_was_first_is_to_blame_not_one_that_heard_of_it(ranks, capfd):
     lines = """
 from tandem.api.failures import RankFailed
 with telling_errors():
@@ -173,7 +173,7 @@ def test_the_variables_of_a_launcher_that_is_not_ours_mean_nothing(monkeypatch):
         raise KeyError("mine")
 
 
-def test_a_rank_that_is_closing_already_is_left_to_it_and_what_it_will_say_is_not_said_twice(ranks, tmp_path, capfd):
+def test_a_rank_that_is_closing_is_left_to_it_and_its_word_is_not_said_twice(ranks, tmp_path, capfd):
     lines = """
 try:
     with telling_errors():

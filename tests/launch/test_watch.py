@@ -127,7 +127,7 @@ def test_a_rank_whose_children_work_or_that_waits_for_a_disk_is_at_work(how, spi
     assert group.run(30, WAITS, {"spins": spins}).kind == "wedged"
 
 
-def test_in_the_first_step_ranks_may_compile_and_meet_for_as_long_as_nothing_may_be_done():
+def test_in_the_first_step_ranks_may_compile_as_long_as_nothing_may_be_done():
     for step in (0, 1):  # while models are loaded, and in the first step
         group = Group(first_step=0)
         assert group.run(599, WAITS | {"step": step}, {"step": step}) is None

@@ -34,7 +34,7 @@ SMALL = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_trained_reward_model_raises_the_true_preference_and_a_shuffled_one_does_not(tmp_path, monkeypatch):
+def test_a_trained_reward_model_raises_the_true_preference_and_a_shuffled_one_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rule.py").write_text(RULE)
     model = tiny_model_folder(tmp_path / "models", kind="llama")

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs/matrix_of_backends.md"
 MUST_RUN = [line for line in (HERE / "backends_must_run.txt").read_text().splitlines() if line]
 
 
-def test_every_two_choices_of_the_backends_that_can_meet_do_and_the_others_are_tried_once():
+def test_every_two_backend_choices_that_can_meet_do_and_the_others_are_tried_once():
     cells = cover()
     assert len(cells) == len(set(cells)) <= 120
     free = [cell for cell in cells if possible(cell)]

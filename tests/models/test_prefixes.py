@@ -39,7 +39,7 @@ def test_sequences_without_a_common_prompt_are_left_as_they_are():
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_shared_prompts_give_the_log_probabilities_and_gradients_of_separate_sequences(tmp_path, kind):
+def test_shared_prompts_give_log_probabilities_and_gradients_of_separate_sequences(tmp_path, kind):
     model = load_causal_lm(str(tiny_model_folder(tmp_path, kind=kind)), torch.float32, "cpu", False)
     ids, cu_seqlens, mask = grouped_batch()
     bounds = cu_seqlens.tolist()

@@ -49,7 +49,7 @@ def test_a_classifier_keeps_its_head_and_a_language_model_begins_with_none(tmp_p
     assert torch.equal(unfilled.model.model.score.weight, whole.model.score.weight)
 
 
-def test_a_folder_in_several_files_is_read_and_one_under_other_names_is_left_to_transformers(tmp_path):
+def test_a_folder_in_several_files_is_read_and_other_names_are_left_to_transformers(tmp_path):
     folder = tiny_model_folder(tmp_path, "llama")
     tensors = load_file(folder / "model.safetensors")
     names = list(tensors)

@@ -107,7 +107,7 @@ def test_selective_checkpointing_keeps_the_output_of_flash_attn_too():
     assert CALLS == ["flash-attn", "another", "another"]
 
 
-def test_a_layer_makes_two_calls_however_many_prompts_there_are_and_reads_a_prompt_once_for_each_completion():
+def test_a_layer_makes_two_calls_for_any_prompts_and_reads_one_once_a_completion():
     alone, completions = plan_calls((PromptCompletions(2, (1, 3)), PromptCompletions(3, (1,))))
     assert alone.queries.tolist() == alone.keys.tolist() == [0, 1, 6, 7, 8]
     assert alone.cu_queries.tolist() == alone.cu_keys.tolist() == [0, 2, 5]

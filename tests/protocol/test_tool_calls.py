@@ -237,7 +237,7 @@ def test_harmony_channels_are_thinking_content_and_calls(readers):
     assert read(readers["harmony"], "<|channel|>final<|message|>Fine.<|return|>", [WEATHER]).content == "Fine."
 
 
-def test_a_template_without_tools_gets_them_in_the_system_prompt_and_results_from_the_user(readers):
+def test_a_template_without_tools_gets_them_in_the_system_prompt_results_as_the_user(readers):
     reader = readers["no tools"]
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
     chat = [

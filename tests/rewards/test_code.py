@@ -233,7 +233,7 @@ def test_errors_reach_the_tests_as_the_built_in_kind_nearest_to_them(sandbox):
     assert judge(sandbox, "def f(x): raise TypeError('zero')", tests)[0].value == 0.0
 
 
-def test_a_solution_class_a_whole_function_and_the_rest_of_a_function_are_all_answers(sandbox):
+def test_a_solution_class_a_whole_function_and_the_rest_of_one_are_all_answers(sandbox):
     head = {"names": ["add"], "cases": ["assert add(1, 2) == 3"], "preamble": "from math import inf\ndef add(a, b):\n"}
     for answer in ("    return min(a + b, inf)", "def add(a, b): return min(a + b, inf)"):
         assert judge(sandbox, answer, head)[0].value == 1.0
@@ -355,7 +355,7 @@ class SlowlyLost(Lent):
 
 
 @pytest.mark.parametrize("tests", [ADD, PROGRAM_TESTS])
-def test_an_answer_whose_sandboxes_are_lost_again_and_again_has_failed_when_the_patience_ends(sandbox, tests):
+def test_an_answer_whose_sandboxes_are_lost_repeatedly_fails_when_the_patience_ends(sandbox, tests):
     reward = CodeReward(timeout_s=1, sandbox=SlowlyLost(sandbox), at_once=2, patience_s=1.5)
 
     async def all_of_them():

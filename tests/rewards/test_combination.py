@@ -58,7 +58,7 @@ def test_a_baseline_beside_samples_that_are_all_the_same_is_no_millionfold_of_th
     assert RunningSpread().scale(3.0) == 0.0
 
 
-def test_a_running_mean_and_spread_are_those_of_all_values_so_far_however_they_were_divided():
+def test_a_running_mean_and_spread_are_those_of_all_values_however_divided():
     draw = random.Random(1)
     values = [draw.gauss(5, 3) for _ in range(40)]
     whole, parts = RunningSpread(), RunningSpread()

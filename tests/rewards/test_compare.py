@@ -69,7 +69,7 @@ class Odd(GroupReward):
 """
 
 
-def test_a_comparison_of_ones_own_that_hangs_is_a_failure_at_its_deadline_and_the_next_one_is_judged(tmp_path):
+def test_a_users_comparison_that_hangs_fails_at_its_deadline_and_the_next_is_judged(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     reward = build_reward(f"{tmp_path}/mine.py:Odd", timeout_s=0.3)
 

@@ -23,7 +23,7 @@ def completions(batch, field):
     return [row[field][PROMPT:].tolist() for row in unpack(batch)]
 
 
-def test_the_advantage_of_a_sample_goes_to_the_trained_tokens_of_each_of_its_trajectories():
+def test_the_advantage_of_a_sample_goes_to_trained_tokens_of_all_its_trajectories():
     batch = rollout_batch([[(1.0, [2, 1]), (0.0, 3)]])
     found = actor(advantage="dr_grpo").compute_advantages(batch)
     assert completions(found, "advantages") == [[0.5, 0.5], [0.5], [-0.5] * 3]
@@ -43,7 +43,7 @@ def test_the_batch_is_not_changed():
     assert all(torch.equal(batch[name], before[name]) for name in before)
 
 
-def test_what_tokens_earn_is_a_part_of_the_reward_and_the_rest_stands_on_the_last_trained_token():
+def test_what_tokens_earn_is_part_of_the_reward_and_the_last_token_has_the_rest():
     batch = rollout_batch([[(1.0, 3), (2.0, 1)]])
     batch["token_rewards"] = torch.tensor([0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0])
     found = actor(advantage="reinforce").compute_advantages(batch)
@@ -165,7 +165,7 @@ def test_samples_outside_the_statistics_are_whitened_with_those_of_the_others():
     assert completions(found, "advantages") == [[pytest.approx(x * 2**0.5)] for x in (0.5, -0.5, 6.5)]
 
 
-def test_whitening_within_the_group_takes_the_place_of_that_over_the_batch_and_leaves_returns():
+def test_whitening_within_the_group_replaces_that_over_the_batch_and_leaves_returns():
     batch = rollout_batch([[(1.0, 2), (0.0, 3)], [(9.0, 1), (2.0, 2)]], bootstrap_value=[0.0] * 4)
     batch["values"] = torch.linspace(-1, 1, len(batch["input_ids"]))
     found = actor(advantage="gae", whitening="group").compute_advantages(batch)

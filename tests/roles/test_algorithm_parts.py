@@ -106,7 +106,7 @@ def test_what_is_prepared_leaves_out_expired_tokens_and_samples_outside_the_loss
     assert not bool((one.compute_advantages(one.compute_proximal(batch))["prepared"][taken] == 0).any())
 
 
-def test_the_token_filter_keeps_the_most_uncertain_fifth_and_says_how_many_it_dropped(folder):
+def test_the_token_filter_keeps_the_most_uncertain_fifth_and_counts_the_others(folder):
     batch = on_policy(folder, [[(1.0, 4), (0.0, 7)]])
     one = tiny_actor(folder, token_filter="top_entropy")
     ready = one.compute_advantages(one.compute_proximal(batch))
@@ -272,7 +272,7 @@ def test_a_loss_of_ones_own_keeps_terms_without_an_advantage(folder, tmp_path):
     assert moved(before, weights_of(one)) > 0
 
 
-def test_a_loss_of_ones_own_that_is_called_proportional_spares_a_step_without_advantages(folder, tmp_path):
+def test_a_users_loss_that_is_called_proportional_spares_a_step_without_advantages(folder, tmp_path):
     (tmp_path / "gain.py").write_text(
         "from tandem.algorithms.registry import POLICY_LOSSES\n\n\n"
         "@POLICY_LOSSES.describe(proportional=True)\n"

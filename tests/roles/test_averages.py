@@ -24,7 +24,7 @@ def test_a_metric_that_only_some_steps_have_is_of_those_and_maxima_stay_maxima()
     assert found["ratio/max"] == 7.0
 
 
-def test_loss_and_gradient_are_those_of_steps_that_were_taken_and_the_rate_is_the_last():
+def test_loss_and_gradient_are_of_steps_that_were_taken_and_the_rate_is_the_last():
     steps = [one(1.0, 1.0) | {"loss": 3.0}, one(1.0, 1.0) | {"loss": 50.0, "skipped": 1.0}, one(1.0, 1.0) | {"lr": 0.05}]
     assert step_metrics(steps) == {"loss": 2.0, "grad_norm": 2.0, "lr": 0.05, "skipped": 1.0}
     assert step_metrics(steps[1:2])["loss"] == 50.0

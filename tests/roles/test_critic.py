@@ -67,7 +67,7 @@ def test_a_value_stands_before_its_token(folder):
     assert "values" not in batch.keys()
 
 
-def test_what_follows_the_last_token_counts_where_the_answer_was_cut_by_stop_reason_and_not_by_length(folder):
+def test_what_follows_the_last_token_counts_where_the_stop_reason_says_the_cut(folder):
     critic = critic_on(folder)
     reasons = [STOP, LENGTH, STOP, LENGTH, int(StopReason.CANCELLED), STOP, LENGTH, STOP]
     batch = rollout_batch(GROUPS, stop_reason=reasons)

@@ -56,7 +56,7 @@ def test_the_reward_is_what_the_agent_returns(given, expected):
     assert {name: getattr(sample, name) for name in expected} == expected and sample.completion_text == "7"
 
 
-def test_the_reward_is_what_the_agent_sends_and_else_the_configured_one_judges_the_last_reply():
+def test_the_agent_sends_the_reward_or_the_configured_one_judges_the_last_reply():
     async def sends(base_url, api_key, data):
         await ask(base_url, api_key, data["messages"])
         async with aiohttp.ClientSession() as http:

@@ -46,7 +46,7 @@ def test_rewards_lengths_and_truncation_of_a_batch():
     assert "extracted" not in found
 
 
-def test_rewards_by_source_are_of_samples_that_enter_statistics_and_only_where_there_are_several():
+def test_rewards_by_source_are_of_samples_in_statistics_where_there_are_several():
     found = metrics_of(*GROUPS)
     assert found["reward/a"] == pytest.approx(11 / 3)
     assert found["reward/b"] == 5.0

@@ -134,7 +134,7 @@ def test_no_more_workers_than_allowed_and_all_get_their_turn(pool):
     assert len(set(asyncio.run(many()))) <= 2
 
 
-def test_an_episode_that_is_cancelled_in_a_call_loses_its_worker_and_one_between_calls_gives_it_back(pool):
+def test_an_episode_cancelled_in_a_call_loses_its_worker_but_not_between_calls(pool):
     worlds = pool("Fails")
 
     async def cancelled(does):

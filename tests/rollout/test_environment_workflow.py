@@ -76,7 +76,7 @@ def test_observations_are_the_users_turns_and_replies_are_actions(play):
 
 
 @pytest.mark.parametrize(("template", "count"), [(None, 1), (FORGETFUL, 3)])
-def test_each_turn_earns_its_reward_with_its_last_token_also_where_a_template_rewrites_history(play, template, count):
+def test_each_turn_earns_at_its_last_token_also_where_a_template_rewrites_history(play, template, count):
     says = ["<think>a</think>left"] * 3
     sample, _ = play("Count(step=0.25)", *says, template=template)
     assert len(sample.trajectories) == count

@@ -120,7 +120,7 @@ def test_forgetting_to_end_the_step_is_said():
             rollout.rollout_batch([{"epoch": 1, "index": 0}], OneAnswer())
 
 
-def test_infrastructure_failures_are_retried_with_new_noise_and_data_failures_are_not():
+def test_infrastructure_failures_are_retried_with_new_noise_but_not_data_failures():
     attempts = []
 
     def once(attempt):
@@ -324,7 +324,7 @@ def test_the_smallest_group_lies_between_one_and_all_of_its_samples(n, smallest)
         Repeated(OneAnswer(), n, min_group_size=smallest)
 
 
-def test_an_episode_that_ends_without_a_word_from_the_engine_is_progress_of_who_waits_for_it():
+def test_an_episode_that_ends_without_the_engine_is_progress_of_who_waits_for_it():
     with Rollout(ClockworkEngine(), RolloutConfig(batch_size=1)) as rollout, within("generate"):
         before = ACTIVITY.count
         rollout.submit(rows(1, fail=fail_with(DataFailure("bad_row")))[0], OneAnswer())

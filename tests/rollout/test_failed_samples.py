@@ -64,7 +64,7 @@ def test_the_drop_says_how_many_failed_what_the_rule_is_and_why_the_first_did():
     assert f"{words}: reward_timeout: the judge hangs" in str(caught.value)
 
 
-def test_groups_that_lose_most_of_their_samples_end_the_run_although_they_may_be_trained_on():
+def test_groups_that_lose_most_of_their_samples_end_the_run_although_trainable():
     endless = ({"epoch": 0, "index": i, "broken": 7} for i in range(10**6))
     with rollout_of(batch_size=2, max_data_failures=9) as rollout:
         workflow = Repeated(SomeFail(), 8, min_group_size=1)

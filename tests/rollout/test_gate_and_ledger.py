@@ -122,7 +122,7 @@ def test_a_step_costs_what_moved_in_it_and_everything_is_counted_anew_now_and_th
     assert [ledger.epoch_totals(epoch)["trained"] for epoch in range(4)] == [300, 300, 300, 100]
 
 
-def test_everything_is_counted_anew_once_there_were_as_many_moves_as_there_are_prompts():
+def test_everything_is_counted_anew_after_as_many_moves_as_there_are_prompts():
     ledger, gate = Ledger(), StalenessGate(2)
     for index in range(2):
         ledger.move(PromptId(0, index), "running")

@@ -200,7 +200,7 @@ def test_a_program_that_forks_leaves_no_process(sandbox):
     assert_nothing_left(sandbox)
 
 
-def test_a_program_has_a_folder_of_its_own_with_the_template_and_the_files_of_its_row(sandbox, tmp_path):
+def test_a_program_has_its_own_folder_with_the_template_and_the_files_of_its_row(sandbox, tmp_path):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "data.txt").write_text("from the template")
     (tmp_path / "run.sh").write_text("echo run")

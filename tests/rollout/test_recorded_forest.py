@@ -155,7 +155,7 @@ def keeps(template, reply):
 @pytest.mark.parametrize(
     "template", [CHATML, FORGETFUL, REMEMBERING, RENUMBERING], ids=["chatml", "forgets", "remembers", "numbers"]
 )
-def test_no_token_is_trained_that_was_not_sampled_in_that_context_and_roots_are_as_predicted(template, data):
+def test_only_tokens_sampled_in_their_context_are_trained_and_roots_are_as_predicted(template, data):
     tokenizer = tiny_tokenizer(template)
     tools = TOOLS if data.draw(st.booleans()) else []
     forest = Forest(tokenizer, CallReader(tokenizer))
@@ -248,7 +248,7 @@ def test_messages_that_say_the_same_are_the_same():
     assert meaning({"role": "tool", "content": "a"}) != meaning({"role": "user", "content": "a"})
 
 
-def test_a_call_that_cannot_be_carried_out_is_shown_as_text_and_a_text_that_ends_the_turn_is_not():
+def test_a_call_that_cannot_be_carried_out_is_text_but_not_a_text_that_ends_the_turn():
     broken = Call("f", status=CallStatus.UNCLOSED, text="<tool_call>{")
     assert visible(Reply("Well. ", calls=(broken, Call("g")))).content == "Well. <tool_call>{"
     assert visible(Reply("a Observation: b"), ["Observation:"]).content == "a "

@@ -90,7 +90,7 @@ def test_no_group_is_replayed_too_late_too_often_or_twice_in_a_batch(groups, max
     assert one.reused == two.reused == sum(uses.values())
 
 
-def test_a_batch_holds_new_groups_first_then_replayed_ones_and_the_ledger_counts_first_use():
+def test_a_batch_holds_new_groups_before_replayed_ones_and_first_use_is_counted():
     engine = ClockworkEngine()
     config = RolloutConfig(batch_size=2, replay=ReplayConfig(groups=1, max_age=2, max_uses=1))
     source, seen, sizes = iter(rows(20)), [], []
@@ -140,7 +140,7 @@ def test_state_is_kept(uses):
     assert numbers(other.draw(2)) == numbers(replay.draw(2)) == ([] if uses == 1 else [0])
 
 
-def test_a_group_comes_back_from_a_checkpoint_as_it_was_with_epoch_and_index_of_its_row():
+def test_a_group_comes_back_from_a_checkpoint_with_epoch_and_index_of_its_row():
     one = group(4, 2, 3)
     one = replace(one, data={"epoch": 1, "index": 7, "answer": "12"}, source="a", failures=("deadline",))
     again = group_of(plain_group(one))

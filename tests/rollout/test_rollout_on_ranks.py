@@ -61,7 +61,7 @@ def two_batches(deterministic, ranks):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_two_ranks_make_the_batches_and_the_ledger_of_one_and_each_makes_whole_groups(tmp_path, deterministic):
+def test_two_ranks_make_the_batches_and_ledger_of_one_and_each_makes_whole_groups(tmp_path, deterministic):
     (alone, dropped), ((first, theirs), (second, _)) = alone_and_on_two(two_batches, deterministic, out=tmp_path)
     assert [groups for groups, _, _ in first] == [groups for groups, _, _ in second]
     if deterministic:  # otherwise the order in which groups end decides which are taken

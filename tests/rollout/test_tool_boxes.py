@@ -190,7 +190,7 @@ def test_a_call_that_hangs_is_cut_off_and_disturbs_no_other(server):
     assert use(McpBox(command=server, each_episode=True), cut) == [None]
 
 
-def test_a_server_that_cannot_be_started_is_a_failure_of_the_infrastructure_with_its_name():
+def test_a_server_that_cannot_be_started_is_a_named_infrastructure_failure():
     for command, words in (
         (f"{sys.executable} nothing.py", "exit code 2; .*No such file"),
         (f"{sys.executable} -c pass", "exit code 0"),

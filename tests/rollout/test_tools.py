@@ -202,7 +202,7 @@ def test_each_limit_ends_the_chat_by_its_name_and_it_is_judged(limits, replies, 
     }
 
 
-def test_calls_of_one_reply_run_at_the_same_time_and_those_above_the_limit_are_not_done():
+def test_calls_of_one_reply_run_at_once_and_those_above_the_limit_are_not_done():
     made = workflow([asleep], max_calls=3)
     began = time.monotonic()
     sample, _ = play(made, "\n".join([call_of("asleep", seconds=0.5)] * 4), "408")

@@ -79,7 +79,7 @@ class Shows(RolloutWorkflow):
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.parametrize("placement", ["colocate", "decoupled"])
-def test_a_picture_that_no_engine_takes_ends_the_run_with_the_remedy_and_the_engine_lives(folder, placement):
+def test_a_picture_that_no_engine_takes_ends_the_run_with_the_remedy(folder, placement):
     engine = build_inference_engine(CONFIG, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)
     with contextlib.closing(engine), Rollout(engine, CONFIG) as rollout:
         with pytest.raises(WrongWorkflow, match=r"LLMRequest.media is set.* send tokens alone"):

@@ -272,7 +272,7 @@ def test_a_snapshot_is_restored_into_the_same_workspace_and_into_another(sandbox
     assert [outcome.stdout for outcome in asyncio.run(work())] == [expected, expected]
 
 
-def test_reading_a_file_of_a_workspace_follows_a_link_no_further_than_its_programs_may(sandbox, tmp_path):
+def test_reading_a_workspace_file_follows_a_link_no_further_than_programs_may(sandbox, tmp_path):
     if sandbox.name == "none":
         return  # there are no walls
     secret = tmp_path / "secret"

@@ -69,7 +69,7 @@ def asked_for_long_answers(server, count):
     assert len(outcomes) == count and all(isinstance(outcome, EngineDied) for outcome in outcomes)
 
 
-def test_a_server_that_is_taken_over_serves_with_delivered_weights_and_without_the_old_requests(start, folder, tmp_path):
+def test_a_server_that_is_taken_over_has_delivered_weights_and_no_old_requests(start, folder, tmp_path):
     request = request_of([5, 6], NoiseKey(3))
     first = start()
     (answer,) = one_by_one(first, [request])

@@ -80,7 +80,7 @@ def test_a_full_disk_is_named_by_metrics_and_digests_and_leaves_no_half_lines(tm
         assert [row["step"] for row in rows] == [1, 2]
 
 
-def test_a_run_that_cannot_begin_for_a_full_disk_says_so_and_begins_once_there_is_room(tmp_path):
+def test_a_run_that_cannot_begin_for_a_full_disk_says_so_and_begins_with_room(tmp_path):
     now, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
     try:

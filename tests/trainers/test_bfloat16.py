@@ -69,7 +69,7 @@ def test_the_main_job_runs_and_proves_its_deliveries(small):
     assert len(found) == 4 and all(row["gap/numeric"] > 1e-4 for row in found)
 
 
-def test_in_float32_it_computes_as_a_float32_engine_with_rounded_weights_and_is_itself_again(model):
+def test_in_float32_it_computes_as_a_float32_engine_with_rounded_weights(model):
     def engine(dtype):
         return build_train_engine(TrainEngineConfig(path=str(model), dtype=dtype), total_steps=0, device="cpu")
 
@@ -108,7 +108,7 @@ def test_small_updates_that_arrive_are_never_called_missing(world):
         assert max(sigmas) > 5
 
 
-def test_small_updates_that_never_arrive_end_the_run_although_the_gap_is_within_the_tolerance(world):
+def test_small_updates_that_never_arrive_end_the_run_within_the_tolerance_of_the_gap(world):
     schedule = Schedule(VerifyConfig(every_steps=20), eta=0)
     verifier = world.verifier(schedule=schedule)
 

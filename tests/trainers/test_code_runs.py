@@ -96,7 +96,7 @@ def varied(code, tmp_path):
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.timeout(600)
-def test_a_run_killed_at_random_instants_ends_as_if_nobody_had_and_no_sandbox_outlives_it(varied, model, tmp_path):
+def test_a_run_killed_at_random_instants_ends_the_same_and_no_sandbox_outlives_it(varied, model, tmp_path):
     with Zygote(*MODULES) as zygote:
         runs = Runs(zygote, tmp_path, "rl", varied)
         zygote.call("time:sleep", [0], tmp_path / "warm.log")

@@ -108,7 +108,7 @@ def samples_of(summary, step=1):
 SPEC = "MINE:even + 0.5*model(path=JUDGE, normalise=running, clip=[-1, 1]) + 0.1*MINE:long(normalise=group)"
 
 
-def test_rules_and_models_are_normalised_clipped_and_summed_and_each_is_a_metric_and_a_column(run):
+def test_rules_and_models_are_normalised_clipped_summed_and_each_is_a_metric(run):
     summary = run(f"reward={SPEC}", "total_train_steps=1")
     samples = samples_of(summary)
     raw = [sample["raw_rewards"]["model"] for sample in samples]
@@ -192,7 +192,7 @@ def test_the_filter_of_groups_sees_the_whole_reward(run):
         run(*keys, "reward=MINE:even(clip=[5, 6])", "trial_name=same")
 
 
-def test_evaluation_judges_samples_by_themselves_also_where_a_term_with_options_compares_them(run):
+def test_evaluation_judges_samples_alone_also_where_an_optional_term_compares_them(run):
     summary = run("reward=MINE:even + CLASSES:Shortest(clip=[0.5, 1])", "evaluate.every_steps=1", "evaluate.max_rows=2")
     assert all(0 <= row["eval/reward"] <= 1 for row in steps(summary))
     assert all(row["rewards/Shortest"] >= 0.5 for row in steps(summary) if "reward/mean" in row)
@@ -221,7 +221,7 @@ def test_options_that_cannot_count_are_refused_before_the_run(run, keys, words):
         run(*keys, dry_run=True)
 
 
-def test_raw_values_and_parts_are_means_over_the_same_samples_whatever_a_recipe_weighs_them(run, tmp_path):
+def test_raw_values_and_parts_are_means_over_the_same_samples_for_any_weight(run, tmp_path):
     rows = [{"prompt": f"{i}?", "answer": "1", "task": "half" if i % 2 else "whole"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipes = "reward={by: task, recipes: {half: '0.5*MINE:even + MINE:long', whole: 'MINE:even + MINE:long'}}"

@@ -47,7 +47,7 @@ def batch_of(costs, rewards=None, **more):
     return pack(rows)
 
 
-def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_and_stays_in_its_bounds():
+def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_within_bounds():
     rule = {"limit": 0.1, "step_size": 0.5, "low": 0.0, "high": 2.0}
     assert next_multiplier(1.0, 0.3, **rule) == pytest.approx(1.1)
     assert next_multiplier(1.0, 0.0, **rule) == pytest.approx(0.95)
@@ -56,7 +56,7 @@ def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_and_stays_in_its_
     assert found.tolist() == [0.25, -1.25]
 
 
-def test_samples_outside_statistics_do_not_count_and_those_without_the_cost_cost_nothing():
+def test_samples_outside_statistics_do_not_count_and_those_without_cost_cost_nothing():
     constraint = Constraint(ConstraintConfig(cost="harmful", limit=0.5, step_size=1.0, multiplier=1.0))
     batch = batch_of([1.0, 0.0, float("nan"), 9.0], [1.0, 2.0, 4.0, 0.0], in_statistics=[True, True, True, False])
     assert constraint.follow(batch) == {"constraint/cost": 0.5, "constraint/multiplier": 1.0}
@@ -90,7 +90,7 @@ def test_a_cost_is_not_discounted_by_the_turns_before_it(overrides):
     assert any(one["harmful"] > 0 > one["never_right"] > -0.01 for one in parts)
 
 
-def test_several_trajectories_of_a_sample_cost_once_and_rewards_of_tokens_are_scaled_with_the_rest():
+def test_trajectories_of_a_sample_cost_once_and_token_rewards_are_scaled_too():
     constraint = Constraint(ConstraintConfig(cost="harmful", step_size=0.0))
     batch = batch_of([1.0, 1.0, 0.0], sample_id=[0, 0, 1], token_rewards=[[0.0, 2.0]] * 3)
     assert constraint.follow(batch)["constraint/cost"] == 0.5

@@ -108,7 +108,7 @@ def test_a_reward_that_chooses_by_row_stays_as_it_is(spec, change):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_change_counts_from_the_next_step_on_and_a_run_that_goes_on_is_the_run_that_was_not_cut(overrides, asks, where):
+def test_a_change_counts_from_the_next_step_and_a_resumed_run_is_the_uncut_one(overrides, asks, where):
     reward = f"reward={asks(25, 'reward.add', f'5*{SMALL}:short')}"
     more = ("evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.keep_last=null", reward)
     resolved = config_of(overrides, "total_train_steps=6", *more)
@@ -168,7 +168,7 @@ def test_what_cannot_be_done_is_refused_and_the_run_is_as_if_nobody_had_asked(ov
     assert outcome(where) == quiet and not requests(where) and not changes(where)
 
 
-def test_a_request_is_made_once_also_if_the_run_was_killed_before_or_behind_writing_it_down(overrides, where):
+def test_a_request_is_made_once_also_if_the_run_was_killed_around_writing_it_down(overrides, where):
     resolved = config_of(overrides, "total_train_steps=4", f"reward={SMALL}:many")
     train(resolved, until=2)
     name = ask(where, Change("reward.weight", "many=3"))  # and then nothing for a while, as after a kill
@@ -182,7 +182,7 @@ def test_a_request_is_made_once_also_if_the_run_was_killed_before_or_behind_writ
     assert [row.get("reward_weights/many") for row in rows(where)] == [None, None, 3.0, 3.0]
 
 
-def test_the_command_changes_a_run_that_goes_on_waits_for_its_answer_and_shows_what_was_changed(overrides, where, capsys):
+def test_the_command_changes_a_live_run_waits_for_its_answer_and_shows_the_change(overrides, where, capsys):
     ended = threading.Event()
 
     def command(*words):
@@ -221,7 +221,7 @@ def test_a_journal_of_another_run_in_the_same_folder_is_not_read(overrides, wher
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_term_with_options_comes_and_the_means_of_the_others_go_on_also_when_the_run_is_cut(overrides, where, asks):
+def test_a_term_with_options_comes_and_the_others_means_go_on_also_after_a_cut(overrides, where, asks):
     even = asks(25, "reward.add", f'0.3*{SMALL}:short(normalise="running", gate="many > 4")')
     reward = f"reward={even} + 0.5*{SMALL}:many(normalise=running, clip=[-1, 1])"
     resolved = config_of(overrides, "total_train_steps=6", "checkpoint.keep_last=null", reward)
@@ -296,7 +296,7 @@ def test_the_cost_of_a_constraint_stays_a_term_that_costs(overrides, where):
         assert row["reward/mean"] == pytest.approx(row["rewards/useful"] + row["rewards/many"], abs=1e-6)
 
 
-def test_rows_whose_data_set_names_a_reward_keep_it_and_the_others_get_the_changed_one(overrides, where):
+def test_rows_whose_data_set_names_a_reward_keep_it_and_others_get_the_changed_one(overrides, where):
     sources = f"[{{path: addition, name: a, reward: '{SMALL}:even'}}, {{path: addition, name: b}}]"
     keys = [item for item in overrides if not item.startswith("train_dataset.path")]
     more = (f"train_dataset.sources={sources}", f"reward={SMALL}:even", "tracking.trajectories_per_step=99")
@@ -382,7 +382,7 @@ def with_models(tmp_path, models, name, *more):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_models_come_and_go_under_a_budget_as_without_one_and_one_that_does_not_fit_is_refused(tmp_path, models):
+def test_models_come_and_go_under_a_budget_and_one_that_does_not_fit_is_refused(tmp_path, models):
     resolved, tight = with_models(tmp_path, models, "tight", "memory_limit_gib=0.00088")
     answers = [json.loads(path.read_text()) for path in sorted((tight / FOLDER).glob("*.answer"))]
     assert [answer.get("step") for answer in answers] == [2, 2, 2, None]

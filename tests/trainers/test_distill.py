@@ -72,7 +72,7 @@ def test_the_run_has_the_shape_of_reinforcement_learning_and_the_teacher_is_froz
     assert (summary.checkpoint / "model.safetensors").exists()
 
 
-def test_distillation_is_reinforcement_learning_with_one_sample_a_prompt_and_no_algorithm_to_choose(folders):
+def test_distillation_is_rl_with_one_sample_a_prompt_and_no_algorithm_to_choose(folders):
     config = load_config(
         DistillConfig, None, [f"actor.path={folders[0]}", f"teacher.path={folders[1]}", "train_dataset.path=addition"]
     ).config

@@ -106,7 +106,7 @@ def test_ctrl_c_ends_a_run_within_seconds_and_leaves_nothing_but_its_folder(star
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_an_engine_process_that_is_killed_ends_the_command_within_five_seconds_saying_so(started, tmp_path):
+def test_a_killed_engine_process_ends_the_command_within_five_seconds_saying_so(started, tmp_path):
     process = started("placement=decoupled")
     children = descendants(process.pid)
     (engine,) = [pid for pid, line in children.items() if "tandem.engines.inference.child" in line]

@@ -34,7 +34,7 @@ def items(overrides, world, *more):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_whose_environments_dawdle_is_the_same_to_the_bit_again_and_after_kills(zygote, overrides, tmp_path):  # noqa: F811
+def test_a_run_of_slow_environments_is_the_same_to_the_bit_again_and_after_kills(zygote, overrides, tmp_path):  # noqa: F811
     runs = Runs(zygote, tmp_path, "rl", items(overrides, "Dawdles", *SAVED_EACH_STEP, "workflow_args.turn_discount=0.9"))
     for trial in ("whole", "again"):
         runs.go(trial)

@@ -287,7 +287,7 @@ def write(word):
 """
 
 
-def test_samples_take_their_turns_together_whatever_their_tools_take_unless_told_otherwise(model, tmp_path):
+def test_samples_take_their_turns_together_whatever_their_tools_take(model, tmp_path):
     (tmp_path / "own.py").write_text(SECOND_TURNS)
     keys = [f"workflow={tmp_path}/own.py:Again", "wave_samples=12", "gconfig.max_new_tokens=3"]
 

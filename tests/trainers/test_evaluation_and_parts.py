@@ -82,7 +82,7 @@ def test_single_rows_that_cannot_be_judged_are_named_at_start_and_dropped_when_d
     assert "the first is row 2: reward 'exact_number' compares numbers" in caplog.text
 
 
-def test_a_data_set_whose_answers_are_no_numbers_is_refused_by_a_reward_that_compares_numbers(tmp_path):
+def test_answers_that_are_no_numbers_are_refused_by_a_reward_that_compares_numbers(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "a?", "answer": "x + 1"}) + "\n")
     config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=gsm8k"]).config
     check_rows(make_reward(config), open_rows(config).train.rows)  # "1" is a number in it

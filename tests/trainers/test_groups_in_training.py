@@ -279,7 +279,7 @@ class NoneRight(RolloutWorkflow):
         return replace(await self.workflow.arun_episode(engine, data), reward=0.0)
 
 
-def test_dynamic_sampling_fills_the_batch_beside_replay_and_counts_what_it_turned_down(overrides):
+def test_dynamic_sampling_fills_the_batch_beside_replay_and_counts_rejections(overrides):
     """With samples of one token, groups of two are often all even or all odd."""
     options = [
         "algorithm.filter=dynamic_sampling",

@@ -118,7 +118,7 @@ def test_the_plan_the_rewards_a_service_and_the_algorithm_are_made_once(start):
     assert sorted(notes) == ["advantage", "judge", "plan", "reward", "reward closed"]
 
 
-def test_who_follows_the_configuration_from_the_command_to_the_loop_opens_the_files_of_the_page(start):
+def test_following_the_configuration_from_command_to_loop_opens_the_pages_files(start):
     _, opened = start
     page = {name.removeprefix("src/tandem/") for name, _ in runpy.run_path(str(SCRIPT))["CONFIGURATION"]}
     assert len(page) <= 20

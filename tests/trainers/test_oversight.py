@@ -53,7 +53,7 @@ def info(folder: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.parametrize("name", ["SIGTERM", slow("SIGHUP"), slow("SIGINT")])
-def test_a_run_that_is_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_end(sft, name):
+def test_a_run_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_end(sft, name):
     status, said, folder = sft("asked", "before the optimizer step", name, 2)
     assert status == 130, said
     assert f"{name}: the run ends after step 2, within 30 s, and is saved" in said and "Interrupted." in said

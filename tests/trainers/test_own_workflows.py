@@ -182,7 +182,7 @@ def test_a_workflow_that_makes_the_whole_group_is_trained_and_evaluated(override
     assert all(0 <= accuracy <= 1 for accuracy in summary.evaluations.values())
 
 
-def test_a_greedy_baseline_of_one_sample_is_refused_beside_a_workflow_that_makes_the_whole_group(mine):
+def test_a_greedy_baseline_is_refused_beside_a_workflow_that_makes_whole_groups(mine):
     with pytest.raises(ConfigError, match=r"greedy answer of one sample, and .* makes a whole group"):
         in_training("algorithm=remax", f"workflow={mine}:Whole")
 
@@ -230,7 +230,7 @@ def test_a_reward_object_of_the_user_s_is_held_to_the_deadline(mine):
         asyncio.run(reward(**given))
 
 
-def test_validation_rows_of_the_training_data_are_read_as_those_are_unless_told_otherwise():
+def test_validation_rows_of_training_data_are_read_as_those_unless_told_otherwise():
     train_keys = ["train_dataset.prompt_suffix= Think.", "train_dataset.max_rows=9", "evaluate.every_steps=1"]
     rows = open_rows(config(*train_keys)).valid
     assert len(rows) == 16 and rows[0]["messages"][-1]["content"].endswith(" Think.")

@@ -244,7 +244,7 @@ def test_servers_of_another_make_have_their_share_and_no_time():
     assert uses(opened)[0].residents["engine"] == pytest.approx([one + weights for one in share])
 
 
-def test_the_drawing_has_every_rank_and_server_on_its_device_and_a_server_that_sleeps_is_gone():
+def test_the_drawing_has_each_rank_and_server_on_its_device_without_sleeping_ones():
     keys = [*RL, "actor.backend=fsdp:d4", "rollout.backend=vllm:d2t2", "rollout.fleet.vllm_python=python"]
     apart = ["async_training=true", "rollout.max_head_offpolicyness=2"]
     plan, _ = planned(TrainConfig, [*keys, *apart], device("h100", 8), shape=SMOLLM2)
@@ -322,7 +322,7 @@ def test_a_calibration_is_kept_and_made_anew_where_the_machine_differs(tmp_path)
     assert calibrate.read(tmp_path / "none.json", {}) is None
 
 
-def test_a_calibration_that_others_disturbed_is_used_for_nothing_and_the_error_says_what_to_do(tmp_path):
+def test_a_disturbed_calibration_is_used_for_nothing_and_the_error_says_what_to_do(tmp_path):
     file = tmp_path / "plan" / "x.json"
     with pytest.raises(TandemError, match=r"busy: .* took 38% .* not kept\. End what runs beside it"):
         calibrate.keep_undisturbed(file, round_machine(), taken=0.38)
@@ -333,7 +333,7 @@ def test_a_calibration_that_others_disturbed_is_used_for_nothing_and_the_error_s
 
 
 @pytest.mark.parametrize("threads", [1, 10_000])
-def test_what_others_take_of_the_processors_is_seen_with_few_threads_and_with_too_many(threads):
+def test_what_others_take_of_the_processors_is_seen_with_few_and_too_many_threads(threads):
     busy = [sys.executable, "-c", "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"]
     with ExitStack() as stack:
         for _ in range(3 * usable_cores()):
@@ -361,7 +361,7 @@ def test_what_the_engine_refuses_has_no_plan():
         job_with("actor.lora.rank=4", "actor.lora.target_modules=[wrong]")
 
 
-def test_the_reference_of_an_adapter_is_the_actor_itself_unless_it_has_keys_of_its_own():
+def test_the_reference_of_an_adapter_is_the_actor_itself_unless_it_has_own_keys():
     free = job_with("actor.lora.rank=4", "algorithm.kl.coefficient=0.1")
     own = job_with("actor.lora.rank=4", "algorithm.kl.coefficient=0.1", "reference.dtype=bfloat16")
 

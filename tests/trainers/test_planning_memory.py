@@ -43,7 +43,7 @@ def test_one_process_holds_sixteen_bytes_a_parameter_and_bfloat16_a_copy_more():
         assert bytes_of(found, "optimizer: actor", "actor", "parameters, rounded") == copy
 
 
-def test_a_save_beside_training_keeps_a_copy_of_masters_and_moments_through_all_phases():
+def test_a_save_beside_training_keeps_a_copy_of_masters_and_moments_in_all_phases():
     models = (held(dtype="bfloat16"), held("reference", trained=False))
     found = instants(job(*models, saves_beside=True), round_machine())
     gpu = instants(job(*models, saves_beside=True), round_machine(kind="gpu"))
@@ -152,7 +152,7 @@ def test_on_a_gpu_what_comes_and_goes_leaves_holes_and_what_stays_does_not():
         assert after.total() - before.total() == pytest.approx((before.total() - stays) / 2)
 
 
-def test_the_heap_of_a_process_keeps_as_much_in_every_phase_for_training_and_for_each_engine():
+def test_the_heap_of_a_process_is_as_large_in_every_phase_for_training_and_engines():
     engine = generator(own_process=True)
     run = job(held(ranks=2), generator=engine)
     plain, kept = instants(run, round_machine()), instants(run, round_machine(heap_gib=1e-6, engine_heap_gib=2e-6))

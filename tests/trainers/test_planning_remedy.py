@@ -32,7 +32,7 @@ def test_ranks_that_take_neither_offloading_nor_adapters_become_ranks_that_shard
     assert "actor.offload" in change.settings or "actor.lora.rank" in change.settings
 
 
-def test_matrices_that_are_cut_over_two_ranks_are_sharded_over_them_where_that_is_enough():
+def test_matrices_cut_over_two_ranks_are_sharded_over_them_where_that_is_enough():
     machine = replace(device("h100", 2), memory_gib=74.5)
     plan, change = planned(SFTConfig, [*SFT, "actor.backend=fsdp:d1t2", "actor.dtype=bfloat16"], machine)
 

@@ -176,7 +176,7 @@ def test_a_process_of_one_thread_has_back_what_threads_lose_to_each_other():
     assert round_machine(threads=1).using(0.5).matmul["float32"][0][1] == pytest.approx(0.5e9)
 
 
-def test_what_was_fitted_with_all_threads_counts_less_with_fewer_and_not_at_all_with_one():
+def test_a_fit_with_all_threads_counts_less_with_fewer_and_not_at_all_with_one():
     machine = round_machine(threads=4, factors={"update": 4.0})
     assert [machine.using(share).factors["update"] for share in (1.0, 0.5, 0.25)] == pytest.approx([4.0, 2.0, 1.0])
 

@@ -179,7 +179,7 @@ def test_a_saved_reward_model_scores_in_transformers_as_here(items):
     assert together.tolist() == pytest.approx(scores, abs=1e-5)
 
 
-def test_helpful_and_safety_models_learn_from_the_same_rows_and_say_how_often_they_are_right(items, tmp_path):
+def test_helpful_and_safety_models_learn_from_the_same_rows_and_say_their_accuracy(items, tmp_path):
     """The unsafe answer is the better one in each row. One more row contradicts itself, and is left out by name."""
     rows = [
         {"prompt": f"Is {i} a number?", "response_0": "yes" if i % 2 else "no", "response_1": "no, never"}

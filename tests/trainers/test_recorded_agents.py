@@ -34,7 +34,7 @@ def run(overrides, *more, until=None):
     return rows, load_file(sorted(folder.glob("checkpoints/step_*/model.safetensors"))[-1])
 
 
-def test_what_is_trained_is_what_the_engine_saw_and_made_and_a_reference_gives_its_log_probabilities(overrides, model):
+def test_what_is_trained_is_what_the_engine_saw_and_a_reference_agrees_on_logprobs(overrides, model):
     pieces, workflow, recorded = witnessed_batch(items(overrides))
     assert len(workflow.log) == 2 * 4 * TURNS
     assert_trained_as_sampled(pieces, workflow, model)

@@ -54,7 +54,7 @@ def wholly(overrides):
     return [*overrides, *more, "deterministic=true", "rollout.replay.groups=1", EVERYTHING]
 
 
-def test_a_step_that_is_trained_again_from_its_record_gives_the_same_loss_and_weights(overrides):
+def test_a_step_trained_again_from_its_record_gives_the_same_loss_and_weights(overrides):
     summary = run(wholly(overrides), "checkpoint.every_steps=1", "checkpoint.keep_last=null", "total_train_steps=2")
     batch = load_batch(summary.folder, 1)
     produced = {"rollout_logprobs", "proximal_logprobs", "reference_logprobs", "values", "returns", "advantages", "versions"}

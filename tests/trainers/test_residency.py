@@ -163,7 +163,7 @@ def test_a_budget_that_is_too_small_is_refused_before_there_is_a_run_folder(mode
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_script_whose_models_sleep_comes_to_the_same_weights_and_metrics_to_the_bit(models, tmp_path):
+def test_a_script_whose_models_sleep_has_the_same_weights_and_metrics_to_the_bit(models, tmp_path):
     script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "rlhf.py"))
     more = ["critic.path=null", "evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.every_steps=1"]
     more += ["experiment_name=tandem", "trial_name=trial"]

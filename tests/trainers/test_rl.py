@@ -160,7 +160,7 @@ def test_asynchronous_training_stays_within_the_staleness_bound_and_meets_it(ove
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_trajectory_that_an_update_overtakes_carries_both_versions_with_different_digests(overrides):
+def test_a_trajectory_that_an_update_overtakes_has_both_versions_and_digests(overrides):
     summary = run(
         overrides,
         "async_training=true",

@@ -56,7 +56,7 @@ def recipe(tmp_path, monkeypatch, capsys):
         ("A saw " + "is " * 20 + "good.", 0.0),
     ],
 )
-def test_the_true_preference_is_one_whole_sentence_of_some_words_that_names_the_thing(answer, fits):
+def test_the_true_preference_is_one_whole_sentence_that_names_the_thing(answer, fits):
     assert DATA["preferred"](answer, "saw") == {"preferred": fits, "accuracy": fits}
 
 
@@ -87,7 +87,7 @@ def test_all_parts_ask_alike_and_each_begins_with_what_the_one_before_leaves():
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_the_script_and_the_command_give_the_same_weights_and_the_true_preference_changes_none(recipe, overrides):
+def test_script_and_command_give_equal_weights_and_the_true_preference_changes_none(recipe, overrides):
     tiny = {item.partition("=")[0]: item for item in [*overrides, "deterministic=true", "checkpoint.every_steps=null"]}
     shared = (
         "run.root",

@@ -160,7 +160,7 @@ def test_whoever_leaves_waits_for_what_is_being_written_and_who_cannot_wait_does
 
 
 @pytest.mark.parametrize("wish", ["continue", "stop"])
-def test_what_a_disk_refuses_during_a_checkpoint_is_tried_again_if_training_may_go_on(model, tmp_path, wish):
+def test_what_a_disk_refuses_during_a_checkpoint_is_tried_again_if_training_goes_on(model, tmp_path, wish):
     refusals = [NotWritten("no space")]
     written = []
 

@@ -194,7 +194,7 @@ def samples_of(summary, step=1):
     return [json.loads(line) for line in (summary.folder / f"trajectories/step_{step}.jsonl").read_text().splitlines()]
 
 
-def test_a_second_reward_model_a_teacher_as_a_penalty_and_a_frozen_judge_come_from_a_users_file(overrides, models):
+def test_a_second_reward_model_a_teacher_penalty_and_a_judge_come_from_a_users_file(overrides, models):
     mine, other = models / "mine.py", models / "tiny-llama-1"
     spec = (
         f"math + 0.5*model(path={models}/judge, name=helpful) + 2*model(path={models}/judge, name=again, center=1) "
@@ -330,7 +330,7 @@ def test_a_group_is_finished_behind_the_scores_that_its_workflow_reads(overrides
     assert sorted(rewards) == sorted([0.0, 1.0, 2.0, 3.0] * (len(rewards) // 4))
 
 
-def test_an_episode_that_goes_on_by_a_part_of_the_reward_ends_the_run_unless_it_says_so(overrides, models):
+def test_an_episode_that_goes_on_by_a_reward_part_ends_the_run_unless_it_says_so(overrides, models):
     keys = [f"reward=math + model(path={models}/judge)", "total_train_steps=1"]
     with pytest.raises(WrongWorkflow, match="generated again, and model of the reward is added only when the episode has"):
         train(resolved(overrides, *keys, f"workflow={models}/mine.py:AsksAgain"))

@@ -98,7 +98,7 @@ def test_four_reward_models_that_are_adapters_on_one_base_are_in_memory_once(tmp
     assert len({tuple(some.tolist()) for some in scores}) == len(NAMES)
 
 
-def test_policy_and_critic_with_adapters_and_reward_models_share_the_base_of_the_policy(models, tmp_path):
+def test_policy_and_critic_with_adapters_and_reward_models_share_one_base(models, tmp_path):
     config = config_of(tmp_path, models, "actor.lora.rank=2", "critic.lora.rank=2").config
     engines = opened(config)
     assert list(engines) == ["actor", "critic", *NAMES]  # the reference is the actor without its adapters
@@ -157,7 +157,7 @@ def test_where_the_base_is_gone_the_merged_reward_model_is_read(models, tmp_path
     assert torch.allclose(merged.forward(batch).scores, apart.forward(batch).scores, atol=1e-4)
 
 
-def test_a_reward_model_on_a_shared_base_reads_by_the_chat_template_of_its_own_folder(models, tmp_path):
+def test_a_reward_model_on_a_shared_base_reads_by_its_own_folders_chat_template(models, tmp_path):
     shutil.copytree(models, tmp_path / "models")
     judge, policy = load_tokenizer(tmp_path / "models" / "polite-judge"), load_tokenizer(models / "policy")
     judge.chat_template = judge.chat_template.replace("<|im_start|>", "judge this: ")
@@ -186,7 +186,7 @@ def tight(models, *more):
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.parametrize("more", [pytest.param(ADAPTED, id="adapters"), pytest.param((), id="trained as a whole")])
-def test_a_run_whose_shared_weights_sleep_is_the_run_in_which_all_are_awake_to_the_bit(models, tmp_path, more):
+def test_a_run_whose_shared_weights_sleep_is_to_the_bit_the_run_with_all_awake(models, tmp_path, more):
     more = ("total_train_steps=3", *more)
     awake = train(config_of(tmp_path / "awake", models, *more))
     for names in (NAMES, NAMES[::-1]):

@@ -241,7 +241,7 @@ def test_without_restarts_the_run_says_which_rank_failed(start):
     assert command.left() == []
 
 
-def test_one_process_that_may_be_started_again_is_watched_and_asked_to_end_as_any_other(start):
+def test_a_single_process_that_may_be_started_again_is_watched_as_any_other(start):
     command = start("sft", "alone", "recover.max_restarts=1", "total_train_steps=100000", "checkpoint.every_steps=5")
     command.until_step(6)
     (rank,) = command.ranks()

@@ -206,7 +206,7 @@ def test_tokens_of_versions_that_are_not_kept_are_counted_and_not_judged(model):
     world.close()
 
 
-def test_an_update_too_small_to_see_by_token_is_no_false_alarm_and_ends_a_run_when_missed_twice(world):
+def test_an_unseen_update_is_no_false_alarm_and_ends_a_run_when_missed_twice(world):
     world.learn()
     world.learn(step=1e-5)
     assert world.verify(world.generate(tokens=48))["gap/update_sigmas"] > 5

@@ -126,7 +126,7 @@ Silent.__abstractmethods__ = frozenset()
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.parametrize(("died", "reason"), [(False, "judge_timeout"), (True, "judge_died")])
-def test_a_judge_that_hangs_or_dies_is_a_named_failure_in_time_and_the_next_step_has_another(role_of, died, reason):
+def test_a_judge_that_hangs_or_dies_is_a_named_failure_and_the_next_step_has_another(role_of, died, reason):
     role = role_of(patience_s=0.3)
     role.engine.lend(Silent(died))
     (judged,) = role.score([group_of("7", "8")])
@@ -171,7 +171,7 @@ def tight(overrides, *more):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_is_judged_by_a_model_that_it_holds_and_asleep_or_awake_it_is_the_same_run(overrides, judge, tmp_path):
+def test_a_run_judged_by_a_model_it_holds_is_the_same_whether_it_sleeps_or_not(overrides, judge, tmp_path):
     reward = f"reward=0.5*judge(model={judge}, votes=2, max_tokens=16) + {Path(__file__).parent}/small_rewards.py:many"
     more = (reward, "evaluate.every_steps=1", "evaluate.max_rows=2", "rollout.engine.kv_cache_gib=0.0003")
     awake = train(config_of(overrides, *more)).folder
@@ -197,7 +197,7 @@ def test_a_judge_is_asked_only_about_samples_whose_gate_is_open(overrides, judge
     assert {sample["raw_rewards"]["judge"] for sample in asked} == {6 / 9}
 
 
-def test_a_judge_that_compares_is_not_asked_in_evaluation_and_needs_another_term_there(tmp_path, overrides):
+def test_a_judge_that_compares_is_not_asked_in_evaluation_which_needs_another_term(tmp_path, overrides):
     compare = f"compare(model={judge_folder(tmp_path, says='Verdict: A')}, max_tokens=32)"
     more = ("evaluate.every_steps=1", "evaluate.max_rows=2", "total_train_steps=1")
     with pytest.raises(ConfigError, match="evaluation judges them one by one"):

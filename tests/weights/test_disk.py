@@ -127,7 +127,7 @@ def test_two_versions_are_kept_and_a_withdrawn_one_does_not_push_out_what_is_ser
     assert sorted(p.name for p in channel.folder.iterdir() if not p.name.startswith(".")) == [folders[2].name, last.name]
 
 
-def test_a_disk_that_is_full_leaves_the_version_before_and_nothing_else_and_the_next_one_comes(channel):
+def test_a_full_disk_leaves_the_version_before_and_nothing_else_until_there_is_room(channel):
     before = channel.put(tensors(0).items(), torch.float32)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, hard))  # the header fits, and a part of the data
@@ -220,7 +220,7 @@ channel.put(stream(), torch.float32)
 """
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_and_what_a_running_one_has_is_not(tmp_path, channel):
+def test_what_a_killed_run_left_is_removed_by_the_next_but_not_what_a_live_one_has(tmp_path, channel):
     parent = tmp_path / "weights"
     mine = channel.put(tensors().items(), torch.float32).source.folder
     killed = subprocess.run([sys.executable, "-c", KILLED, str(parent)], timeout=60, check=False)

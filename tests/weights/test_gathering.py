@@ -40,7 +40,7 @@ def streamed(folder, ranks):
     return found | {"first": before, "second": publisher.version.digest}
 
 
-def test_half_of_the_bytes_travel_where_engines_take_bfloat16_and_all_digests_are_equal(tmp_path):
+def test_half_the_bytes_travel_where_engines_take_bfloat16_and_digests_are_equal(tmp_path):
     folder = tiny_model_folder(tmp_path, "qwen3", vocab_size=305)  # rows that two ranks cannot halve
     alone, ranks = alone_and_on_two(streamed, folder, out=tmp_path)
     weights = sum(tensor.nbytes for _, tensor in engine_on(folder, "d1").weights())

@@ -112,7 +112,7 @@ def test_after_publishing_the_engine_generates_with_the_new_weights_and_says_so(
     assert engine.version.run == "test"
 
 
-def test_every_token_made_during_updates_has_the_log_probability_of_its_stamped_version(engine, trainer, publisher):
+def test_tokens_made_during_updates_have_log_probabilities_of_their_stamped_version(engine, trainer, publisher):
     trainer.become(0)
     publisher.publish()
     models = {publisher.version.number: trainer.model}
@@ -407,7 +407,7 @@ def test_a_folder_is_chosen_as_soon_as_one_engine_reads_from_a_disk(tmp_path):
         channel_for([server])
 
 
-def test_versions_that_will_be_asked_for_are_kept_as_they_were_delivered_and_then_let_go(engine, trainer, channel):
+def test_versions_that_will_be_asked_for_are_kept_as_delivered_and_then_let_go(engine, trainer, channel):
     archive = VersionArchive(lambda number: number % 2 == 0, most=1)
     publisher = WeightPublisher(trainer, engine, run="test", dtype=torch.float32, channel=channel, archive=archive)
     expected = {engine.version.number: trainer.model.state_dict()}

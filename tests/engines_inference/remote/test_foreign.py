@@ -55,7 +55,7 @@ def test_a_stop_token_ends_a_completion_and_stays_in_it(kind, folder):
     assert {answer.stop_reason for answer in answers} == {StopReason.STOP}, "also where it is the last that may come"
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it_even_where_the_server_overlooks_it(kind, folder):
+def test_a_stop_string_ends_with_the_token_that_completes_it_on_every_server(kind, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
@@ -92,7 +92,7 @@ def test_at_its_deadline_a_request_ends_as_cancelled_with_what_it_has(kind, fold
     assert (nothing.stop_reason, nothing.output_ids) == (StopReason.CANCELLED, ())
 
 
-def test_what_a_server_cannot_sample_for_training_is_refused_at_start_and_at_the_request(kind, folder):
+def test_what_a_server_cannot_sample_for_training_is_refused_at_start_and_request(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
         narrow = [{"min_new_tokens": 2}]

@@ -108,7 +108,7 @@ def spooled():
     return [folder for place in places for folder in place.glob(f"tandem-weights-of-{os.getpid()}-*/update-*")]
 
 
-def test_weights_that_lie_in_memory_are_delivered_by_a_temporary_folder_which_is_removed(kind, folder):
+def test_weights_in_memory_are_delivered_by_a_temporary_folder_which_is_removed(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
         before = server.seed
@@ -221,7 +221,7 @@ def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):
         engine.close()
 
 
-def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server_hears_of_it(kind, folder):
+def test_an_update_whose_bytes_changed_on_the_way_never_reaches_the_server(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
         update = update_from_memory(folder)
@@ -237,7 +237,7 @@ def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server
 
 
 @pytest.mark.parametrize("lie", ["load", "reload"])
-def test_a_server_that_did_not_take_the_weights_stays_paused_until_they_are_delivered(kind, folder, lie):
+def test_a_server_that_did_not_take_the_weights_is_paused_until_they_are_delivered(kind, folder, lie):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
         update = update_from_memory(folder)
@@ -291,7 +291,7 @@ def hanging_commit(kind, server, folder):
     assert errors
 
 
-def test_a_connection_that_is_let_go_hangs_in_no_update_and_leaves_the_server_as_it_is(kind, folder):
+def test_a_connection_that_is_let_go_hangs_in_no_update_and_leaves_the_server_alone(kind, folder):
     with kind[1](folder) as server:
         with hanging_commit(kind, server, folder) as (engine, errors):
             before = server.changes, time.monotonic()

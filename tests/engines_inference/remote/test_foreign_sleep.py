@@ -87,7 +87,7 @@ def test_the_cache_sleeps_alone_and_then_the_weights_too(kind, folder):
     assert not server.asleep and not server.paused, "an attached server is left awake"
 
 
-def test_the_cache_sleeps_with_the_weights_and_comes_back_with_them_if_it_was_not_to_sleep(kind, folder):
+def test_a_cache_that_was_not_to_sleep_sleeps_and_wakes_with_the_weights(kind, folder):
     with sleeping(kind, folder) as server:
         engine = attach(kind, server, folder)
         for number, again in ((1, False), (2, True)):
@@ -218,7 +218,7 @@ def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(
         fleet.close()
 
 
-def test_without_a_limit_the_cache_of_a_server_sleeps_while_models_train_and_nothing_else_moves(kind, folder, tmp_path):
+def test_without_a_limit_only_a_servers_cache_sleeps_while_models_train(kind, folder, tmp_path):
     backend = f"rollout.backend={kind[0].protocol.maker.lower()}:d1"
     plan = planned(folder, backend, "algorithm=ppo")
     awake = [done.stage.name for done in plan.steady() if Part("engine", "kv_cache") in done.awake]

@@ -26,7 +26,7 @@ def collected(names, tensors):
     return held.digests
 
 
-def test_fused_tensors_are_put_together_in_the_servers_order_whatever_order_they_come_in():
+def test_fused_tensors_are_put_together_in_the_servers_order_however_they_come():
     tensors = {f"layers.0.attn.{part}_proj.weight": torch.randn(2, 3) for part in "kqv"}
     tensors |= {f"layers.0.mlp.{part}_proj.bias": torch.randn(4) for part in ("up", "gate", "down")}
     tensors["norm.weight"] = torch.randn(3)
@@ -46,7 +46,7 @@ def test_fused_tensors_are_put_together_in_the_servers_order_whatever_order_they
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "norm.weight"])
-def test_only_what_has_a_row_for_each_token_is_filled_up_with_zeros_as_the_server_does(name):
+def test_only_what_has_a_row_for_each_token_is_filled_with_zeros_as_the_server_does(name):
     matrix, filled = torch.randn(304, 8), torch.zeros(320, 8)
     filled[:304] = matrix
 
