@@ -78,38 +78,6 @@ def test_concatenate_is_the_inverse_of_split(rows, data):
 
 
 @settings(deadline=None, max_examples=40)
-@given(trajectories())
-def test_from_padded_is_the_inverse_of_to_padded(rows):
-    batch = ops.pack(rows)
-    padded = ops.to_padded(batch)
-    longest = max(len(row["input_ids"]) for row in rows)
-    assert padded["input_ids"].shape == (len(rows), longest)
-    assert padded["position_ids"].shape == (len(rows), longest, 3)
-    assert padded["attention_mask"].sum() == len(batch["input_ids"])
-    same(ops.from_padded(padded), batch)
-
-
-@settings(deadline=None, max_examples=40)
-@given(trajectories())
-def test_rows_padded_on_the_left_give_the_same_batch(rows):
-    batch = ops.pack(rows)
-    padded = ops.to_padded(batch)
-    tokens = [n for n in padded if n == "attention_mask" or ops.field_of(n).kind == "token"]
-    same(ops.from_padded({n: v.flip(1) if n in tokens else v for n, v in _reversed(padded, tokens).items()}), batch)
-
-
-def _reversed(padded, tokens):
-    """Each row's real tokens reversed in place, so that a flip of the whole row puts them right, behind the padding."""
-    out = dict(padded)
-    for name in tokens:
-        table = padded[name].clone()
-        for i, size in enumerate(padded["attention_mask"].sum(1).tolist()):
-            table[i, :size] = table[i, :size].flip(0)
-        out[name] = table
-    return out
-
-
-@settings(deadline=None, max_examples=40)
 @given(trajectories(), st.integers(0, 9))
 def test_padding_adds_one_sequence_that_is_never_trained(rows, extra):
     batch = ops.pack(rows)
@@ -136,7 +104,7 @@ def test_sums_and_spreads_agree_with_a_loop(rows):
 def test_no_operation_changes_its_argument(rows):
     batch = ops.pack(rows)
     before = batch.clone()
-    ops.select(batch, [0]), ops.split(batch, [1, len(rows) - 1]), ops.pad(batch, 99), ops.to_padded(batch)
+    ops.select(batch, [0]), ops.split(batch, [1, len(rows) - 1]), ops.pad(batch, 99)
     ops.concatenate([batch, batch])
     same(batch, before)
 
@@ -162,7 +130,6 @@ def test_errors_name_the_field_the_length_and_the_rule():
         (lambda: ops.concatenate([]), "nothing to concatenate"),
         (lambda: ops.concatenate([batch, batch.exclude("reward")]), "different fields.*reward"),
         (lambda: ops.pad(batch, 4), "has 5 tokens, more than 4"),
-        (lambda: ops.from_padded({"input_ids": torch.zeros(1, 1)}), "needs attention_mask"),
         (lambda: ops.check(batch.clone().set("reward", torch.zeros(3))), "'reward' must have length 2, got 3"),
         (lambda: ops.check(batch.exclude("pixel_values_lengths")), "needs pixel_values_lengths"),
         (lambda: ops.declare("reward", ops.Field("token")), "declared already"),

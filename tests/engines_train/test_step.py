@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from tandem.api.batch import select, to_padded
+from tandem.api.batch import select, unpack
 from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
@@ -86,9 +87,12 @@ def test_units_stay_together(folder, batch):
 def reference_step(folder, batch):
     """A step by torch and transformers alone: padded rows, whole logits, plain AdamW. Returns loss, norm, model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    padded = to_padded(batch)
-    logits = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"].long()).logits
-    logprobs = torch.log_softmax(logits[:, :-1] / padded["temperature"][:, None, None], -1)
+    rows = unpack(batch)
+    names = ("input_ids", "loss_mask", "loss_weights", "advantages")
+    padded = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
+    mask = pad_sequence([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], batch_first=True)
+    logits = model(input_ids=padded["input_ids"], attention_mask=mask).logits
+    logprobs = torch.log_softmax(logits[:, :-1] / batch["temperature"][:, None, None], -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     chosen = logprobs.gather(2, padded["input_ids"][:, 1:, None])[..., 0]
     later = {name: padded[name][:, 1:] for name in ("loss_mask", "loss_weights", "advantages")}

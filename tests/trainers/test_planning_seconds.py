@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.backend import Layout
 from tandem.config.errors import ConfigError
 from tandem.models.shape import Shape
-from tandem.planning.batches import MicroBatch
+from tandem.planning.batches import MicroBatch, cut_step
 from tandem.planning.cost import Cost
 from tandem.planning.devices import DEVICES, MATMUL, device
 from tandem.planning.generating import decode, prefill, publishing
 from tandem.planning.layers import head, layers_backward, layers_forward
 from tandem.planning.plan import make_plan
-from tandem.planning.seconds import dense_step, optimizer, phases
+from tandem.planning.planned_model import PlannedModel
+from tandem.planning.seconds import optimizer, phases, updating
 from tandem.planning.threads import of_one_process
 from tests.trainers.planning import HAND, LLAMA_8B, generator, held, job, round_machine
 
@@ -212,6 +214,24 @@ def test_every_device_has_sources_and_dense_peaks():
         assert row.sources and row.bfloat16_tflops / row.float32_tflops <= 30 and 0.5 <= row.matmul < 1
     with pytest.raises(ConfigError, match=r"--device h20 is not in the table; did you mean 'h200'\?"):
         device("h20")
+
+
+def dense_step(shape, *, length, sequences, ranks, machine, recompute):
+    """One optimizer step of supervised training on whole sequences, every token predicted. ``sequences``: of each rank.
+    ``recompute``: the share of the forward pass that is done again."""
+    most = length * sequences
+    step = cut_step(sequences, 1, 0, length, most=most)
+    model = PlannedModel(
+        role="actor",
+        shape=shape,
+        head="lm",
+        dtype="bfloat16",
+        layout=Layout(data=ranks),
+        trained=True,
+        max_tokens=most,
+        chunk_tokens=1024,
+    )
+    return updating(model, step, machine, recompute=recompute)
 
 
 def predicted_rate(shape, length, sequences, recompute):

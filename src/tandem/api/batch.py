@@ -289,39 +289,6 @@ def pad(batch: TensorDict, num_tokens: int) -> TensorDict:
     return TensorDict(columns, batch_size=[])
 
 
-def to_padded(batch: TensorDict) -> dict[str, torch.Tensor]:
-    """Token fields as ``[N, S, …]`` (S the longest), right-padded, with ``attention_mask [N, S]``; others unchanged."""
-    sizes, index = lengths(batch), sequence_index(batch)
-    longest = int(sizes.max()) if len(sizes) else 0
-    column = torch.arange(len(index), device=index.device) - batch["cu_seqlens"][index]
-    padded: dict[str, torch.Tensor] = {}
-    for name, kind in _kinds(batch).items():
-        value = batch[name]
-        if kind == "token":
-            table = value.new_full((len(sizes), longest, *value.shape[1:]), field_of(name).padding)
-            table[index, column] = value
-            padded[name] = table
-        else:
-            padded[name] = value
-    padded["attention_mask"] = torch.arange(longest, device=index.device)[None] < sizes[:, None]
-    return padded
-
-
-def from_padded(padded: Mapping[str, torch.Tensor]) -> TensorDict:
-    """Back to packed; rows may be padded on the left, on the right, or with holes: ``attention_mask`` decides."""
-    if "attention_mask" not in padded:
-        raise BatchError(f"from_padded needs attention_mask [N, S], got {sorted(padded)}")
-    mask = padded["attention_mask"].bool()
-    columns = {}
-    for name, value in padded.items():
-        if name != "attention_mask":
-            per_position = field_of(name).kind in ("token", "weight") and value.shape[:2] == mask.shape
-            columns[name] = value[mask] if per_position else value
-    sizes = mask.sum(1)
-    columns["cu_seqlens"] = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    return check(TensorDict(columns, batch_size=[]))
-
-
 def unpack(batch: TensorDict) -> list[dict[str, torch.Tensor]]:
     """The inverse of `pack`: one mapping a sequence."""
     kinds, bounds = _kinds(batch), batch["cu_seqlens"].tolist()

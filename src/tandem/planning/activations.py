@@ -170,9 +170,7 @@ def head_kept(shape: Shape, batch: MicroBatch, dtype: Dtype, *, context: int = 1
     return batch.predicted * (BYTES[dtype] * shape.hidden + 20) / context
 
 
-def head_forward(
-    shape: Shape, batch: MicroBatch, dtype: Dtype, chunk_tokens: int, *, entropy: bool = False, context: int = 1
-) -> float:
+def head_forward(shape: Shape, batch: MicroBatch, chunk_tokens: int, *, context: int = 1) -> float:
     """Bytes of logits that exist at a time without gradients: the logits and their log-softmax in float32."""
     rows = min(chunk_tokens, -(-batch.predicted // context))
     copies = 2 + shape.final_softcap

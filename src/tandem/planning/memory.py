@@ -272,7 +272,7 @@ def _scoring(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem
     layer = activations.passing(shape, batch, model.dtype, backward=False, spread=spread)
     yield room.item(model.role, "activations", layer)
     if model.head != "scalar":
-        logits = activations.head_forward(shape, batch, model.dtype, model.chunk_tokens, context=spread.context)
+        logits = activations.head_forward(shape, batch, model.chunk_tokens, context=spread.context)
         yield room.item(model.role, "logits", logits)
 
 

@@ -4,11 +4,10 @@ A phase's seconds are the sum of those parts, because eager torch does one after
 its rates come from `calibrate` or from the table of `devices`.
 """
 
-from tandem.config.backend import Layout
-from tandem.models.shape import BYTES, Shape
+from tandem.models.shape import BYTES
 from tandem.planning import exchange
 from tandem.planning.activations import ActivationSettings
-from tandem.planning.batches import Step, cut_step
+from tandem.planning.batches import Step
 from tandem.planning.cost import BETWEEN, HOST, MEMORY, RANKS, Cost, Phase, total
 from tandem.planning.exchange import Moved
 from tandem.planning.generating import decode, prefill, publishing
@@ -178,21 +177,3 @@ def _fitted(phase: Phase, machine: Machine, *, whole: bool = False) -> Phase:
     family = "score" if family in SCORES or family.startswith("score: ") else family
     family = f"{family} of rows" if whole else family
     return Phase(phase.name, phase.cost * machine.factors.get(family, 1.0), phase.tokens)
-
-
-def dense_step(shape: Shape, *, length: int, sequences: int, ranks: int, machine: Machine, recompute: float) -> Cost:
-    """One optimizer step of supervised training on whole sequences, every token predicted; for comparison with what others
-    published. ``sequences``: of each rank. ``recompute``: the share of the forward pass that is done again."""
-    most = length * sequences
-    step = cut_step(sequences, 1, 0, length, most=most)
-    model = PlannedModel(
-        role="actor",
-        shape=shape,
-        head="lm",
-        dtype="bfloat16",
-        layout=Layout(data=ranks),
-        trained=True,
-        max_tokens=most,
-        chunk_tokens=1024,
-    )
-    return updating(model, step, machine, recompute=recompute)

@@ -67,7 +67,7 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
         if longer:
             _refuse_shorter(found, config.total_train_steps)
         if refused:
-            raise ConfigError(_disagreement(found, refused, override))
+            raise ConfigError(_disagreement(found, refused))
         return Going(found, changed)
 
     return examine
@@ -105,7 +105,7 @@ def _changes(folder: Path, config: BaseConfig) -> list[KeyDifference]:
     return list(differences(before, now, plain_data(type(config)()))) if before else []
 
 
-def _disagreement(found: ExistingRun, refused: list[KeyDifference], override: bool) -> str:
+def _disagreement(found: ExistingRun, refused: list[KeyDifference]) -> str:
     fixed = [difference for difference in refused if not difference.may_change]
     lines = "".join(f"\n  {difference}" for difference in refused)
     if fixed:

@@ -341,14 +341,14 @@ class Forest:
         return self._decode([last])
 
 
-def visible_message(reply: Reply, stops: Sequence[str] = ()) -> dict[str, Any]:
-    """The assistant's message that a client is shown: a call that cannot be carried out is text of its turn, and a text that
-    ends the turn is not."""
-    return visible(reply, stops).message()
+def visible_message(reply: Reply) -> dict[str, Any]:
+    """The assistant's message that a client is shown (`visible`)."""
+    return visible(reply).message()
 
 
 def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
-    """The reply as a client is shown it; see `visible_message`."""
+    """The reply as a client is shown it: a call that cannot be carried out is text of its turn, and a text that ends
+    the turn is not."""
     content = reply.content
     for text in dict.fromkeys(call.text for call in reply.calls if call.status != CallStatus.OK):
         content += text
