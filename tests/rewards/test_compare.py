@@ -53,7 +53,7 @@ def test_a_sample_is_worth_the_share_of_its_comparisons_that_it_wins():
 
 
 OWN = """
-import asyncio, time
+import asyncio, sys, time
 from tandem import GroupReward, RewardResult
 
 class Odd(GroupReward):
@@ -65,6 +65,8 @@ class Odd(GroupReward):
             time.sleep(5)
         if what == "raises":
             raise ValueError("no")
+        if what == "exits":
+            sys.exit(3)
         return [RewardResult(float(i), words={"odd": sample.completion_text}) for i, sample in enumerate(samples)]
 """
 
@@ -79,13 +81,14 @@ def test_a_users_comparison_that_hangs_fails_at_its_deadline_and_the_next_is_jud
     async def all_of_them():
         waits, fine = await asyncio.gather(ask("waits"), ask("a", "b"), return_exceptions=True)
         blocks = await asyncio.gather(ask("blocks"), return_exceptions=True)
-        return [waits, *blocks, *await asyncio.gather(ask("raises"), return_exceptions=True)], fine, await ask("c")
+        others = await asyncio.gather(ask("raises"), ask("exits"), return_exceptions=True)
+        return [waits, *blocks, *others], fine, await ask("c")
 
     began = time.monotonic()
     failures, fine, later = asyncio.run(all_of_them())
     reward.close()
     assert time.monotonic() - began < 3  # the one that blocks still sleeps
-    assert [failure.reason for failure in failures] == ["reward_timeout", "reward_timeout", "reward_raised"]
+    assert [failure.reason for failure in failures] == ["reward_timeout"] * 2 + ["reward_raised"] * 2
     assert [(one.value, one.words) for one in fine] == [(0.0, {"odd": "a"}), (1.0, {"odd": "b"})] and len(later) == 1
 
 

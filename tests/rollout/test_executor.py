@@ -15,6 +15,7 @@ from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, 
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
+from tandem.rewards.function import AsyncReward
 from tandem.rollout.executor import Rollout
 from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.workflows import Repeated
@@ -347,12 +348,57 @@ def test_none_drops_the_prompt():
 
 class CancelsItself(RolloutWorkflow):
     async def arun_episode(self, engine, data):
-        raise asyncio.CancelledError
+        raise data["error"]
 
 
-def test_a_workflow_that_cancels_itself_does_not_hang_the_run():
-    with Rollout(ClockworkEngine(), RolloutConfig(batch_size=1)) as rollout, pytest.raises(NoBatch, match="cancelled"):
-        rollout.rollout_batch(rows(1), CancelsItself())
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit()], ids=repr)
+def test_a_workflow_that_cancels_itself_does_not_hang_the_run(error):
+    data, config = [row | {"error": error} for row in rows(1)], RolloutConfig(batch_size=1, wait_timeout_s=5.0)
+    with Rollout(ClockworkEngine(), config) as rollout, pytest.raises(NoBatch, match="cancelled"):
+        rollout.rollout_batch(data, CancelsItself())
+
+
+class Ends(RolloutWorkflow):
+    """Ends with the row's ``error``: itself, in a reward, or in a task that it made; other rows are answered."""
+
+    def __init__(self, where):
+        self.where = where
+
+    async def end(self, error):
+        raise error
+
+    async def arun_episode(self, engine, data):
+        sample, error = await OneAnswer().arun_episode(engine, data), data.get("error")
+        if self.where == "in a reward":
+            given = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": (), "row": data}
+            await AsyncReward(_judge, "mine", timeout_s=5.0)(**given)
+        elif error and self.where == "in a task":
+            await asyncio.ensure_future(self.end(error))
+        elif error:
+            await self.end(error)
+        return sample
+
+
+async def _judge(row):
+    if "error" in row:
+        raise row["error"]
+    return 1.0
+
+
+class Ended(BaseException):
+    """Such as `pytest.fail` raises."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Ended()], ids=repr)
+@pytest.mark.parametrize("where", ["itself", "in a reward", "in a task"])
+def test_code_of_a_user_that_calls_for_the_end_of_the_process_fails_its_sample(where, error):
+    data = [row | {"error": error} if row["index"] < 2 else row for row in rows(3)]
+    config = RolloutConfig(batch_size=1, wait_timeout_s=5.0)
+    for workflow in (Ends(where), Repeated(Ends(where), 2)):
+        with Rollout(ClockworkEngine(), config) as rollout:
+            assert set(prompts(rollout.prepare_batch(iter(data), workflow))) == {2}
+            reason = "reward_raised" if where == "in a reward" else "workflow_raised"
+            assert rollout.ledger.dropped == {reason: 2}
 
 
 def test_deterministic_waves_reach_the_engine_together():

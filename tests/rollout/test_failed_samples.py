@@ -1,5 +1,6 @@
 """Samples that fail are counted by reason, spend the budget of failures, and are said; a group that lost most is dropped."""
 
+import asyncio
 import logging
 import time
 
@@ -9,9 +10,11 @@ from tandem.api.failures import DataFailure, RewardFailure
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
+from tandem.rollout.episodes import Episode, finish_groups
 from tandem.rollout.executor import Rollout
 from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.groups import WholeGroup, WithGreedyBaseline
+from tandem.rollout.ledger import PromptId
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
@@ -147,6 +150,23 @@ def test_what_failed_before_the_group_itself_failed_is_counted_too():
                 rollout.rollout_batch(broken_rows(1), workflow)
             assert rollout.ledger.dropped == {reason: 1}
             assert rollout.ledger.failed_samples == {"reward_raised": 1, **more}
+
+
+class FinishEnds(SomeFail):
+    reads_scores = True
+
+    def __init__(self, error):
+        self.error = error
+
+    async def finish_group(self, samples, data):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=repr)
+def test_a_group_whose_end_calls_for_the_end_of_the_process_is_dropped(error):
+    episode = Episode(0, PromptId(0, 0), {}, FinishEnds(error), 0)
+    [outcome] = asyncio.run(finish_groups([(episode, Group((), 0))], 5.0))
+    assert isinstance(outcome, DataFailure) and type(error).__name__ in str(outcome)
 
 
 def test_the_counts_go_on_after_a_resume_and_count_no_group_twice():

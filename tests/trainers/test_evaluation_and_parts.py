@@ -29,12 +29,20 @@ class Raises(RolloutWorkflow):
         raise ValueError("a bug of the user's")
 
 
+class Ends(RolloutWorkflow):
+    def __init__(self, error):
+        self.error = error
+
+    async def arun_episode(self, engine, data):
+        raise self.error
+
+
 class NoEngine:
     async def agenerate(self, request):
         return LLMResponse(request.input_ids, (), (), (), StopReason.STOP)
 
 
-@pytest.mark.parametrize("workflow", [Waits(), Raises()])
+@pytest.mark.parametrize("workflow", [Waits(), Raises(), Ends(SystemExit(1)), Ends(asyncio.CancelledError())])
 def test_a_row_that_hangs_or_raises_is_counted_and_the_evaluation_ends(workflow):
     rows = [{"messages": []}, {"messages": []}]
     found = asyncio.run(evaluate(NoEngine(), workflow, rows, deadline_s=0.2))

@@ -162,7 +162,7 @@ class ServerFailed(InfrastructureFailure):
         """HTTP status; None where no whole answer came."""
 
 
-def as_failure(error: Exception) -> EpisodeFailure:
+def as_failure(error: BaseException) -> EpisodeFailure:
     """The episode boundary: any error as a failure with a reason, its cause kept."""
     if isinstance(error, EpisodeFailure):
         return error

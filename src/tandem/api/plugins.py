@@ -1,5 +1,6 @@
 """Loading a function or class that a user names as ``my_file.py:name``."""
 
+import asyncio
 import contextlib
 import hashlib
 import importlib.util
@@ -128,6 +129,26 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
         raise UserCodeFailed(
             f"{_raised(spec, error)}; mend it there and start again. Checkpoints that were saved stay"
         ) from error
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs an event loop until it is stopped, and closes it. A coroutine that calls `sys.exit` ends itself alone: asyncio
+    gives the error to whoever awaits it, but would end the loop as well."""
+    try:
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+                return
+    finally:
+        loop.close()
+
+
+def ends_the_task(error: BaseException) -> bool:
+    """True if a user's coroutine ended because the task that runs it ends: not by an error or a cancellation of its own."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
 
 
 def _raised(spec: str, error: BaseException) -> str:

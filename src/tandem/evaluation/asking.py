@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
+from tandem.api.plugins import ends_the_task
 from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
@@ -228,7 +229,9 @@ async def _ask_one(
             return answer_of(item, samples)
         except (EngineDied, WrongWorkflow):
             raise
-        except Exception as error:  # the episode boundary: a sample that fails is counted, and the others go on
+        except BaseException as error:  # the episode boundary: a sample that fails is counted, and the others go on
+            if ends_the_task(error):
+                raise
             if isinstance(error, InfrastructureFailure) and attempt < terms.max_retries:
                 continue
             failure = as_failure(error)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.api.failures import RewardFailure
+from tandem.api.plugins import run_loop
 from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.errors import ConfigError
@@ -110,7 +111,7 @@ class DirectReward(FunctionReward):
         except RewardFailure:
             raise
         except Exception as error:  # the reward boundary
-            raise RewardFailure("reward_raised", f"{self.name}: {type(error).__name__}: {error}") from error
+            raise _raised(self.name, error) from error
 
 
 class AsyncReward(FunctionReward):
@@ -122,7 +123,7 @@ class AsyncReward(FunctionReward):
         self._abandoned: set[asyncio.Task[Any]] = set()
 
     async def _judge(self, arguments: dict[str, Any]) -> Judgement:
-        task = asyncio.ensure_future(self.function(**arguments))
+        task = asyncio.ensure_future(self._called(arguments))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         except asyncio.CancelledError:
@@ -135,8 +136,14 @@ class AsyncReward(FunctionReward):
             return read_outcome(task.result(), self.name)
         except RewardFailure:
             raise
-        except (Exception, asyncio.CancelledError) as error:  # the reward boundary
-            raise RewardFailure("reward_raised", f"{self.name}: {type(error).__name__}: {error}") from error
+        except BaseException as error:  # the reward boundary: sys.exit() in a reward is a failure of the reward
+            raise _raised(self.name, error) from error
+
+    async def _called(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return await self.function(**arguments)
+        except SystemExit as error:  # it would end the event loop too
+            raise _raised(self.name, error) from error
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.add(task)
@@ -199,8 +206,8 @@ class OwnGroupReward(GroupReward):
             return await self.reward.compare(samples, row)
         except RewardFailure:
             raise
-        except Exception as error:  # the reward boundary
-            raise RewardFailure("reward_raised", f"{self.name}: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the reward boundary
+            raise _raised(self.name, error) from error
 
     def close(self) -> None:
         """Closes it."""
@@ -210,17 +217,14 @@ class OwnGroupReward(GroupReward):
         self.reward.close()
 
 
+def _raised(name: str, error: BaseException) -> RewardFailure:
+    return RewardFailure("reward_raised", f"{name}: {type(error).__name__}: {error}")
+
+
 def _loop_aside(name: str) -> asyncio.AbstractEventLoop:
     """An event loop that runs in a thread, which does not keep the process from ending."""
     loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
-
-    threading.Thread(target=run, name=f"reward {name}", daemon=True).start()
+    threading.Thread(target=run_loop, args=(loop,), name=f"reward {name}", daemon=True).start()
     return loop
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout, WrongWorkflow, as_failure
+from tandem.api.plugins import ends_the_task
 from tandem.api.requests import NoiseKey
 from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
@@ -132,10 +133,10 @@ class EpisodeRunner:
                 max_retries=config.max_retries,
                 on_issue=self._notify if self._deterministic else None,
             )
-        except asyncio.CancelledError as error:
+        except (asyncio.CancelledError, GeneratorExit) as error:
             if episode.aborted:
                 raise
-            raise DataFailure("cancelled", "the workflow was cancelled, not by the executor") from error
+            raise DataFailure("cancelled", f"the workflow was cancelled, not by the executor: {error!r}") from error
         finally:
             episode.over = True
             if episode.wave is not None:
@@ -180,12 +181,12 @@ async def run_episode(
             async with limit:
                 result = await episode.workflow.arun_episode(episode.engine, copy.deepcopy(dict(episode.row)))
                 return as_group(result, episode)
-        except (EngineDied, WrongWorkflow):
+        except (EngineDied, WrongWorkflow, asyncio.CancelledError, GeneratorExit):
             raise
         except InfrastructureFailure:
             if attempt == max_retries:
                 raise
-        except Exception as error:  # the episode boundary
+        except BaseException as error:  # the episode boundary, also for sys.exit()
             if limit.expired():
                 message = f"not done after {timeout_s:g} s (rollout.episode_timeout_s)"
                 raise DataFailure("deadline", message) from error
@@ -221,7 +222,9 @@ async def _finished(workflow: RolloutWorkflow, group: Group, timeout_s: float) -
         return replace(group, samples=samples)
     except WrongWorkflow:
         raise
-    except Exception as error:  # the episode boundary
+    except BaseException as error:  # the episode boundary, also for sys.exit()
+        if ends_the_task(error):
+            raise
         late = DataFailure("deadline", f"finish_group was not done after {timeout_s:g} s (rollout.episode_timeout_s)")
         failure = late if limit.expired() else as_failure(error)
         if not isinstance(failure, DataFailure):

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tandem.api.plugins import run_loop
+
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
@@ -34,7 +36,7 @@ class BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_run, args=(self._loop,), name="rollout", daemon=True)
+                self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="rollout", daemon=True)
                 self._thread.start()
             return self._loop
 
@@ -78,14 +80,6 @@ class BackgroundLoop:
             _warn(left, self._close_timeout_s)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(STOP_TIMEOUT_S)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """The thread: until the loop is stopped."""
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Future[list[asyncio.Task[Any]]]) -> None:

@@ -216,11 +216,9 @@ class WithGreedyBaseline(RolloutWorkflow):
             raise group
         if not isinstance(group, Group):
             raise WrongWorkflow(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
-        if isinstance(baseline, (InfrastructureFailure, WrongWorkflow)) or (
-            isinstance(baseline, BaseException) and not isinstance(baseline, Exception)
-        ):
+        if isinstance(baseline, (InfrastructureFailure, WrongWorkflow, asyncio.CancelledError)):
             raise baseline
-        if isinstance(baseline, Exception):
+        if isinstance(baseline, BaseException):
             failure = as_failure(baseline)
             lost = DataFailure("greedy_sample_failed", str(failure))
             lost.failed_samples = (*group.failures, failure.reason)

@@ -100,11 +100,9 @@ class Repeated(RolloutWorkflow):
         results = await asyncio.gather(*(one_sample(self.workflow, one, data) for one in engines), return_exceptions=True)
         failures: list[EpisodeFailure] = []
         for result in results:
-            if isinstance(result, (InfrastructureFailure, WrongWorkflow)) or (
-                isinstance(result, BaseException) and not isinstance(result, Exception)
-            ):
+            if isinstance(result, (InfrastructureFailure, WrongWorkflow, asyncio.CancelledError)):
                 raise result
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 failures.append(as_failure(result))
         self._log.warn(failures)
         samples = tuple(result for result in results if isinstance(result, Sample))
