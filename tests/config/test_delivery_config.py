@@ -28,6 +28,10 @@ IPC = "rollout.weights.channel=ipc"
         ([IPC, "rollout.backend=vllm:d2"], "and here rollout.backend=vllm:d2"),
         ([IPC, "rollout.backend=vllm:d1", "placement=decoupled"], "vllm:d1 with placement=decoupled"),
         ([IPC, "rollout.backend=vllm:d1", "rollout.weights.folder=/tmp/x"], "no server reads weights from a disk"),
+        (
+            [IPC, "rollout.backend=vllm:d1", "rollout.fleet.watch=/x"],
+            "watch=/x lets servers join, and .* leave one",
+        ),
         (["rollout.weights.channel=floppy"], "rollout.weights.channel"),
         (["rollout.weights.folder=/tmp/x"], "no server reads weights from a disk: set rollout.weights.channel=disk"),
         (["rollout.weights.folder="], "rollout.weights.folder is empty"),

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
@@ -163,7 +165,7 @@ FAULTS = {
     "tool_timeout": (call_of("slow", seconds=30), "was not done after"),
     "wrong_result": (
         call_of("unwritable", word="x"),
-        "returned what cannot be written: it has a object, and",
+        "returned a value that cannot be written as JSON: it contains a object. Return text, numbers, lists or dicts",
     ),
 }
 
@@ -271,7 +273,14 @@ class Thermometer(Toolbox):
         ([1, "grün"], '[1, "grün"]'),
         ({"day": date(2026, 1, 2), "at": Path("a/b")}, '{"day": "2026-01-02", "at": "a/b"}'),
         (Weather("Ulm", {"mm": 3}), '{"city": "Ulm", "rain": {"mm": 3}}'),
-        ({(1, 2): 3}, "Error: broken returned what cannot be written: it is no JSON (keys must be str"),
+        (
+            {"raw": b"gr\xc3\xbcn", "at": [numpy.int64(3), numpy.arange(2), torch.ones(1, 2)]},
+            '{"raw": "grün", "at": [3, [0, 1], [[1.0, 1.0]]]}',
+        ),
+        (b"text", "text"),
+        (b"\xff", "Error: broken returned a value that cannot be written as JSON: 'utf-8' codec"),
+        ({(1, 2): 3}, "Error: broken returned a value that cannot be written as JSON: keys must be str"),
+        ({"seen": {1}}, "Error: broken returned a value that cannot be written as JSON: it contains a set. Return text"),
     ],
 )
 def test_a_tool_of_a_toolbox_may_return_what_is_no_text(result, words):
@@ -280,7 +289,7 @@ def test_a_tool_of_a_toolbox_may_return_what_is_no_text(result, words):
     assert sample.metrics["tools/wrong_result"] == words.startswith("Error")
 
 
-def test_a_long_result_is_cut():
+def test_a_long_result_is_cut_and_not_written_to_its_end():
     def shout(word: str) -> str:
         """Shouts.
 
@@ -291,6 +300,56 @@ def test_a_long_result_is_cut():
 
     sample, _ = play(workflow([shout], max_result_characters=20), call_of("shout", word="ab"), "408")
     assert observations(sample) == ["ab" * 10 + "\n… 19980 more characters"]
+    many, began = [0] * 3_000_000, time.monotonic()
+    sample, _ = play(workflow([Thermometer(many)], max_result_characters=20), call_of("broken", word="ab"), "408")
+    assert observations(sample) == ["[0, 0, 0, 0, 0, 0, 0\n… and more"]
+    assert time.monotonic() - began < 0.3  # all of it takes as long, and every episode would wait
+
+
+def ends(word: str) -> str:
+    """Ends.
+
+    Args:
+        word: how
+    """
+    raise ERRORS[word]
+
+
+async def ends_at_once(word: str) -> str:
+    """Ends.
+
+    Args:
+        word: how
+    """
+    raise ERRORS[word]
+
+
+ERRORS = {
+    "exit": SystemExit(3),
+    "cancel": asyncio.CancelledError(),
+    "interrupt": KeyboardInterrupt(),
+    "stop": StopIteration(),
+}
+
+
+@pytest.mark.parametrize("word", ERRORS)
+def test_a_tool_that_calls_for_the_end_of_the_process_is_a_call_that_raised(word):
+    made = workflow([FunctionBox(ends, max_stuck=1), ends_at_once, asleep], tool_seconds=5.0)
+    for name in ("ends", "ends_at_once"):
+        began = time.monotonic()
+        sample, _ = play(made, call_of(name, word=word) + call_of("asleep", seconds=0.01), "408")
+        assert type(ERRORS[word]).__name__ in observations(sample)[0] and sample.metrics["tools/tool_raised"] == 1
+        assert observations(sample)[1] == '{"waited": 0.01}' and time.monotonic() - began < 2
+
+
+def test_the_end_of_an_episode_cancels_its_tools():
+    async def cut_off():
+        made = workflow([asleep], tool_seconds=60.0)
+        episode = made.arun_episode(Scripted(made.tokenizer, call_of("asleep", seconds=30)), dict(ROW))
+        await asyncio.wait_for(episode, 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cut_off())
 
 
 @pytest.mark.parametrize(

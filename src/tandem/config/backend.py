@@ -76,13 +76,14 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
             "Divide the model with d (parameters) and t (matrices) instead, for example fsdp:d4 or fsdp:d2t2"
         )
     axes, at, first = axes.partition("@")
-    if at and not first.isdecimal():
+    if at and not re.fullmatch(r"[0-9]{1,6}", first):
         raise ConfigError(f"{key}={backend}: behind @ stands the first rank of the model, as in fsdp:d1@3")
-    found = re.findall(r"([a-z])([1-9]\d*)", axes)
+    found = re.findall(r"([a-z])([1-9][0-9]{0,5})", axes)
     letters = [letter for letter, _ in found]
     if "".join(letter + number for letter, number in found) != axes or len(set(letters)) != len(letters):
         raise ConfigError(
-            f"{key}={backend} must be fsdp: and letters, each with a number of at least 1 behind it: {_EXAMPLES}"
+            f"{key}={backend} must be fsdp: and letters, each with a number of at least 1 (and six digits at most) behind it: "
+            f"{_EXAMPLES}"
         )
     if letters[:1] != ["d"] or not set(letters) <= set(_AXES):
         raise ConfigError(f"{key}={backend} must begin with fsdp:dN, and t, c or r may follow: {_EXAMPLES}")
@@ -91,10 +92,10 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
 
 def _zero_layout(backend: str, rest: str, key: str) -> Layout:
     """``zero2:d2`` → its layout."""
-    found = re.fullmatch(r"zero([123]):d([1-9]\d*)", rest)
+    found = re.fullmatch(r"zero([123]):d([1-9][0-9]{0,5})", rest)
     if found is not None:
         return Layout(data=int(found[2]), zero=int(found[1]))
-    ranks = re.search(r"\bd(\d+)", rest)
+    ranks = re.search(r"\bd([0-9]{1,6})\b", rest)
     raise ConfigError(
         f"{key}={backend} must be deepspeed:zero1, zero2 or zero3, and the number of ranks, all of which shard: "
         f"deepspeed:zero2:d{ranks[1] if ranks else 2}. Tensor and context parallelism (t, c) and replicas (r) are fsdp's"

@@ -180,6 +180,9 @@ def _backends(config: BaseConfig) -> Iterator[str]:
         except ConfigError as problem:
             yield str(problem)
             continue
+        if role == "actor" and "@" in backend:
+            yield f"actor.backend={backend}: the actor is on all ranks of the run; leave @{backend.partition('@')[2]} out"
+            continue
         fits = fits or role == "actor"  # else the actor's own backend is wrong, which says enough
         if fits:
             yield from fewer_ranks_problems(layout, f"{role}.backend={backend}", config.actor)
@@ -204,11 +207,11 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
     backend = config.rollout.backend
     if config.rollout.fleet.sleep is False and config.memory_limit_gib is not None:
         yield f"rollout.fleet.sleep=false contradicts {limit}, under which servers sleep: leave one of them out"
-    if config.rollout.fleet.sleep and (backend in INSIDE or not can_sleep(config)):
+    if config.rollout.fleet.sleep is not None and backend not in INSIDE and not can_sleep(config):
         yield (
-            "rollout.fleet.sleep=true is for vLLM and SGLang servers that the run starts on the GPUs of training "
-            f"(rollout.backend=vllm:dN with placement=colocate and no server of others), and here rollout.backend={backend} "
-            f"with placement={placement(config)}: leave it out"
+            f"rollout.fleet.sleep={str(config.rollout.fleet.sleep).lower()} is for vLLM and SGLang servers that the run starts "
+            "on the GPUs of training (rollout.backend=vllm:dN with placement=colocate and no server of others), and here "
+            f"rollout.backend={backend} with placement={placement(config)}: leave it out"
         )
     if config.memory_limit_gib is None:
         return
@@ -245,7 +248,8 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
     yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig)
     yield from _fleet(config)
-    yield from delivery_problems(rollout.weights.channel, rollout.backend, placement(config), rollout.fleet.servers)
+    fleet, channel = rollout.fleet, rollout.weights.channel
+    yield from delivery_problems(channel, rollout.backend, placement(config), fleet.servers, fleet.watch)
     yield from _memory_limit(config)
     if not config.async_training and eta:
         yield (

@@ -45,8 +45,16 @@ ONE_SERVER = tuple(f"{kind}:{one}" for kind in JOINING for one in ("d1", "d1t1")
 """Forms of `rollout.backend` that are one such server on one GPU."""
 
 
-def delivery_problems(channel: str, backend: str, placement: str, attached: Sequence[str]) -> Iterator[str]:
-    """A message for each setting of `rollout.weights` that contradicts the rest. ``attached``: `rollout.fleet.servers`."""
+def delivery_problems(
+    channel: str, backend: str, placement: str, attached: Sequence[str], watch: str | None
+) -> Iterator[str]:
+    """A message for each setting of `rollout.weights` that contradicts the rest. ``attached``: `rollout.fleet.servers`;
+    ``watch``: `rollout.fleet.watch`."""
+    if channel == "ipc" and watch is not None:
+        yield (
+            f"rollout.fleet.watch={watch} lets servers join, and rollout.weights.channel=ipc hands weights only to a server "
+            "that the run starts on its own GPU; leave one of them out"
+        )
     if channel == "ipc" and (backend not in ONE_SERVER or placement != "colocate" or attached):
         yield (
             "rollout.weights.channel=ipc is for one server that the run starts on the GPU of training and that opens "

@@ -252,7 +252,7 @@ def test_without_a_limit_only_a_servers_cache_sleeps_while_models_train(kind, fo
             ["rollout.fleet.sleep=true", "rollout.backend=vllm:d1", "placement=decoupled"],
             "sleep=true is for vLLM and SGLang",
         ),
-        (["rollout.fleet.sleep=true", "rollout.backend=tandem:d1"], "sleep=true is for vLLM and SGLang"),
+        (["rollout.fleet.sleep=false", "rollout.backend=tandem:d1"], "sleep=false is for vLLM and SGLang"),
         (["rollout.fleet.sleep=false", "rollout.backend=vllm:d1", "memory_limit_gib=1"], "sleep=false contradicts memory_"),
     ],
 )

@@ -123,29 +123,44 @@ def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:
     return made
 
 
-def as_text(result: Any) -> str:
-    """A tool's result as the model reads it: text as it is, everything else as JSON.
+def as_text(result: Any, most: int) -> str:
+    """A tool's result as the model reads it: text as it is, everything else as JSON; at most so many characters, and a line
+    that says if there are more.
 
-    Dates, paths, decimals and whatever else says in ``__str__`` what it is are texts in it, and dataclasses are mappings.
+    Dates, paths, decimals and whatever else says in ``__str__`` what it is are texts in it, dataclasses are mappings, arrays
+    and tensors are lists, and bytes are text in UTF-8.
 
     Raises:
         UnwritableResult: for all others, such as a coroutine or a plain object, whose ``repr`` would be an address.
     """
-    if isinstance(result, str):
-        return result
     try:
-        return json.dumps(result, ensure_ascii=False, default=_in_json)
+        result = _in_json(result) if isinstance(result, bytes | bytearray) else result
+        if isinstance(result, str):
+            return result if len(result) <= most else f"{result[:most]}\n… {len(result) - most} more characters"
+        text = ""
+        for piece in _JSON.iterencode(result):  # which stops where nobody reads on
+            text += piece
+            if len(text) > most:
+                return f"{text[:most]}\n… and more"
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnwritableResult(f"it is no JSON ({error})") from None
+        raise UnwritableResult(str(error)) from None
+    return text
 
 
 def _in_json(value: Any) -> Any:
     """Stands for what JSON does not know."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
+    if isinstance(value, bytes | bytearray):
+        return value.decode()
+    if hasattr(value, "tolist"):  # of numpy and torch
+        return value.tolist()
     if type(value).__str__ is object.__str__:
-        raise UnwritableResult(f"it has a {type(value).__name__}, and can have text, numbers, lists and dicts")
+        raise UnwritableResult(f"it contains a {type(value).__name__}")
     return str(value)
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, default=_in_json)
 
 
 def _in_thread(work: Callable[[], Any]) -> "asyncio.Future[Any]":
@@ -164,8 +179,9 @@ def _in_thread(work: Callable[[], Any]) -> "asyncio.Future[Any]":
         result, failure = None, None
         try:
             result = work()
-        except Exception as error:  # the boundary of a user's code
-            failure = error if not isinstance(error, StopIteration) else RuntimeError("StopIteration")
+        except BaseException as error:  # the boundary of a user's code
+            of_python = isinstance(error, StopIteration) or not isinstance(error, Exception)
+            failure = RuntimeError(repr(error)) if of_python else error  # asyncio would take sys.exit() as meant for itself
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

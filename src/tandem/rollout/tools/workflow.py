@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure, InfrastructureFailure
+from tandem.api.plugins import ends_the_task
 from tandem.api.requests import StopReason
 from tandem.api.samples import Sample
 from tandem.api.services import Services, factory_of
@@ -149,36 +150,34 @@ class Talk:
         )
         self.calls += min(len(calls), left)
         self.seconds += time.monotonic() - began
-        return {call.call_id: self._cut(text) for call, text in zip(calls, texts, strict=True)}
+        return {call.call_id: text for call, text in zip(calls, texts, strict=True)}
 
     async def _result(self, call: Call) -> str:
         if call.status != CallStatus.OK:
             known = call.status in (CallStatus.UNKNOWN_TOOL, CallStatus.WRONG_ARGUMENTS)
-            self.faults[str(call.status) if known else "malformed"] += 1
-            return call.why
+            return self._fault(str(call.status) if known else "malformed", call.why)
         seconds = min(self.workflow.tool_seconds, max(0.0, self.deadline - time.monotonic()) * TOOL)
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return as_text(await self.tools[call.name].run(call.arguments))
+                return as_text(await self.tools[call.name].run(call.arguments), self.workflow.max_result_characters)
         except InfrastructureFailure:
             raise  # the sandbox or a server: no fault of the model's, so the episode is run again
         except UnwritableResult as failure:
-            self.faults["wrong_result"] += 1
-            return f"Error: {call.name} returned what cannot be written: {failure}."
+            why = f"returned a value that cannot be written as JSON: {failure}. Return text, numbers, lists or dicts"
+            return self._fault("wrong_result", f"Error: {call.name} {why}")
         except ToolFailure as failure:
-            self.faults["tool_raised"] += 1
-            return f"Error: {failure}"
-        except Exception as error:  # the boundary of a user's code
+            return self._fault("tool_raised", f"Error: {failure}")
+        except BaseException as error:  # the boundary of a user's code
+            if ends_the_task(error):
+                raise
             if limit.expired():
-                self.faults["tool_timeout"] += 1
-                return f"Error: {call.name} was not done after {seconds:.3g} s."
-            self.faults["tool_raised"] += 1
-            return f"Error: {type(error).__name__}: {error}"
+                return self._fault("tool_timeout", f"Error: {call.name} was not done after {seconds:.3g} s.")
+            return self._fault("tool_raised", f"Error: {type(error).__name__}: {error}")
 
-    def _cut(self, text: str) -> str:
-        most = self.workflow.max_result_characters
-        return text if len(text) <= most else f"{text[:most]}\n… {len(text) - most} more characters"
+    def _fault(self, name: str, words: str) -> str:
+        self.faults[name] += 1
+        return as_text(words, self.workflow.max_result_characters)
 
 
 def by_name(tools: Any) -> dict[str, Tool]:
