@@ -1,5 +1,6 @@
 """Rewards of another server: `tandem serve-reward`, the layouts of other systems, and servers that misbehave."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import RewardFailure
-from tandem.cli.serve_reward import judges_of
+from tandem.cli.serve_reward import add_arguments, judges_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -114,6 +115,10 @@ def test_a_class_of_a_classifier_is_served_by_its_name_or_number(models, tmp_pat
     assert scores["rude"] == pytest.approx(scores["one"], abs=1e-5)
     assert scores["calm"] == pytest.approx([-score for score in scores["one"]], abs=1e-5)
     assert opened("rude", models=[str(folder)])["classes"](asked) == scores["rude"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    read = parser.parse_args(["--class-label", "glad=joy", "--class-label", "rude=insult", "glad=A", "rude=A"])
+    assert read.class_label == ["glad=joy", "rude=insult"] and read.models == ["glad=A", "rude=A"]
     for labels, words in (
         (("calm=0",), "--class-label of `tandem serve-reward`"),
         (("rude",), "give one class for a model, as in one=CLASS; the models are one, calm, rude"),

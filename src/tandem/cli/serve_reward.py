@@ -3,7 +3,7 @@
 examples:
   tandem serve-reward runs/helpful/checkpoints/step_60
   tandem serve-reward helpful=runs/helpful/checkpoints/step_60 safe=runs/safety/checkpoints/step_40 --port 8001
-  tandem serve-reward glad=CLASSIFIER rude=CLASSIFIER --class-label glad=joy rude=insult
+  tandem serve-reward glad=CLASSIFIER rude=CLASSIFIER --class-label glad=joy --class-label rude=insult
   tandem train … reward="remote(url=http://127.0.0.1:8001, model=helpful) + 0.2*format"
 
 It listens on this machine only unless --host says otherwise, and then everyone needs the token. Runs of OpenRLHF use the
@@ -12,6 +12,7 @@ route /get_reward. See docs/rewards.md.
 
 import argparse
 import asyncio
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--class-label",
-        nargs="+",
+        action="append",
         default=[],
         metavar="[NAME=]CLASS",
-        help="of classifiers with several classes: the name or number of the class whose log-odds are the score; with NAME= "
-        "where several models are served",
+        help="of a classifier with several classes: the name or number of the class whose log-odds are the score; once for "
+        "each, with NAME= where several models are served",
     )
     add_address(parser, port=8001)
     engine = parser.add_argument_group("engine")
@@ -81,7 +82,7 @@ def judges_of(
                 f"--class-label {label}: give one class for a model, as in {next(iter(folders))}=CLASS; the models are "
                 + ", ".join(folders)
             )
-        chosen[name] = int(wanted) if wanted.isdecimal() else wanted
+        chosen[name] = int(wanted) if re.fullmatch("[0-9]{1,6}", wanted) else wanted
     return {name: open_judge(path, device, dtype, chosen.get(name)) for name, path in folders.items()}
 
 

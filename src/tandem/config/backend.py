@@ -82,8 +82,8 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
     letters = [letter for letter, _ in found]
     if "".join(letter + number for letter, number in found) != axes or len(set(letters)) != len(letters):
         raise ConfigError(
-            f"{key}={backend} must be fsdp: and letters, each with a number of at least 1 (and six digits at most) behind it: "
-            f"{_EXAMPLES}"
+            f"{key}={backend} must be fsdp: and letters, each with a number of at least 1 (and six digits at most) behind "
+            f"it: {_EXAMPLES}"
         )
     if letters[:1] != ["d"] or not set(letters) <= set(_AXES):
         raise ConfigError(f"{key}={backend} must begin with fsdp:dN, and t, c or r may follow: {_EXAMPLES}")

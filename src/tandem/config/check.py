@@ -209,9 +209,9 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
         yield f"rollout.fleet.sleep=false contradicts {limit}, under which servers sleep: leave one of them out"
     if config.rollout.fleet.sleep is not None and backend not in INSIDE and not can_sleep(config):
         yield (
-            f"rollout.fleet.sleep={str(config.rollout.fleet.sleep).lower()} is for vLLM and SGLang servers that the run starts "
-            "on the GPUs of training (rollout.backend=vllm:dN with placement=colocate and no server of others), and here "
-            f"rollout.backend={backend} with placement={placement(config)}: leave it out"
+            f"rollout.fleet.sleep={str(config.rollout.fleet.sleep).lower()} is for vLLM and SGLang servers that the run "
+            "starts on the GPUs of training (rollout.backend=vllm:dN with placement=colocate and no server of others), and "
+            f"here rollout.backend={backend} with placement={placement(config)}: leave it out"
         )
     if config.memory_limit_gib is None:
         return
