@@ -43,7 +43,8 @@ def test_parameters_are_those_of_the_real_model(kind, overrides):
 
     classifier = AutoModelForSequenceClassification.from_config(config)
 
-    assert shape.parameters() == sum(p.numel() for p in tiny_model(kind, **overrides).parameters())
+    assert list(shape.tensors()) == [p.numel() for p in tiny_model(kind, **overrides).parameters()]
+    assert shape.parameters() == sum(shape.tensors())
     assert shape.parameters("scalar") == sum(p.numel() for p in classifier.parameters())
 
 

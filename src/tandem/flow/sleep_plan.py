@@ -8,7 +8,7 @@ models. Several orders of choosing are simulated over a few steps, and the one t
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tandem.api.engines import InferencePart, TrainPart
 from tandem.config.errors import ConfigError
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """A part of a resident: `Part("actor", "optimizer")`."""
 
     resident: str
-    what: TrainPart | InferencePart
+    what: TrainPart | InferencePart | Literal["delivered weights"]
 
     def __str__(self) -> str:
         return f"{self.resident} {self.what}"

@@ -1,7 +1,7 @@
 """From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Part, PartCost, SleepPlan,
 from tandem.models.footprint import Footprint, adapters_of, cache_bytes, engine_bytes, row_capacity
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import BYTES, Dtype, Shape, read_shape
+from tandem.weights.cuda_ipc import staged_bytes
 
 ENGINE = "engine"
 
@@ -98,9 +99,17 @@ def sleep_plan(
     assert actor is not None and actor.engine is not None, "every plan has an actor"
     engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
     parts |= _engine_parts(training, read(actor.engine.path), where, engines)
-    made = SleepPlan(parts, tuple(_stages(config, plan, parts, gradients, where)), int(training.memory_limit_gib * GIB))
-    asked = any(resident.in_episodes for resident in plan.residents)
-    made.check("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))" if asked else "")
+    stages: Iterable[StageNeeds] = _stages(config, plan, parts, gradients, where)
+    remedies = []
+    if training.rollout.weights.channel == "ipc":  # from one delivery to the next, for a server that is started again
+        dtype = getattr(torch, where.dtype(training.rollout.dtype))
+        delivered = Part(ENGINE, "delivered weights"), staged_bytes(read(actor.engine.path).tensors(), dtype)
+        stages = (replace(stage, passing=(*stage.passing, delivered)) for stage in stages)
+        remedies.append("leave rollout.weights.channel=ipc out")
+    if any(resident.in_episodes for resident in plan.residents):
+        remedies.append("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))")
+    made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB))
+    made.check(", or ".join(remedies))
     return made
 
 

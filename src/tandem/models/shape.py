@@ -1,5 +1,6 @@
 """The sizes of a model that its memory and its time follow from, read from config.json alone."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -91,6 +92,22 @@ class Shape:
         if head != "scalar" and not self.tied:
             heads += self.embedding
         return self.embedding + self.layers * self.layer + self.hidden + heads
+
+    def tensors(self) -> Iterator[int]:
+        """Numbers in each tensor of a language model, in the order in which a trained model gives them."""
+        biased = {"o_proj": self.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.qkv_bias)
+        yield self.embedding
+        for _ in range(self.layers):
+            for module, (inputs, outputs) in self.linears.items():
+                yield inputs * outputs
+                if biased.get(module.rpartition(".")[2], self.mlp_bias):
+                    yield outputs
+                if self.qk_norm and module.endswith("o_proj"):
+                    yield from (self.head_dim, self.head_dim)
+            yield from [self.hidden] * self.norms
+        yield self.hidden
+        if not self.tied:
+            yield self.embedding
 
     def root(self, head: Head = "lm") -> int:
         """Parameters outside the layers: what FSDP keeps gathered through a forward and backward pass."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
 from tandem.config.backend import parse_layout
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
@@ -23,6 +25,7 @@ from tandem.planning.machine import Machine
 from tandem.planning.planned_model import PlannedModel, planned_model, resolved
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
+from tandem.weights.cuda_ipc import staged_bytes
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class Generator:
     seats: tuple[Seat, ...] = ()
     """The servers with the GPUs that they are on; empty on a CPU, and if the engines are inside the ranks."""
 
-    opened: bool = False
-    """A server opens each version in the memory of the trainer's GPU, where it lies until the next one comes."""
+    opened: int = 0
+    """Bytes in which each version lies on the trainer's GPU until the next one comes, for a server that opens them there."""
 
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
@@ -323,7 +326,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
         seats=seats_of(config, machine),
-        opened=rollout.weights.channel == "ipc",
+        opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.channel == "ipc" else 0,
     )
 
 
@@ -370,7 +373,7 @@ def _writers(
             kv_cache_gib=cache_gib(config.rollout.engine, "cpu"),  # it has no share of its own
             adapter=0,
             foreign=None,
-            opened=False,
+            opened=0,
             seats=(),
             role=model.role,
         )

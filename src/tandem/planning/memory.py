@@ -151,7 +151,7 @@ def _engine(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     if generator.foreign is not None:
         yield from _shares(generator, machine)
         if generator.opened:
-            yield MemoryItem(generator.role, "delivered weights", delivered_bytes(generator))
+            yield MemoryItem(generator.role, "delivered weights", float(generator.opened))
         return
     yield _weights_of(generator, machine)
     yield from _cache_of(job, generator, machine)

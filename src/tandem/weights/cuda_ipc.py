@@ -54,6 +54,14 @@ class BucketLayout:
         return slot
 
 
+def staged_bytes(numbers: Iterable[int], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Bytes of all buckets of one version. ``numbers``: the count of each of its tensors, in their order."""
+    layout = BucketLayout(bucket_bytes)
+    for count in numbers:
+        layout.add("", (count,), dtype)
+    return sum(layout.sizes)
+
+
 class Staged:
     """One version on the device."""
 

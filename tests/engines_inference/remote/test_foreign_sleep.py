@@ -16,16 +16,22 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import ServerTerms, attached, build_fleet
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.flow.residency import Residency
 from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, StageNeeds
 from tandem.flow.state_parts import Where, sleep_plan
+from tandem.models.shape import read_shape
 from tandem.tracking.statistics import PhaseTimer
+from tandem.weights.cuda_ipc import BUCKET_BYTES, CudaIpcChannel, staged_bytes
 from tests.engines_inference.remote.clients import KINDS, ask, attach, update_from_folder, update_from_memory
 from tests.fleet.fleets import Asking, patient, until
+from tests.tiny import KINDS as MODELS
+from tests.tiny import tiny_model_folder
 
 BOTH: tuple[InferencePart, ...] = ("weights", "kv_cache")
 ROUTES = {
@@ -182,6 +188,28 @@ def test_the_plan_counts_what_a_server_takes_of_the_device(kind, folder):
         planned(folder, backend, "memory_limit_gib=1", "rollout.fleet.servers=[vllm=http://127.0.0.1:1]")
     with pytest.raises(ConfigError, match="needs GPUs: on a CPU neither"):
         planned(folder, backend, "memory_limit_gib=1", where=Where(True, lambda name: "float32", True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_that_a_server_opens_on_the_trainers_gpu_count_to_the_byte(model, tmp_path):
+    folder = tiny_model_folder(tmp_path, model)
+    engine = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), total_steps=1)
+    for dtype, size in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.bfloat16, BUCKET_BYTES)):
+        channel = CudaIpcChannel("cpu", size)
+        place = channel.put(engine.weights(dtype), dtype).source.place()
+        allocated = sum(num_bytes for _, _, num_bytes in place["handles"])
+        assert staged_bytes(read_shape(str(folder)).tensors(), dtype, size) == allocated
+        channel.close()
+
+    keys = ("rollout.backend=vllm:d1", "rollout.weights.channel=ipc")
+    plan = planned(folder, *keys, "memory_limit_gib=1")
+    delivered = Part("engine", "delivered weights"), allocated
+    assert all(delivered in stage.passing for stage in plan.stages), "a server that is started again reads them too"
+    publish = plan.stage("publish")
+    others = sum(plan.parts[part].num_bytes for part in publish.awake | publish.gives)
+    assert plan.least(publish) == others + allocated
+    with pytest.raises(ConfigError, match=r"engine delivered weights 0\.0625.*or leave rollout\.weights\.channel=ipc out"):
+        planned(folder, *keys, "memory_limit_gib=0.06")
 
 
 def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(kind, folder, tmp_path):
