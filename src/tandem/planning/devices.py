@@ -66,10 +66,10 @@ class Device:
     """A line of the table."""
 
     memory_gb: float
-    """Memory as sold, its name."""
+    """Memory that the vendor advertises, in GB: 80 for an 80-GB card. Only the page on planning shows it."""
 
     memory_gib: float
-    """Memory as torch reports it (`total_memory`); the least that was seen, see docs/planning.md."""
+    """Memory that torch reports (`total_memory`) and plans are made with: the least that was seen, see docs/planning.md."""
 
     bfloat16_tflops: float
     """Dense peak with float32 accumulation, without sparsity."""
