@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,25 @@ class Forgotten(Polite):
             time.sleep(3600)
         except Exception:
             pass
+
+class SometimesHangs(Polite):
+    name, calls = "helpful", 0
+
+    def read(self, sample, row, reader):
+        import time
+        self.calls += 1
+        if self.calls % 20 == 3:
+            time.sleep(3600)  # cannot be interrupted
+        while self.calls % 20 == 4:
+            pass
+        return reader.text("yes")
+
+class AlwaysHangs(SometimesHangs):
+    calls = 3
+
+    def read(self, sample, row, reader):
+        self.calls = 2
+        super().read(sample, row, reader)
 
 class Unreadable(Polite):
     def read(self, sample, row, reader):
@@ -277,6 +297,20 @@ def test_a_score_of_a_users_own_that_hangs_ends_the_run_at_its_deadline(override
     keys = [f"reward={models}/mine.py:Forgotten(path={models}/tiny-llama-1)", "reward_timeout_s=0.05"]
     with pytest.raises(UserCodeFailed, match=r"mine.py:Forgotten' took longer than 0.8 s and was interrupted"):
         train(resolved(overrides, *keys))  # 16 samples
+
+
+def test_a_score_that_hangs_in_an_episode_fails_its_sample_alone(overrides, models):
+    keys = [f"workflow={models}/mine.py:Asks", "total_train_steps=1", "reward_timeout_s=0.5", "rollout.min_group_size=1"]
+    summary = train(resolved(overrides, *keys, f"reward={models}/mine.py:SometimesHangs(path={models}/tiny-llama-1)"))
+    last = steps(summary)[-1]
+    assert last["samples/failed/reward_timeout"] == 4 and len(samples_of(summary)) == 12  # none is lost behind them
+    assert [one.name for one in threading.enumerate()].count("score-in-episode") <= 3  # loops were interrupted
+
+
+def test_scores_that_hang_again_and_again_in_episodes_end_the_run(overrides, models):
+    keys = [f"workflow={models}/mine.py:Asks", "reward_timeout_s=0.1", "rollout.max_data_failures=99"]
+    with pytest.raises(WrongWorkflow, match=r"mine.py:AlwaysHangs' took .* and 8 calls of it hang in threads"):
+        train(resolved(overrides, *keys, f"reward={models}/mine.py:AlwaysHangs(path={models}/tiny-llama-1)"))
 
 
 def test_what_a_score_reads_must_be_a_sequence_of_the_model(overrides, models):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import signal
@@ -80,8 +81,13 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
         raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
 
 
-class _Late(BaseException):
-    """Not an Exception, so that the code that is interrupted does not take it for one of its own."""
+class Interrupted(BaseException):
+    """Ends a user's code that is late. Not an Exception, so that this code does not take it for one of its own."""
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Raises `Interrupted` in a thread that runs, as soon as the call that it is in returns to the interpreter."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
 
 
 @contextlib.contextmanager
@@ -97,7 +103,7 @@ def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
         return
 
     def late(number: int, frame: FrameType | None) -> None:
-        raise _Late
+        raise Interrupted
 
     before = signal.signal(signal.SIGALRM, late)
     try:
@@ -106,7 +112,7 @@ def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-    except _Late:
+    except Interrupted:
         raise UserCodeFailed(
             f"{spec!r} took longer than {limit_s:g} s and was interrupted; mend it there, or give it more time, and start "
             "again. Checkpoints that were saved stay"

@@ -129,6 +129,11 @@ class ScoreRole:
         self.planned, self.engine, self.reader, self.vocabulary = planned, engine, reader, vocabulary
         self._timeout_s = timeout_s
 
+    @property
+    def deadline_s(self) -> float | None:
+        """Longest time for one sample; None: any, of a score that is not a user's own and so cannot hang."""
+        return self._timeout_s if self.planned.term.is_file else None
+
     def read(self, sample: Sample, row: Mapping[str, Any]) -> Mapping[str, Any] | DataFailure:
         """The sequence that the model reads for a sample, or the failure that says why it cannot."""
         assert self.reader is not None, "ranks with samples read"
