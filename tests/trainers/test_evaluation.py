@@ -235,8 +235,8 @@ def test_rewards_that_fail_are_counted_by_reason_and_never_lost(model, tmp_path)
     data = found.results["data"]["gsm8k"]
     assert data["failed"] == {"reward_raised": 4}
     assert data["measures"]["accuracy"]["value"] == 0.0
-    assert "reward_raised 4" in found.text
-    assert all("this reward is broken" in one.error for one in read_samples(found.folder))
+    assert re.search("reward_raised 4, first row 0, sample 0: .*this reward is broken", found.text)
+    assert all("this reward is broken" in one.error and one.text for one in read_samples(found.folder))
 
 
 def test_an_evaluation_that_judged_nothing_is_a_failure(model, tmp_path, capsys):

@@ -112,6 +112,8 @@ class EpisodeFailure(TandemError):
         self.reason = reason
         self.failed_samples: tuple[str, ...] = ()
         """Reasons of single samples that had failed before; their group, which would have listed them, was never made."""
+        self.completion_text = ""
+        """The reply that could not be judged; empty if there is none."""
 
 
 class DataFailure(EpisodeFailure):

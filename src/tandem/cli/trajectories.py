@@ -81,7 +81,7 @@ def _step(written: str, recorded: list[int]) -> int | None:
         return None
     if written == "last":
         return recorded[-1] if recorded else 0
-    if not written.isdigit():
+    if not written.isdecimal():
         raise ConfigError(f"--step is a number, `last` or `all`, got {written!r}")
     return int(written)
 

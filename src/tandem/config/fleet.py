@@ -141,7 +141,7 @@ def parse_backend(backend: str) -> tuple[Servers, ...] | None:
         kind, _, count = part.partition(":")
         if kind not in STARTED or part in STARTED:
             raise ConfigError(_not_a_backend(backend, kind, part))
-        sizes = re.fullmatch(r"d([1-9]\d{0,3})(?:t([1-9]\d?))?", count)
+        sizes = re.fullmatch(r"d([1-9][0-9]{0,3})(?:t([1-9][0-9]?))?", count)
         if sizes is None:
             more = ", or :dNtT for N servers of T GPUs each" if kind in TENSOR else ""
             raise ConfigError(

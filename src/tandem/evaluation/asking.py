@@ -36,8 +36,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one question; a plain line of `samples.jsonl`. A failed one has ``failed`` and ``error`` and nothing to
-    judge."""
+    """The answer to one question; a plain line of `samples.jsonl`. A failed one has ``failed`` and ``error``, and
+    the text if it was the judgement that failed."""
 
     data: str
     row: int
@@ -237,7 +237,7 @@ async def _ask_one(
             failure = as_failure(error)
             if limit.expired():
                 failure = DataFailure("deadline", f"not done after {terms.timeout_s:g} s")
-            return failure_answer(item, failure)
+            return failure_answer(item, failure, failure.completion_text)
         finally:
             handle.end()
     raise AssertionError("unreachable: the last attempt returns")
@@ -289,6 +289,7 @@ def answer_of(item: Ask, samples: Sequence[Sample]) -> Answer:
     )
 
 
-def failure_answer(item: Ask, failure: EpisodeFailure) -> Answer:
+def failure_answer(item: Ask, failure: EpisodeFailure, text: str) -> Answer:
+    """The answer of a sample that failed; ``text``: what the model had said."""
     log.warning("%s, row %d, sample %d failed: %s", item.data, item.row, item.sample, failure)
-    return Answer(item.data, item.row, item.sample, failed=failure.reason, error=str(failure))
+    return Answer(item.data, item.row, item.sample, failed=failure.reason, error=str(failure), text=text)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
 from tandem.evaluation.asking import Answer
@@ -85,8 +85,11 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(padded(line) for line in lines)
 
 
-def notes(results: Mapping[str, DataScores]) -> list[str]:
-    """Facts that the table leaves out: how intervals were made, and which samples failed."""
+def notes(results: Mapping[str, DataScores], answers: Iterable[Answer]) -> list[str]:
+    """Facts that the table leaves out: how intervals were made, and which samples failed: the first one for each reason."""
+    first: dict[tuple[str, str | None], Answer] = {}
+    for answer in answers:
+        first.setdefault((answer.data, answer.failed), answer)
     said = []
     methods = sorted({estimate.method for scores in results.values() for estimate in scores.measures.values()})
     if methods:
@@ -95,6 +98,14 @@ def notes(results: Mapping[str, DataScores]) -> list[str]:
         if not scores.measures:
             said.append(f"{data}: the reward states no accuracy and its values are no shares, so only its mean is given.")
         if scores.failed:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in scores.failed.items())
-            said.append(f"{data}: samples that failed and count as wrong: {reasons}; see `error` in samples.jsonl.")
+            said.append(f"{data}: samples that failed and count as wrong; all of them are in samples.jsonl, with `error`:")
+        for reason, count in scores.failed.items():
+            one = first[data, reason]
+            said.append(f"  {reason} {count}, first row {one.row}, sample {one.sample}: {_cut(one.error)}")
     return said
+
+
+def _cut(text: str, most: int = 300) -> str:
+    """Its first line."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -223,7 +223,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
                     answers += found
         results, scores, average = conclude(answers, questions, config)
         folder.finish(results)
-        lines = [table(scores, average), *notes(scores), f"Results and samples: {folder.path}"]
+        lines = [table(scores, average), *notes(scores, answers), f"Results and samples: {folder.path}"]
         if progress.made:
             lines.append(progress.summary())
         judged = sum(answer.failed is None for answer in answers)

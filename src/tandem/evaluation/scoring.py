@@ -37,12 +37,14 @@ class KeptSamples:
         """The answers with the rewards that need a model. Collective; ranks other than 0 bring none."""
         ordered = sorted(self.groups.items())  # not as they arrived: how they are packed must not depend on timing
         outcomes = scorer([group for _, (_, group) in ordered], training=False)
-        found = {place: _answer(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}
+        found = {place: _answer(*made, outcome) for (place, made), outcome in zip(ordered, outcomes, strict=True)}
         return [found.get((answer.row, answer.sample), answer) for answer in answers]
 
 
-def _answer(item: Ask, outcome: Group | DataFailure) -> Answer:
-    return failure_answer(item, outcome) if isinstance(outcome, DataFailure) else answer_of(item, outcome.samples)
+def _answer(item: Ask, asked: Group, outcome: Group | DataFailure) -> Answer:
+    if isinstance(outcome, DataFailure):
+        return failure_answer(item, outcome, asked.samples[0].completion_text)
+    return answer_of(item, outcome.samples)
 
 
 def open_scorer(

@@ -44,14 +44,18 @@ class ChatWorkflow(RolloutWorkflow):
 
     async def judge(self, chat: Chat, data: Mapping[str, Any], reward: RewardFn | None = None) -> RewardResult:
         """The reward of the last reply; by ``reward`` if it is given, of which the sample keeps nothing."""
-        result = await (reward or self.reward)(
-            prompt=chat.prompt,
-            completion=chat.completion,
-            prompt_ids=chat.prompt_ids,
-            completion_ids=chat.completion_ids,
-            row=data,
-            **messages_for(reward or self.reward, chat.messages),
-        )
+        try:
+            result = await (reward or self.reward)(
+                prompt=chat.prompt,
+                completion=chat.completion,
+                prompt_ids=chat.prompt_ids,
+                completion_ids=chat.completion_ids,
+                row=data,
+                **messages_for(reward or self.reward, chat.messages),
+            )
+        except EpisodeFailure as failure:
+            failure.completion_text = chat.completion
+            raise
         chat.raw_rewards = result.raw_rewards if reward is None else chat.raw_rewards
         return result
 

@@ -190,7 +190,7 @@ class StepRecorder:
         """Removes what a kill left: halves of files, and tensors without lines."""
         for path in (self._run / TENSORS).glob("*"):
             name = path.name.removeprefix("step_").removesuffix(".safetensors.gz")
-            if path.name.startswith(".") or (name.isdigit() and int(name) not in self._sizes):
+            if path.name.startswith(".") or (name.isdecimal() and int(name) not in self._sizes):
                 with contextlib.suppress(OSError):
                     path.unlink()
 

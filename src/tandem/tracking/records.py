@@ -43,7 +43,7 @@ def tensors_path(run: Path, step: int) -> Path:
 def recorded_steps(run: Path) -> list[int]:
     """The steps that a run folder has the lines of, in order."""
     names = (path.name.removeprefix("step_").removesuffix(".jsonl") for path in (run / LINES).glob("step_*.jsonl"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 @dataclass(frozen=True)

@@ -288,4 +288,4 @@ def _rest(route: Route) -> tuple[Any, ...]:
 def _retry(request: web.Request) -> Retry:
     """Reads the headers: OpenAI's and Anthropic's clients count how often they sent a request before."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return Retry(int(count) if count.isdigit() else 0, request.headers.get("Idempotency-Key", ""))
+    return Retry(int(count) if count.isdecimal() else 0, request.headers.get("Idempotency-Key", ""))

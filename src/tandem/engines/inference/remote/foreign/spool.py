@@ -86,5 +86,5 @@ def _sweep(place: Path) -> None:
     for folder in place.glob(f"{_PREFIX}*-*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with suppress(OSError):
-            if owner.isdigit() and not psutil.pid_exists(int(owner)) and folder.stat().st_uid == os.getuid():
+            if owner.isdecimal() and not psutil.pid_exists(int(owner)) and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
