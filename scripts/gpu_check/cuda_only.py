@@ -34,6 +34,7 @@ CUDA_LINES = {
     "flow/delivery.py": "the collective channel speaks nccl",
     "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl, and opens "
     "the trainer's memory by handles",
+    "engines/inference/remote/foreign/server.py": "a server that opens the trainer's memory must be on its GPU",
     "engines/inference/remote/foreign/weight_group.py": "the group of trainer and servers speaks nccl",
     "weights/collective.py": "the same, on the sending and the receiving side",
     "weights/cuda_ipc.py": "a version lies in the GPU's memory, and its handles are made there",

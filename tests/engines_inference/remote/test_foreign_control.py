@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ def test_a_vllm_server_opens_memory_that_it_shares_with_the_trainer(folder):
     channel = CudaIpcChannel("cpu", bucket_bytes=4096)
     with VllmStandIn(folder) as server:
         server.extension = "tandem_vllm_worker.TandemWorker"
-        engine = attach(KINDS["vllm"], server, folder).take_by_handles()
+        engine = attach(KINDS["vllm"], server, folder).take_by_handles("cpu")
         assert engine.capabilities == {"in_place", "ipc"}
         for number in (1, 2):
             delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
@@ -182,6 +183,16 @@ def test_a_vllm_server_opens_memory_that_it_shares_with_the_trainer(folder):
         channel.close()
         with pytest.raises(WeightUpdateFailed, match="given back: a newer one is on its way"):
             engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+        engine.close()
+
+
+def test_a_server_on_another_gpu_is_refused_handles_of_memory_by_name(folder):
+    with VllmStandIn(folder) as server:
+        server.extension, server.gpu = "tandem_vllm_worker.TandemWorker", "1f2e"
+        engine = attach(KINDS["vllm"], server, folder)
+        with pytest.raises(ConfigError, match="computes on GPU 1f2e, and the weights lie on GPU cpu, .*: by folders"):
+            engine.take_by_handles("cpu")
+        assert engine.capabilities == {"in_place", "shared_memory"}
         engine.close()
 
 
@@ -215,7 +226,7 @@ def group_of(server):
 def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):
     with VllmStandIn(folder) as server:
         engine = attach(KINDS["vllm"], server, folder)
-        for take in (engine.take_by_group, engine.take_by_handles):
+        for take in (engine.take_by_group, partial(engine.take_by_handles, "cpu")):
             with pytest.raises(ConfigError, match="without Tandem's worker extension; let the run start it"):
                 take()
         engine.close()

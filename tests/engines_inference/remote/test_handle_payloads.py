@@ -75,5 +75,5 @@ def test_an_sglang_server_that_is_too_old_for_it_is_refused(folder):
     with SGLangStandIn(folder, spoils={"/update_weights_from_tensor"}) as server:
         engine = attach(KINDS["sglang"], server, folder)
         with pytest.raises(ConfigError, match="has no route /update_weights_from_tensor; use version"):
-            engine.take_by_handles()
+            engine.take_by_handles("cpu")
         engine.close()

@@ -201,6 +201,7 @@ class VllmStandIn(StandIn):
     """The routes of vLLM."""
 
     worker = None
+    gpu = "cpu"
 
     extension = ""
     device = "cuda"
@@ -304,6 +305,8 @@ class VllmStandIn(StandIn):
             assert self.extension
             self.cuts = self.cuts if "whole" in self.spoils else frozenset()
             return answer({"results": [None]})
+        if body["method"] == "tandem_gpu":
+            return answer({"results": [self.gpu]})
         assert (self.paused and "weights" not in self.asleep) or body["method"] == "tandem_leave"
         await self.hang()
         if "reload" in self.spoils:

@@ -176,13 +176,13 @@ def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -
     """The server, if it can sample what the run trains on, and sleep where it must; else it is closed. Raises
     `ConfigError`."""
     try:
+        ranks = () if terms.devices is None else terms.devices.ranks
+        trainer = ranks[0].devices if ranks else ()
         if terms.rollout.weights.channel == "collective" and terms.version.run:
-            ranks = () if terms.devices is None else terms.devices.ranks
-            trainer = ranks[0].devices if ranks else ()
             backend = group_backend(terms.device, trainer, () if seat is None else seat.devices)
             engine.take_by_group(backend, f"cuda:{trainer[0]}" if backend == "nccl" else "cpu")
         if terms.rollout.weights.channel == "ipc" and terms.version.run:
-            engine.take_by_handles()
+            engine.take_by_handles(f"cuda:{trainer[0]}" if trainer else terms.device)
         if terms.sleeps:
             engine.check_sleep()
         if terms.gconfig is not None and terms.version.run:

@@ -205,6 +205,10 @@ class ServerProtocol(ABC):
         missing = sorted(self.handle_routes - self._listed())
         return f"has no route {', '.join(missing)}; {self.remedy}" if missing else None
 
+    def gpu(self) -> str | None:
+        """The own name of the GPU that the server computes on, ``cpu`` without one; None if it does not say."""
+        return None
+
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """A block in which weights go out by a group: what torch says of it is a fault of the server."""

@@ -279,13 +279,18 @@ class ForeignServer(InferenceEngine):
         self._protocol.by_group, self._protocol.reads_memory = GroupDelivery(Way(reached, backend, device)), True
         return self
 
-    def take_by_handles(self) -> Self:
-        """From now on updates that lie on the GPU that it shares with this process are opened there by it.
+    def take_by_handles(self, device: str) -> Self:
+        """From now on updates that lie on ``device``, the GPU that it shares with this process, are opened there by it.
 
         Raises:
-            ConfigError: it cannot; with the remedy.
+            ConfigError: it cannot, or says that it computes on another GPU; with the remedy.
         """
         lacking = self._protocol.lacks_to_open()
+        if lacking is None:
+            ours = "cpu" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+            theirs = self._protocol.gpu()
+            if theirs not in (None, ours):
+                lacking = f"computes on GPU {theirs}, and the weights lie on GPU {ours}, which it does not open"
         if lacking is not None:
             raise ConfigError(f"{self.name} at {self.url} {lacking}. Or leave rollout.weights.channel out: by folders")
         self._protocol.opens_handles = True

@@ -184,6 +184,10 @@ class VllmProtocol(ServerProtocol):
         """Its own route for this needs pickle too."""
         return self.lacks_to_join()
 
+    def gpu(self) -> str:
+        """Its worker's, in Tandem's worker extension."""
+        return str(self._rpc("tandem_gpu", {}, CONTROL_TIMEOUT_S)["results"][0])
+
     def _joined(self) -> WeightGroup:
         assert self.by_group is not None
         way, size = self.by_group.way, 1 + self.ranks
@@ -205,9 +209,9 @@ class VllmProtocol(ServerProtocol):
     def _tell_to_leave(self, name: str) -> None:
         self._rpc("tandem_leave", {}, CONTROL_TIMEOUT_S)
 
-    def _rpc(self, method: str, terms: Mapping[str, Any], timeout_s: float) -> None:
+    def _rpc(self, method: str, terms: Mapping[str, Any], timeout_s: float) -> Any:
         """A method of the server's workers, of all of them."""
-        self.call("/collective_rpc", {"method": method, "kwargs": dict(terms)}, timeout_s=timeout_s)
+        return self.call("/collective_rpc", {"method": method, "kwargs": dict(terms)}, timeout_s=timeout_s)
 
     def set_label(self, label: str) -> None:
         self.call("/update_weight_version", {"new_version": label})

@@ -53,6 +53,10 @@ class TandemWorker:
             self.reload_weights(weights_path=place["folder"])
         pack_again(self.model_runner.get_model())
 
+    def tandem_gpu(self) -> str:
+        """The GPU's own name, which no other GPU has; ``cpu`` without one."""
+        return "cpu" if self.device.type == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+
     def tandem_whole_logprobs(self) -> None:
         """From now on log-probabilities are those of softmax(logits / temperature), before anything narrows what is drawn.
 
