@@ -190,7 +190,7 @@ def test_a_server_on_another_gpu_is_refused_handles_of_memory_by_name(folder):
     with VllmStandIn(folder) as server:
         server.extension, server.gpu = "tandem_vllm_worker.TandemWorker", "1f2e"
         engine = attach(KINDS["vllm"], server, folder)
-        with pytest.raises(ConfigError, match="computes on GPU 1f2e, and the weights lie on GPU cpu, .*: by folders"):
+        with pytest.raises(ConfigError, match=r"computes on GPU 1f2e, and the weights lie on GPU cpu, .*: by folders"):
             engine.take_by_handles("cpu")
         assert engine.capabilities == {"in_place", "shared_memory"}
         engine.close()
