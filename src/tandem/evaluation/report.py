@@ -106,6 +106,6 @@ def notes(results: Mapping[str, DataScores], answers: Iterable[Answer]) -> list[
 
 
 def _cut(text: str, most: int = 300) -> str:
-    """Its first line."""
+    """The first line."""
     line = text.partition("\n")[0]
     return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -185,7 +185,7 @@ class VllmProtocol(ServerProtocol):
         return self.lacks_to_join()
 
     def gpu(self) -> str:
-        """Its worker's, in Tandem's worker extension."""
+        """Asks Tandem's worker extension."""
         return str(self._rpc("tandem_gpu", {}, CONTROL_TIMEOUT_S)["results"][0])
 
     def _joined(self) -> WeightGroup:
