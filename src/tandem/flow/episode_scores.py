@@ -117,7 +117,7 @@ class _ScoringThread:
         return self._thread.is_alive()
 
     def call(self, work: Callable[[], float], timeout_s: float | None) -> float | BaseException:
-        """What the work gives or raises. After `queue.Empty`, which says that it is late, the thread takes no more work."""
+        """Returns what the work gives or raises. After `queue.Empty`, which says that it is late, it takes no more work."""
         self._todo.put(work)
         try:
             return self._done.get(timeout=timeout_s)
