@@ -23,8 +23,7 @@ WALK = [
     (
         "src/tandem/engines/inference/core.py",
         "One scheduling round: admit requests (`scheduler.py`), compute a piece of their prompts, decode one token of every "
-        "running sequence (`sequences.py`, `passes.py`), sample (`slots.py`, `sampler.py`), stamp each token with the "
-        "version that made it.",
+        "running sequence (`passes.py`), sample and stamp each token with the version that made it (`sequences.py`).",
     ),
     (
         "src/tandem/rollout/collate.py",
@@ -33,9 +32,8 @@ WALK = [
     ),
     (
         "src/tandem/roles/actor.py",
-        "Proximal log-probabilities where they are needed, advantages (next line), what is chosen among the tokens of the "
-        "whole batch (`tokens.py`), then mini-batches with the weight of each token in the global batch; several "
-        "trajectories may be one sample (`samples.py` for both).",
+        "Proximal log-probabilities where they are needed, advantages (next line), then mini-batches with the weight of "
+        "each token in the global batch; several trajectories may be one sample (`samples.py` for both).",
     ),
     ("src/tandem/roles/credit.py", "Rewards are shaped and become the advantage of each token."),
     ("src/tandem/roles/objective.py", "The loss of each token: policy loss, behaviour correction, KL, entropy."),

@@ -18,7 +18,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.slots import Slots
+from tandem.engines.inference.sequences import Slots
 from tandem.models.tokenizer import load_tokenizer
 from tandem.models.upload import Download
 from tests.tiny import tiny_model
@@ -39,12 +39,12 @@ class ForcedSlots(Slots):
         ids = self.tokenizer(self.script(prompt), add_special_tokens=False)["input_ids"]
         self.lines[sequence.slot] = [*ids, self.tokenizer.eos_token_id]
 
-    def draw(self, batch, slots, logits, rows, version):
-        counts = self.counts[slots]
-        forced = torch.tensor([self.lines[s][c] for s, c in zip(slots.tolist(), counts.tolist(), strict=True)])
+    def draw(self, batch, logits, version):
+        counts, rows = self.counts[batch.slots], batch.rows
+        forced = torch.tensor([self.lines[s][c] for s, c in zip(batch.slots.tolist(), counts.tolist(), strict=True)])
         logprobs = torch.log_softmax(logits / rows.temperatures[:, None], dim=-1).gather(1, forced[:, None])[:, 0]
         logits.fill_(float("-inf")).scatter_(1, forced[:, None], 0.0)
-        super().draw(batch, slots, logits, replace(rows, uniform_temperature=True), version)
+        super().draw(batch._replace(rows=replace(rows, uniform_temperature=True)), logits, version)
         drawn = self.unread.pop()
         self.unread.append(replace(drawn, found=(drawn.found[0], Download(logprobs))))
 

@@ -42,6 +42,16 @@ class KLConfig:
     horizon: float = 10000.0
     """Samples over which the coefficient changes by at most a fifth."""
 
+    @property
+    def in_loss(self) -> bool:
+        """True if the penalty is a term of the loss."""
+        return self.coefficient > 0 and self.where == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """True if the penalty is subtracted from the reward."""
+        return self.coefficient > 0 and self.where == "reward"
+
 
 @dataclass(frozen=True)
 class CorrectionConfig:

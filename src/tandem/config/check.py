@@ -299,12 +299,12 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     kl = algorithm.kl
-    if kl.coefficient > 0 and kl.where == "loss" and kl.estimator == "k1" and not kl.importance:
+    if kl.in_loss and kl.estimator == "k1" and not kl.importance:
         yield (
             "algorithm.kl.estimator=k1 in the loss has a gradient of zero on average; use k2, k3 or k3_plus, "
             "algorithm.kl.importance=true, or algorithm.kl.where=reward"
         )
-    if kl.coefficient > 0 and kl.where == "reward" and kl.estimator not in (None, "k1"):
+    if kl.in_reward and kl.estimator not in (None, "k1"):
         yield (
             f"algorithm.kl.estimator={kl.estimator} is for the loss; the reward takes k1: leave it out, "
             "or set algorithm.kl.where=loss"

@@ -171,7 +171,7 @@ def _named_rewards(config: TrainConfig, choice: str, part: PartRecord) -> Iterat
     if not part.needs_named_rewards:
         return
     kl = config.algorithm.kl
-    if kl.coefficient > 0 and kl.where == "reward":
+    if kl.in_reward:
         yield f"{choice} contradicts algorithm.kl.where=reward, because {NAMED}; set algorithm.kl.where=loss"
     for i, shaping in enumerate(config.algorithm.shaping):
         if not part_of("shaping", shaping.name).keeps_rewards:

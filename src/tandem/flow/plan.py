@@ -32,7 +32,6 @@ from tandem.rewards.build import build_scores, needs_model
 from tandem.rewards.model import ModelReward
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
-from tandem.roles.tokens import needs_proximal
 
 Head = Literal["lm", "scalar", "both", "text"]
 
@@ -278,7 +277,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
-    proximal = teacher is not None or needs_proximal(config.algorithm, updates, parts.tokens)
+    proximal = teacher is not None or parts.needs_proximal(config.algorithm, updates)
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", generating, _collecting(config, judges)),
         *_scoring(scores),

@@ -22,7 +22,6 @@ from tandem.roles.critic import SharedCritic
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.reference import Reference
 from tandem.roles.samples import mini_batches, samples_of, trained_tokens, with_fields
-from tandem.roles.tokens import kl_in_reward, needs_proximal
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +67,8 @@ class Actor:
         parts = parts or choose_parts(algorithm, max_new_tokens, seed)
         self._credit, self._tokens, self._aggregation = parts.credit, parts.tokens, parts.aggregation
         self._objective = parts.objective
+        self.needs_proximal = parts.needs_proximal(algorithm, self.updates_per_batch)
+        """True if `compute_proximal` has to run."""
 
     def state_dict(self) -> dict[str, Any]:
         """The actor's state; the engine has a state of its own."""
@@ -80,11 +81,6 @@ class Actor:
     def updates_per_batch(self) -> int:
         """Most optimizer steps that one batch gives."""
         return self.config.mini_batches * self.config.epochs_per_batch
-
-    @property
-    def needs_proximal(self) -> bool:
-        """True if `compute_proximal` has to run."""
-        return needs_proximal(self.algorithm, self.updates_per_batch, self._tokens)
 
     @stage(
         reads=("input_ids", "loss_mask", "temperature"),
@@ -122,11 +118,11 @@ class Actor:
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
         """Adds ``advantages``, ``shaped_reward`` and ``dropped``: the tokens that get weight 0, expired ones among them."""
         samples, mask = samples_of(batch), trained_tokens(batch)
-        if kl_in_reward(self.algorithm):
+        if self.algorithm.kl.in_reward:
             self._require(batch, "proximal_logprobs", True, "compute_proximal(batch)")
             self._require(batch, "reference_logprobs", True, "reference.compute_logprobs(batch)")
         rewards, _ = self._credit.shape(batch, samples)
-        penalty = self.kl_coefficient if kl_in_reward(self.algorithm) else 0.0
+        penalty = self.kl_coefficient if self.algorithm.kl.in_reward else 0.0
         dropped = batch["expired"] & mask if "expired" in batch.keys() else torch.zeros_like(mask)
         for by_rule in self._drops(batch).values():
             dropped = dropped | by_rule
@@ -136,7 +132,7 @@ class Actor:
             dropped=dropped,
             **self._credit.advantages(batch, samples, rewards, penalty),
         )
-        return with_fields(found, **self._tokens.prepared(found, self.version))
+        return found if self._tokens is None else with_fields(found, **self._tokens.prepared(found, self.version))
 
     def _drops(self, batch: TensorDict) -> dict[str, torch.Tensor]:
         """The trained tokens that each rule in use takes out of the loss, ``[T]`` bool."""
@@ -145,9 +141,7 @@ class Actor:
             samples = samples_of(batch)
             _, kept = self._credit.shape(batch, samples)
             drops["shaping"] = ~per_token(batch, kept[samples.of_sequence]) & trained_tokens(batch)
-        if self._tokens.filter.name != "none":
-            drops["token_filter"] = self._tokens.filtered(batch, self.version)
-        return drops
+        return drops if self._tokens is None else drops | self._tokens.drops(batch, self.version)
 
     @stage(
         reads=(
@@ -188,8 +182,7 @@ class Actor:
             NonFinite: too many steps in a row were not finite.
         """
         self._require(batch, "proximal_logprobs", self.needs_proximal, "compute_proximal(batch)")
-        in_loss_term = self.algorithm.kl.coefficient > 0 and self.algorithm.kl.where == "loss"
-        self._require(batch, "reference_logprobs", in_loss_term, "reference.compute_logprobs(batch)")
+        self._require(batch, "reference_logprobs", self.algorithm.kl.in_loss, "reference.compute_logprobs(batch)")
         objective = replace(self._objective, version=self.version, kl_coefficient=self.kl_coefficient)
         counts = (batch["advantages"] != 0) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
         has_other_terms = objective.has_other_terms or self.shared_critic is not None

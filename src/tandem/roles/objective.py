@@ -45,13 +45,12 @@ class Objective:
         """The parts that a configuration names, before the first update."""
         correction, kl = config.correction, config.kl
         bounds = {name: value for name, value in (("low", correction.low), ("high", correction.high)) if value}
-        in_loss = kl.coefficient > 0 and kl.where == "loss"
         return cls(
             policy_loss=choose(POLICY_LOSSES, config.policy_loss, "algorithm.policy_loss"),
             weight=choose(IMPORTANCE_WEIGHTS, Component(correction.weight, bounds), "algorithm.correction.weight"),
             rejection=choose(REJECTIONS, correction.reject, "algorithm.correction.reject"),
             level=correction.level,
-            kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if in_loss else None,
+            kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if kl.in_loss else None,
             kl_coefficient=kl.coefficient,
             kl_importance=kl.importance,
             entropy_coefficient=config.entropy_coefficient,

@@ -15,28 +15,36 @@ from tandem.roles.samples import trained_tokens
 FIELD = {"proximal": "proximal_logprobs", "rollout": "rollout_logprobs", "entropy": "entropy"}
 
 
+def token_choice(algorithm: AlgorithmConfig, seed: int, preparation: Choice | None) -> TokenChoice | None:
+    """The choice of tokens that an algorithm makes; None if it trains on all. Arguments are those of `TokenChoice`.
+
+    Raises:
+        ConfigError: the filter is not known.
+    """
+    token_filter = choose(TOKEN_FILTERS, algorithm.token_filter, "algorithm.token_filter")
+    filters = token_filter.name != "none"
+    return TokenChoice(token_filter if filters else None, preparation, seed) if filters or preparation else None
+
+
 class TokenChoice:
     """The token filter, and what the policy loss prepares."""
 
-    def __init__(self, algorithm: AlgorithmConfig, seed: int, preparation: Choice | None):
-        """``seed``: of the noise that breaks ties and draws at random. ``preparation``: that of the policy loss.
-
-        Raises:
-            ConfigError: the filter is not known.
-        """
-        self.seed, self.preparation = seed, preparation
-        self.filter = choose(TOKEN_FILTERS, algorithm.token_filter, "algorithm.token_filter")
+    def __init__(self, token_filter: Choice | None, preparation: Choice | None, seed: int):
+        """``preparation``: that of the policy loss. ``seed``: of the noise that breaks ties and draws at random."""
+        self.filter, self.preparation, self.seed = token_filter, preparation, seed
 
     @property
     def needs_proximal(self) -> bool:
         """True if the pass before the update has to run."""
-        chosen = [self.filter, *([self.preparation] if self.preparation else [])]
+        chosen = [choice for choice in (self.filter, self.preparation) if choice is not None]
         return any(name in choice.asked for choice in chosen for name in ("proximal", "entropy"))
 
-    def filtered(self, batch: TensorDict, step: int) -> torch.Tensor:
-        """Tokens that the filter takes out of the loss, ``[T]`` bool."""
+    def drops(self, batch: TensorDict, step: int) -> dict[str, torch.Tensor]:
+        """Tokens that the filter takes out of the loss, ``[T]`` bool, under the name ``token_filter``; empty without one."""
+        if self.filter is None:
+            return {}
         mask = self._mask(batch)
-        return mask & ~self._call(self.filter, batch, mask, step) if self.filter.name != "none" else torch.zeros_like(mask)
+        return {"token_filter": mask & ~self._call(self.filter, batch, mask, step)}
 
     def prepared(self, batch: TensorDict, step: int) -> dict[str, torch.Tensor]:
         """``prepared [T]``, where the policy loss asks for it; the batch has ``advantages`` and ``dropped``."""
@@ -60,19 +68,3 @@ class TokenChoice:
             ids = batch["group_id"], batch["sample_id"], batch["input_ids"], batch["cu_seqlens"]
             tensors["noise"] = token_noise(self.seed, step, *ids)
         return choice(**tensors)
-
-
-def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
-    """True if the distance to the reference is subtracted from the reward, and not added to the loss."""
-    return algorithm.kl.coefficient > 0 and algorithm.kl.where == "reward"
-
-
-def needs_proximal(algorithm: AlgorithmConfig, updates_per_batch: int, tokens: TokenChoice) -> bool:
-    """True if the log-probabilities of before the update have to be computed in a pass of their own.
-
-    With one optimizer step a batch the policy of that step *is* the proximal one, and stands in for it in ratio, behaviour
-    correction and rejection, all of which are per trajectory. KL in the reward, a coefficient that follows the KL, and a
-    choice among the tokens of the whole batch need it earlier.
-    """
-    follows = algorithm.kl.target is not None
-    return updates_per_batch > 1 or kl_in_reward(algorithm) or follows or tokens.needs_proximal

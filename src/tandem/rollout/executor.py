@@ -176,15 +176,18 @@ class Rollout:
 
     def begin_again(self) -> None:
         """Begins episodes that run, and groups that are not judged whole, again, because the reward has changed."""
-        self._pool.begin_again()
+        with self._pool.locked() as book:
+            book.begin_again()
 
     def take_dropped(self) -> tuple[Dropped, ...]:
         """The prompts that were dropped since the last call, for the record of a step; none on ranks other than 0."""
-        return self._pool.take_dropped()
+        with self._pool.locked() as book:
+            return book.take_dropped()
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last batch, and counts of episodes and failed samples since the start; empty but on rank 0."""
-        return self._metrics | self._pool.counts() if self._team.main else {}
+        with self._pool.locked() as book:
+            return self._metrics | book.counts() if self._team.main else {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine (an evaluation, say) on the executor's loop, beside its episodes, and waits for it."""
@@ -192,19 +195,21 @@ class Rollout:
 
     def standing_still(self) -> AbstractContextManager[object]:
         """A block in which no episode starts, ends or takes a row: what is read inside belongs together. Keep it short."""
-        return self._pool.changed
+        return self._pool.locked()
 
     def state_dict(self) -> dict[str, Any]:
         """The state (`Stateful`). Called between two steps, and where episodes go on, inside `standing_still`.
 
         Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
         """
-        return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()} if self._team.main else {}
+        with self._pool.locked() as book:
+            return {"pool": book.state_dict(), "replay": self.replay.state_dict()} if self._team.main else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch."""
         if self._team.main:
-            self._pool.load_state_dict(state["pool"])
+            with self._pool.locked() as book:
+                book.load_state_dict(state["pool"])
             self.replay.load_state_dict(state["replay"])
 
     def close(self) -> None:

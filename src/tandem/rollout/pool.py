@@ -3,16 +3,15 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from tandem.api.activity import GENERATING, did, waiting
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EpisodeFailure, WaitTimeout
-from tandem.api.samples import Dropped, Group
+from tandem.api.samples import Group
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
@@ -75,11 +74,11 @@ class EpisodePool:
         self._engine, self._config, self._deterministic = engine, config, deterministic
         self.loop = BackgroundLoop()
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
-        self._others = None if generators is None else OtherRanks(generators, self.loop, self._break)
+        self._others = OtherRanks(generators, self.loop, self._break)
 
-        # The lock of `changed` guards the book. Its holder may schedule calls on the loop, but must not wait for it: the
+        # The lock of `_changed` guards the book. Its holder may schedule calls on the loop, but must not wait for it: the
         # loop may itself be waiting for the lock. Waiters are woken when there may be something for them.
-        self.changed = threading.Condition()
+        self._changed = threading.Condition()
         self._book = EpisodeBook(
             config,
             max_head_offpolicyness,
@@ -94,16 +93,22 @@ class EpisodePool:
 
     # ------------------------------------------------------------------ for the caller
 
+    @contextmanager
+    def locked(self) -> Iterator[EpisodeBook]:
+        """The book, in a block in which no episode starts, ends or takes a row. Keep it short."""
+        with self._changed:
+            yield self._book
+
     def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, start: bool = False) -> None:
         """Queues one episode on each row. ``start``: what the gate admits begins now, not when a batch is wanted."""
-        with self.changed:
+        with self._changed:
             self._book.submit(rows, workflow)
             if start:
                 self._pump()
 
     def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
         """Rows that follow when no submitted ones are left."""
-        with self.changed:
+        with self._changed:
             self._book.draw_from(loader, workflow)
 
     def judge(self, wish: Wish) -> bool:
@@ -111,7 +116,7 @@ class EpisodePool:
         scored = list(zip(wish.candidates, wish.outcomes, strict=True))
         # without the lock, which the loop needs
         judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))
-        with self.changed:
+        with self._changed:
             for (episode, _), outcome in zip(scored, judged, strict=True):
                 self._book.judge(episode, outcome)
             return len(self._book.waiting) < wish.count
@@ -127,77 +132,49 @@ class EpisodePool:
         """
         began = time.monotonic() - wish.metrics["time/wait_s"]
         try:
-            with waiting(f"{wish.count} groups"), self._others_working(wish):
+            with waiting(f"{wish.count} groups"), self._others.working(wish.workflow):
                 self._wait(wish, began)
         finally:
             wish.metrics["time/wait_s"] = time.monotonic() - began
-            with self.changed:
+            with self._changed:
                 self._book.wanted = 0
         return len(wish.candidates)
 
     def end_step(self) -> None:
         """Ends the step: the episodes that were taken are trained, and make room for others."""
-        with self.changed:
+        with self._changed:
             self._book.end_step()
             self._pump()
 
-    def begin_again(self) -> None:
-        """Begins episodes again, so that all samples of a group are judged by the same reward."""
-        with self.changed:
-            self._book.begin_again()
-
-    def take_dropped(self) -> tuple[Dropped, ...]:
-        """Takes the dropped prompts, the newest `MAX_DROPPED`."""
-        with self.changed:
-            return self._book.take_dropped()
-
-    def counts(self) -> dict[str, float]:
-        """Episodes and failed samples since the start, as metrics."""
-        with self.changed:
-            return self._book.counts()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the book."""
-        with self.changed:
-            return self._book.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first episode."""
-        with self.changed:
-            self._book.load_state_dict(state)
-
     def close(self) -> None:
         """Aborts what runs; those prompts are pending again. Idempotent."""
-        with self.changed:
+        with self._changed:
             self._book.broken = self._book.broken or RuntimeError("the rollout is closed")
             self._book.abort_running()
-            self.changed.notify_all()
+            self._changed.notify_all()
         self.loop.close()
 
     # ------------------------------------------------------------------ waiting
 
     def _wait(self, wish: Wish, began: float) -> None:
         deadline = began + wish.patience_s
-        with self.changed:
+        with self._changed:
             self._book.wanted = wish.count
         while True:
             if self._deterministic:
                 self._wave(deadline)
-            with self.changed:
+            with self._changed:
                 if self._try(wish):
                     return
                 if time.monotonic() >= deadline:
                     waited_s = time.monotonic() - began
                     raise WaitTimeout(f"waited {waited_s:.1f} s for {wish.count} groups; {self._book.describe()}")
                 if self._book.running:  # else the next wave begins
-                    self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-
-    def _others_working(self, wish: Wish) -> AbstractContextManager[None]:
-        return nullcontext() if self._others is None or wish.workflow is None else self._others.working(wish.workflow)
+                    self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
     def _wave(self, deadline: float) -> None:
         """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
-        with self.changed:
+        with self._changed:
             episodes = [] if self._book.running else self._book.admit()
         if episodes:
             self.runner.begin(episodes, self._spawn, deadline - time.monotonic())
@@ -232,8 +209,7 @@ class EpisodePool:
 
     def _stop(self, episode: Episode) -> None:
         """Ends an episode that the book has let go."""
-        if self._others is not None:
-            self._others.cancel(episode)
+        self._others.cancel(episode)
         if episode.task is not None:
             self.loop.call(episode.task.cancel)
 
@@ -247,21 +223,19 @@ class EpisodePool:
     def _spawn(self, episodes: Sequence[Episode]) -> None:
         """Runs episodes that were admitted, here or on other ranks."""
         loop, episodes = asyncio.get_running_loop(), [episode for episode in episodes if not episode.aborted]
-        if self._others is not None:
-            try:
-                self._others.give(episodes)
-            except Exception as error:  # the worker boundary: a row that cannot travel must reach whoever waits
-                self._break(error)
-                return
+        try:
+            self._others.give(episodes)
+        except Exception as error:  # the worker boundary: a row that cannot travel must reach whoever waits
+            self._break(error)
+            return
         for episode in episodes:
             episode.task = loop.create_task(self._run(episode))
-            if self._others is not None:
-                episode.task.add_done_callback(partial(self._others.ended, episode))
+            episode.task.add_done_callback(partial(self._others.ended, episode))
 
     async def _run(self, episode: Episode) -> None:
         try:
-            made = self._others.group_of(episode) if episode.place and self._others else self.runner.group_of(episode)
-            self._end(episode, await made)
+            maker = self._others if episode.place else self.runner
+            self._end(episode, await maker.group_of(episode))
         except EpisodeFailure as failure:
             self._end(episode, failure)
         except Exception as error:  # the worker boundary: a bug here must reach whoever waits
@@ -270,7 +244,7 @@ class EpisodePool:
     def _end(self, episode: Episode, outcome: Group | EpisodeFailure) -> None:
         did(*GENERATING)
         try:
-            with self.changed:
+            with self._changed:
                 book = self._book
                 if episode.number not in book.running:  # it was aborted while this thread waited for the lock
                     return
@@ -279,11 +253,11 @@ class EpisodePool:
                 # Waking the caller costs more than an episode: only when there may be something for it.
                 full = book.wanted and len(book.waiting) >= book.wanted
                 if full or not book.running or book.broken or self._deterministic or self._config.on_expiry != "mask":
-                    self.changed.notify_all()
+                    self._changed.notify_all()
         except Exception as error:  # the worker boundary: a filter or a loader that raised must reach whoever waits
             self._break(error)
 
     def _break(self, error: Exception) -> None:
-        with self.changed:
+        with self._changed:
             self._book.broken = self._book.broken or error
-            self.changed.notify_all()
+            self._changed.notify_all()

@@ -72,22 +72,26 @@ class RankMessages:
 class OtherRanks:
     """The ranks that run episodes for rank 0. `working` and `cancel` are for any thread, the rest for the loop's."""
 
-    def __init__(self, team: Team, loop: BackgroundLoop, lost: Callable[[Exception], None]):
-        """``lost`` is told of a rank that is gone."""
+    def __init__(self, team: Team | None, loop: BackgroundLoop, lost: Callable[[Exception], None]):
+        """``team``: the ranks that generate; None: rank 0 alone, so there are no others. ``lost`` is told of a rank that
+        is gone."""
         self._lost = lost
-        self._lines = [RankMessages(team, peer) for peer in range(1, team.size)]
+        self._lines = [] if team is None else [RankMessages(team, peer) for peer in range(1, team.size)]
         self._loop = loop
         self._workflow: RolloutWorkflow | None = None
-        self._loads = [0] * team.size
+        self._loads = [0] * (1 + len(self._lines))
         self._outcomes: dict[int, asyncio.Future[Group | Exception]] = {}
 
     @contextlib.contextmanager
-    def working(self, workflow: RolloutWorkflow) -> Iterator[None]:
-        """A block in which the other ranks run episodes of this workflow.
+    def working(self, workflow: RolloutWorkflow | None) -> Iterator[None]:
+        """A block in which the other ranks run episodes of this workflow; they run none if it is None.
 
         Raises:
             WaitTimeout: at the end of the block one of them does not answer.
         """
+        if workflow is None or not self._lines:
+            yield
+            return
         work = [(line.send, ()) for line in self._lines] + [(self._listen, (line,)) for line in self._lines]
         threads = [threading.Thread(target=what, args=given, name="other-ranks", daemon=True) for what, given in work]
         for thread in threads:

@@ -22,15 +22,12 @@ from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBui
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
-from tandem.engines.inference.sampler import SamplingRows
 from tandem.engines.inference.scheduler import Scheduler
-from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt
-from tandem.engines.inference.slots import Slots
+from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, SlotBatch, Slots
 from tandem.engines.inference.stopping import StopText
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import load_tokenizer
-from tandem.models.upload import upload
 
 __all__ = ["EngineCore", "StagedWeights"]
 
@@ -75,9 +72,6 @@ class EngineCore:
         self._slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
         self._scheduler = Scheduler(self._cache, self._slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         self._passes = Passes(a, dtype, compute, device, self._max_model_len)
-        self._last_hidden: dict[Sequence, torch.Tensor] = {}
-        """Last hidden states of sequences with a prompt of their own that is done and has no token drawn from it yet."""
-
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
         self._version = version
@@ -194,14 +188,11 @@ class EngineCore:
         scheduler.prefill.jobs = [job for job in scheduler.prefill.jobs if job.done < len(job.tokens)]
         if not starting:
             return []
-        hidden = [self._hidden_of(sequence) for sequence in starting]
         assert self._weights is not None
-        logits = self._passes.logits(self._weights, hidden)
-        self._last_hidden = {}
+        logits = self._passes.logits(self._weights, [sequence.last_hidden() for sequence in starting])
         for sequence in starting:
             scheduler.start(sequence)
-        slots = torch.tensor([sequence.slot for sequence in starting])
-        return self._draw(starting, slots, logits)
+        return self._draw(self._slots.batch(starting), logits)
 
     def _run_jobs(self, jobs: list[Prefill], counter: str) -> list[Prefill]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
@@ -209,49 +200,30 @@ class EngineCore:
         taken, pieces = self._scheduler.prefill.next_pieces(jobs)
         complete = self._passes.prefill(self._weights, taken, pieces)
         for job, last in complete:
-            if isinstance(job.owner, SharedPrompt):
-                job.owner.hidden = last
-            else:
-                self._last_hidden[job.owner] = last
+            job.owner.hidden = last
         self._counters[counter] += sum(piece.count for piece in pieces)
         return [job for job, _ in complete]
 
     def _decode(self) -> Finished:
-        slots = self._slots
-        if self._scheduler.changed or not self._passes.planned:
-            self._make_batch()
+        """The next token of every sequence that decodes."""
+        slots, scheduler = self._slots, self._scheduler
+        if scheduler.changed or not self._passes.planned:  # else it is the batch of the step before
+            self._batch = slots.batch(scheduler.ordered())
+            self._passes.plan(self._batch.sequences, slots.positions[self._batch.slots].tolist())
+            scheduler.changed = False
         else:
             self._passes.advance()
         assert self._weights is not None
-        places = self._batch_slots
-        logits = self._passes.decode(self._weights, slots.last[self._batch_places], slots.positions[places] - 1)
-        return self._draw(self._batch, places, logits, self._sampling)
+        batch = self._batch
+        logits = self._passes.decode(self._weights, slots.last[batch.places], slots.positions[batch.slots] - 1)
+        return self._draw(batch, logits)
 
-    def _make_batch(self) -> None:
-        """The sequences that decode now; valid until one joins or leaves."""
-        batch = self._batch = self._scheduler.ordered()
-        self._batch_slots = torch.tensor([sequence.slot for sequence in batch])
-        self._batch_places = upload(self._batch_slots, self.device)
-        self._sampling = self._slots.sampling(self._batch_slots)
-        self._passes.plan(batch, self._slots.positions[self._batch_slots].tolist())
-        self._scheduler.changed = False
-
-    def _hidden_of(self, sequence: Sequence) -> torch.Tensor:
-        """Hidden state ``[hidden]`` of the last token of its prompt, which has been computed."""
-        if sequence.prompt is None:
-            return self._last_hidden[sequence]
-        assert sequence.prompt.hidden is not None
-        return sequence.prompt.hidden
-
-    def _draw(
-        self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows | None = None
-    ) -> Finished:
+    def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
         """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
-        rows = self._slots.sampling(slots) if rows is None else rows
-        self._slots.draw(batch, slots, logits, rows, self._version.number)
+        self._slots.draw(batch, logits, self._version.number)
         if not self._late:
             return self._read()
-        self._scheduler.leave([batch[i] for i in self._slots.at_limit(slots)])  # before it is known what they drew
+        self._scheduler.leave(self._slots.at_limit(batch))  # before it is known what they drew
         return []
 
     def _read(self, count: int | None = None) -> Finished:
@@ -311,7 +283,6 @@ class EngineCore:
                 while jobs:
                     self._run_jobs(jobs, "recomputed_tokens")
                     jobs = [job for job in jobs if job.done < len(job.tokens)]
-            self._last_hidden.clear()
         return {"pause_s": switched - began, "recompute_s": time.perf_counter() - switched}
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:

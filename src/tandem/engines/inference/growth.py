@@ -14,8 +14,7 @@ from itertools import islice
 import torch
 
 from tandem.engines.inference.kv_cache import KVCache
-from tandem.engines.inference.sequences import Sequence
-from tandem.engines.inference.slots import Slots
+from tandem.engines.inference.sequences import Sequence, Slots
 
 _LATEST = 64
 """Completions that the expected length is learned from."""

@@ -1,4 +1,4 @@
-"""Who runs: admission by memory and by lines in the tables, and sharing of prompts.
+"""Who runs: admission by memory and by lines in the tables.
 
 First come, first served. A request is admitted when the row that it begins with fits (`growth.py`); when the cache is full,
 the one that came last gives way.
@@ -11,8 +11,8 @@ import torch
 from tandem.engines.inference.growth import Growth
 from tandem.engines.inference.kv_cache import KVCache, Pool
 from tandem.engines.inference.prefill_queue import PrefillQueue
-from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt
-from tandem.engines.inference.slots import Slots
+from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, Slots
+from tandem.engines.inference.shared_prompts import SharedPrompts
 
 
 class Scheduler:
@@ -33,14 +33,8 @@ class Scheduler:
         self.changed = True
         """The set of decoding sequences, or a place in the cache, is not what it was."""
 
-        self._read_tokens = 0
-        """Prompt tokens that were not computed, because another sample's are read."""
-
         self._arrived = 0
-        self._alike: Counter[tuple[int, ...]] = Counter()
-        """Waiting requests by prompt."""
-
-        self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
+        self._prompts = SharedPrompts(cache)
 
     @property
     def num_running(self) -> int:
@@ -50,7 +44,7 @@ class Scheduler:
     @property
     def shared_tokens(self) -> int:
         """Prompt tokens that were not computed, because another sample's could be read or copied."""
-        return self._read_tokens + self.prefill.copied_tokens
+        return self._prompts.read_tokens + self.prefill.copied_tokens
 
     def needed(self, sequence: Sequence) -> int:
         """Tokens of cache that the sequence needs alone; the last token it draws is never stored."""
@@ -60,7 +54,7 @@ class Scheduler:
         self.sequences[sequence.request_id] = sequence
         sequence.arrival = self._arrived = self._arrived + 1
         self.waiting.append(sequence)
-        self._alike[sequence.request.input_ids] += 1
+        self._prompts.queued(sequence)
 
     def admit(self) -> None:
         """Takes in from the front of the queue what fits."""
@@ -74,10 +68,11 @@ class Scheduler:
             # By default it joins a prompt that others computed or will compute: it needs a row for its own tokens only.
             pool: Pool = "suffix"
             needs = [self.growth.capacity(0, sequence)]
-            if sequence.started and not self._computed(tokens):  # it gave way: its prompt and what it drew share a row
+            if sequence.started and not self._prompts.computed(tokens):
+                # it gave way: its prompt and what it drew share a row
                 pool, needs = "whole", [self.growth.capacity(len(tokens), sequence)]
             elif tokens not in self._prompts and tokens not in new_prompts:
-                if self._alike[tokens] > 1:  # it is the first of several: it brings the row of the prompt as well
+                if self._prompts.wanted(tokens) > 1:  # it is the first of several: it brings the row of the prompt as well
                     needs.append(self.cache.capacity_for(len(tokens)))
                     new_prompts.add(tokens)
                 else:  # nobody shares its prompt: one row for everything
@@ -89,7 +84,7 @@ class Scheduler:
                 # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one
                 pool, needs = "whole", [self.needed(sequence)]
             planned += needs
-            self._leave_queue(self.waiting.popleft())
+            self._prompts.left_queue(self.waiting.popleft())
             admitted.append((sequence, pool, needs[0]))
         # Growing a slab copies it, so each grows once, by all its new rows, before the first of them is placed.
         for (pool, capacity), count in Counter((pool, capacity) for _, pool, capacity in admitted).items():
@@ -97,22 +92,17 @@ class Scheduler:
         for sequence, pool, capacity in admitted:
             self._place(sequence, pool, capacity)
 
-    def _leave_queue(self, sequence: Sequence) -> None:
-        tokens = sequence.request.input_ids
-        self._alike[tokens] -= 1
-        if not self._alike[tokens]:
-            del self._alike[tokens]
-
-    def _computed(self, tokens: tuple[int, ...]) -> bool:
-        return (prompt := self._prompts.get(tokens)) is not None and prompt.hidden is not None
-
     def _place(self, sequence: Sequence, pool: Pool, capacity: int) -> None:
         if sequence.slot < 0:
             self.slots.take(sequence)
         tokens = sequence.request.input_ids
         sequence.row = self.cache.allocate(pool, capacity)
         if pool == "suffix":
-            self._join(sequence)
+            prompt, is_new = self._prompts.join(sequence)
+            if is_new:
+                self.prefill.add(Prefill(torch.tensor(tokens), prompt.row, prompt, prompt=tokens))
+            elif prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
+                self.ready.append(sequence)
         elif not sequence.started:
             self.prefill.add(Prefill(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
         self.growth.watch(sequence)
@@ -120,21 +110,6 @@ class Scheduler:
             self.prefill.add(lost)
         elif sequence.started:
             self.start(sequence)
-
-    def _join(self, sequence: Sequence) -> None:
-        """The sequence reads the keys and values of a prompt that it shares."""
-        tokens = sequence.request.input_ids
-        prompt = self._prompts.get(tokens)
-        if prompt is None:
-            row = self.cache.allocate("prompt", self.cache.capacity_for(len(tokens)))
-            prompt = self._prompts[tokens] = SharedPrompt(tokens, row)
-            self.prefill.add(Prefill(torch.tensor(tokens), row, prompt, prompt=tokens))
-        else:
-            self._read_tokens += len(tokens)
-        prompt.members.append(sequence)
-        sequence.prompt = prompt
-        if prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
-            self.ready.append(sequence)
 
     def _lost(self, sequence: Sequence) -> Prefill:
         """The tokens that fill the row of a sequence that has drawn some; the newest has no place in it yet."""
@@ -169,7 +144,7 @@ class Scheduler:
         self._free([sequence])
         self.growth.preempted += 1
         self.waiting.appendleft(sequence)
-        self._alike[sequence.request.input_ids] += 1
+        self._prompts.queued(sequence)
 
     def end(self, ended: list[Sequence]) -> None:
         """Frees all that these sequences hold, wherever they are."""
@@ -177,7 +152,7 @@ class Scheduler:
             del self.sequences[sequence.request_id]
             if sequence.row is None:
                 self.waiting.remove(sequence)
-                self._leave_queue(sequence)
+                self._prompts.left_queue(sequence)
         self._free([sequence for sequence in ended if sequence.row is not None])
         for sequence in ended:
             self.growth.learn(sequence)
@@ -197,21 +172,14 @@ class Scheduler:
             assert sequence.row is not None
             self.cache.free(sequence.row)
             self.growth.forget(sequence)
-            prompt = sequence.prompt
-            if prompt is not None:
-                prompt.members.remove(sequence)
-                if not prompt.members:
-                    owners.add(prompt)
-                    self.cache.free(prompt.row)
-                    if self._prompts.get(prompt.tokens) is prompt:
-                        del self._prompts[prompt.tokens]
-            sequence.row = sequence.prompt = None
+            owners |= self._prompts.leave(sequence)
+            sequence.row = None
         self.prefill.drop(owners)
         self.changed = True
 
     def stop_sharing(self) -> None:
         """Nobody may join the prompts that are there: their keys are of older weights and are kept."""
-        self._prompts.clear()
+        self._prompts.stop_sharing()
         self.prefill.stop_copying()
 
     def recompute_jobs(self) -> tuple[list[Prefill], list[Prefill]]:

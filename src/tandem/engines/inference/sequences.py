@@ -1,12 +1,25 @@
-"""The objects of the scheduler: sequences, prompts that they share, and pieces of work for prefill."""
+"""The sequences under way: as objects, and as lines of tables, which a step reads and writes as tensors, so that no token
+costs Python.
 
-from dataclasses import dataclass, field
+The tables are in the host's memory. A step sends the device what it needs of them, and waits for it once: for the tokens, on
+a GPU for those of the step before. Lists are made of them once, when a sequence ends.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
-from tandem.api.requests import LLMRequest, RequestClock
+from tandem.api.failures import NonFinite
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestClock, StopReason
 from tandem.engines.inference.kv_cache import Row
+from tandem.engines.inference.noise import stream_of, uniform
+from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
 from tandem.engines.inference.stopping import StopText
+from tandem.models.upload import Download, upload
+
+_NO_TOKEN = -1
 
 
 @dataclass(eq=False)
@@ -45,6 +58,15 @@ class Sequence:
     """Its number among all requests, by the order in which they came."""
 
     clock: RequestClock = field(default_factory=RequestClock)
+    hidden: torch.Tensor | None = None
+    """``[hidden]`` of the last token of its own prompt, once that is computed, until its first token is drawn from it."""
+
+    def last_hidden(self) -> torch.Tensor:
+        """Takes the hidden state of the last token of its prompt, which has been computed."""
+        hidden = (self.prompt or self).hidden
+        assert hidden is not None
+        self.hidden = None
+        return hidden
 
     @property
     def tokens_before(self) -> int:
@@ -73,3 +95,233 @@ class Prefill:
 
     gone: bool = False
     """Its row was given back, or may not be copied from."""
+
+
+class SlotBatch(NamedTuple):
+    """Sequences that draw their next token together, and what does not change between two draws."""
+
+    sequences: list[Sequence]
+    slots: torch.Tensor
+    """``[B]`` int64, their lines in the tables, on the host."""
+
+    places: torch.Tensor
+    """The same on the device."""
+
+    rows: SamplingRows
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """Tokens that a step has drawn, and that the host has perhaps not seen yet."""
+
+    sequences: list[Sequence]
+    slots: torch.Tensor
+    """``[B]``, as the tensors that follow."""
+
+    counts: torch.Tensor
+    """Tokens that each had drawn before."""
+
+    version: int
+    found: tuple[Download, ...]
+    """Tokens and log-probabilities; from a device both in one float64 ``[2, B]``, which holds either exactly."""
+
+    def home(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, on the host."""
+        if len(self.found) == 2:
+            return self.found[0].wait(), self.found[1].wait()
+        both = self.found[0].wait()
+        return both[0].long(), both[1].float()
+
+
+class Slots:
+    """State of up to ``count`` running sequences."""
+
+    def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device):
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos)
+        self._device = device
+        self._free = list(range(count - 1, -1, -1))
+
+        def table(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros((count, *shape), dtype=dtype)
+
+        self.last = table(torch.long).to(device)
+        """Newest token, not yet in the cache; on the device, where the next step begins with it."""
+
+        self.positions = table(torch.long)
+        """Absolute position of the next token to be drawn."""
+
+        self.counts = table(torch.long)
+        """Tokens drawn so far."""
+
+        self._known = table(torch.long)
+        """The number of them that the host has seen: all, or all but those of the latest steps."""
+
+        self._limits, self._minimums = table(torch.long), table(torch.long)
+        self._streams, self._top_k = table(torch.long), table(torch.long)
+        self._temperatures, self._top_p = table(torch.float32), table(torch.float32)
+        self._first_temperatures = table(torch.float32)
+        self._greedy = table(torch.bool)
+        self._stop = table(torch.long, max(1, len(self._eos)))
+        self.unread: list[DrawnTokens] = []
+        """Draws whose tokens the host has not seen yet; the oldest first."""
+
+        self._tokens, self._versions = table(torch.long, 16), table(torch.long, 16)
+        self._logprobs = table(torch.float32, 16)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, sequence: Sequence) -> None:
+        slot = sequence.slot = self._free.pop()
+        sequence.clock.mark("admitted")
+        request, gconfig = sequence.request, sequence.request.gconfig
+        self.positions[slot], self.counts[slot], self._known[slot] = len(request.input_ids), 0, 0
+        self._limits[slot], self._minimums[slot] = sequence.max_new_tokens, gconfig.min_new_tokens
+        key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
+        self._streams[slot] = stream_of(key)
+        self._temperatures[slot], self._top_p[slot] = gconfig.temperature, gconfig.top_p
+        first = gconfig.first_token_temperature
+        self._first_temperatures[slot] = gconfig.temperature if first is None else first
+        self._top_k[slot] = min(gconfig.top_k, self._vocab_size) if gconfig.top_k else self._vocab_size
+        self._greedy[slot] = gconfig.greedy
+        stop = sorted({*self._eos, *gconfig.stop_token_ids})
+        self._stop = _widened(self._stop, len(stop), _NO_TOKEN)
+        self._stop[slot] = _NO_TOKEN
+        self._stop[slot, : len(stop)] = torch.tensor(stop, dtype=torch.long)
+        self._tokens = _widened(self._tokens, sequence.max_new_tokens, 0)
+        self._versions = _widened(self._versions, sequence.max_new_tokens, 0)
+        self._logprobs = _widened(self._logprobs, sequence.max_new_tokens, 0)
+
+    def release(self, sequence: Sequence) -> None:
+        self._free.append(sequence.slot)
+        sequence.slot = -1
+
+    def batch(self, sequences: list[Sequence]) -> SlotBatch:
+        """A batch of these sequences, for `draw`."""
+        slots = torch.tensor([sequence.slot for sequence in sequences])
+        return SlotBatch(sequences, slots, self._there(slots), self._sampling(slots))
+
+    def _sampling(self, slots: torch.Tensor) -> SamplingRows:
+        """The sampling of the rows ``slots [B]``, on the device; `draw` adds the facts that change from step to step."""
+        temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
+        greedy, first = self._greedy[slots], self._first_temperatures[slots]
+        differs = bool((first != temperatures).any())
+        truncated = ((top_p < 1.0) | (top_k < self._vocab_size)).nonzero().flatten()
+        truncates = len(truncated) > 0
+        return SamplingRows(
+            self._there(temperatures),
+            uniform_temperature=not differs and bool((temperatures == 1.0).all()),
+            first_temperatures=self._there(first) if differs else None,
+            greedy=self._there(greedy) if bool(greedy.any()) else None,
+            top_p=self._there(top_p) if truncates else None,
+            top_k=self._there(top_k) if truncates else None,
+            truncated=self._there(truncated) if truncates else None,
+            minimums=bool((self._minimums[slots] > 0).any()),
+        )
+
+    def draw(self, batch: SlotBatch, logits: torch.Tensor, version: int) -> None:
+        """Draws the next tokens from ``logits [B, V]`` on the device. The host waits for nothing; `record` does."""
+        slots, rows = batch.slots, batch.rows
+        forbidden = self._forbidden(slots) if rows.minimums else None
+        positions, counts = self.positions[slots], self.counts[slots]
+        if rows.first_temperatures is not None:
+            rows = replace(
+                rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
+            )
+        uniforms = self._there(uniform(self._streams[slots], positions))
+        found = sample(logits, uniforms, rows, forbidden)
+        self.last[batch.places] = found[0]
+        self.positions[slots] = positions + 1
+        self.counts[slots] = counts + 1
+        sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
+        self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent))))
+
+    def at_limit(self, batch: SlotBatch) -> list[Sequence]:
+        """Those that have drawn all that they may."""
+        full = (self.counts[batch.slots] >= self._limits[batch.slots]).nonzero().flatten().tolist()
+        return [batch.sequences[i] for i in full]
+
+    def record(self) -> tuple[list[Sequence], torch.Tensor, list[int], list[int]]:
+        """Writes down the tokens of the oldest draw. Those of sequences that have ended meanwhile are dropped.
+
+        Returns:
+            The sequences that are left, their tokens, places among them that ended with a stop token, and places that
+            reached their limit.
+
+        Raises:
+            NonFinite: the logits are not numbers.
+        """
+        drawn = self.unread.pop(0)
+        tokens, logprobs = drawn.home()
+        batch, slots, counts = drawn.sequences, drawn.slots, drawn.counts
+        if len(left := [i for i, sequence in enumerate(batch) if sequence.slot >= 0]) < len(batch):
+            batch = [batch[i] for i in left]
+            tokens, logprobs, slots, counts = tokens[left], logprobs[left], slots[left], counts[left]
+        self._tokens[slots, counts] = tokens
+        self._logprobs[slots, counts] = logprobs
+        self._versions[slots, counts] = drawn.version
+        self._known[slots] = counts + 1
+        stopped = (tokens[:, None] == self._stop[slots]).any(dim=-1)
+        full = (counts + 1 >= self._limits[slots]) & ~stopped
+        ended = torch.stack((stopped, full, logprobs.isnan()))
+        if not bool(ended.any()):
+            return batch, tokens, [], []
+        if bool(ended[2].any()):
+            raise NonFinite(
+                f"version {drawn.version} of the weights gives logits that are not finite, so no token can be drawn; lower "
+                "actor.optimizer.lr, or give a model that is whole"
+            )
+        return batch, tokens, ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, self._device)
+
+    def _forbidden(self, slots: torch.Tensor) -> Forbidden | None:
+        """The stop tokens of the rows that may not end yet."""
+        stop = self._stop[slots]
+        early = (self.counts[slots] < self._minimums[slots])[:, None] & (stop != _NO_TOKEN)
+        rows, columns = early.nonzero(as_tuple=True)
+        pairs = rows, stop[rows, columns], rows.unique()
+        return Forbidden(*map(self._there, pairs)) if len(rows) else None
+
+    def num_drawn(self, sequence: Sequence) -> int:
+        """Tokens drawn so far; none before it has a slot."""
+        return int(self._known[sequence.slot]) if sequence.slot >= 0 else 0
+
+    def drawn(self, sequence: Sequence) -> torch.Tensor:
+        """Tokens drawn so far, ``[n]``."""
+        return self._tokens[sequence.slot, : int(self._known[sequence.slot])]
+
+    def drawn_since(self, sequence: Sequence, start: int) -> tuple[list[int], list[float]]:
+        """Tokens from number ``start`` on, and their log-probabilities."""
+        new = slice(start, int(self._known[sequence.slot]))
+        return self._tokens[sequence.slot, new].tolist(), self._logprobs[sequence.slot, new].tolist()
+
+    def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
+        count = int(self._known[sequence.slot])
+        tokens, logprobs, versions = (
+            t[sequence.slot, :count].tolist() for t in (self._tokens, self._logprobs, self._versions)
+        )
+        request = sequence.request
+        gconfig = request.gconfig
+        hot = gconfig.first_token_temperature is not None and not gconfig.train_first_token
+        return LLMResponse(
+            request.input_ids,
+            tuple(tokens),
+            tuple(logprobs),
+            tuple(versions),
+            reason,
+            gconfig.temperature,
+            untrained_tokens=min(count, int(hot)),
+        )
+
+
+def _widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:
+    """The table with at least so many columns."""
+    if columns <= table.shape[1]:
+        return table
+    wide = torch.full((len(table), max(columns, 2 * table.shape[1])), fill, dtype=table.dtype, device=table.device)
+    wide[:, : table.shape[1]] = table
+    return wide
