@@ -8,7 +8,7 @@ import torch
 from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
 from tandem.config.backend import parse_layout
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
-from tandem.config.engine_memory import cache_gib, chunk_tokens
+from tandem.config.engine_memory import cache_gib, chunk_tokens, takes_graphs
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -74,6 +74,9 @@ class Generator:
 
     opened: int = 0
     """Bytes in which each version lies on the trainer's GPU until the next one comes, for a server that opens them there."""
+
+    graphs: bool = False
+    """Its decode steps are recorded: its cache is one block, and a step gathers keys and values from it."""
 
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
@@ -327,6 +330,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         foreign=" and ".join(foreign) if foreign else None,
         seats=seats_of(config, machine),
         opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.channel == "ipc" else 0,
+        graphs=takes_graphs(rollout.engine, machine.kind, config.deterministic),
     )
 
 

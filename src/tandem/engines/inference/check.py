@@ -60,6 +60,8 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         gate(architecture.activation)
         dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
         make_cache(architecture, rollout.engine, dtype, torch.device(device))
+        if rollout.engine.cuda_graphs and device == "cpu":
+            raise ConfigError("rollout.engine.cuda_graphs=true needs a GPU, and this run has none; leave it out")
     for one in servers or ():
         _check_tensor_parallel(one.tensor, architecture, rollout.backend)
     for kind in dict.fromkeys(one.kind for one in servers or ()):
@@ -102,7 +104,7 @@ def _check_library(kind: str, python: str, backend: str) -> None:
 
 OURS_ALONE = {
     "tandem": "port run token-file admin-token-file address-file dtype device threads max-running kv-cache-gib "
-    "max-model-len prefill-chunk-tokens weights-root keep-kv-on-update",
+    "max-model-len prefill-chunk-tokens weights-root keep-kv-on-update cuda-graphs no-cuda-graphs",
     "vllm": "model served-model-name host port dtype max-num-seqs enable-scale-out logprobs-mode max-model-len "
     "worker-extension-cls middleware seed tensor-parallel-size gpu-memory-utilization api-key",
     "sglang": "model-path dtype host port device skip-server-warmup enable-metrics max-running-requests random-seed "

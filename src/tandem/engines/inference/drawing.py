@@ -18,7 +18,7 @@ def draw_tokens(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
     sums = blocks.sum(dim=-1, dtype=torch.float32).double().cumsum(dim=-1)  # [B, V / 256]
     targets = uniforms[:, None] * sums[:, -1:]
     block = _first_above(sums, targets)  # [B, 1]
-    before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    before = sums.gather(-1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1).double().cumsum(dim=-1)
     tokens = (block * _BLOCK + _first_above(inside, targets - before)).squeeze(-1)
     return tokens.clamp(max=size - 1)  # where nothing is a number, nothing is above anything

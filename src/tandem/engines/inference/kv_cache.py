@@ -91,8 +91,11 @@ class KVCache:
         """True if rows of these capacities can be allocated now."""
         return self.reserved_tokens + sum(capacities) <= self.budget_tokens
 
-    def reserve(self, pool: Pool, capacity: int, count: int) -> Slab:
+    def reserve(self, pool: Pool, capacity: int, count: int) -> None:
         """Grows a slab once for ``count`` further rows."""
+        self._roomy(pool, capacity, count)
+
+    def _roomy(self, pool: Pool, capacity: int, count: int) -> Slab:
         slab = self.slabs.setdefault((pool, capacity), Slab(self, pool, capacity))
         if len(slab.rows) + count > slab.size:
             # Room for some rows more than asked for, because growing copies the slab.
@@ -108,7 +111,7 @@ class KVCache:
 
     def allocate(self, pool: Pool, capacity: int) -> Row:
         """A row; the caller has asked `fits` before."""
-        slab = self.reserve(pool, capacity, 1)
+        slab = self._roomy(pool, capacity, 1)
         row = Row(slab, len(slab.rows))
         slab.rows.append(row)
         self.reserved_tokens += capacity
@@ -151,7 +154,13 @@ class KVCache:
                 slab.resize(len(slab.rows))
 
 
-def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
+def make_cache(
+    a: Architecture,
+    config: EmbeddedEngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type[KVCache] = KVCache,
+) -> KVCache:
     """The cache of an embedded engine that computes in ``dtype``, still empty.
 
     Raises:
@@ -164,7 +173,7 @@ def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype
             f"got {config.max_model_len}; leave it out to use all of it"
         )
     gib = cache_gib(config, device.type)
-    cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, gib)
+    cache = kind(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, gib)
     if cache.budget_tokens < 32:
         raise ConfigError(
             f"rollout.engine.kv_cache_gib={gib} holds {cache.budget_tokens} tokens of this model, "

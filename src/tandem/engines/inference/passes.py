@@ -18,13 +18,20 @@ class Passes:
     """Knows rows of the cache and tokens, and nothing of requests; the weights come with each call."""
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, compute: torch.dtype, device: torch.device, max_len: int
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        plain: bool,
     ):
+        """``plain``: by torch's own operations, whatever is compiled."""
         self._device = device
-        self._kernel = Kernel.of(architecture, compute, device)
-        compiled = kernels() if compute == torch.bfloat16 and device.type == "cpu" else None
-        self._compiled = compiled if attends(self._kernel) else None  # attention, too
-        self._decoder = Decoder(architecture, dtype, compute, device, max_len, compiled)
+        self.kernel = Kernel.of(architecture, compute, device)
+        compiled = kernels() if compute == torch.bfloat16 and device.type == "cpu" and not plain else None
+        self._compiled = compiled if attends(self.kernel) else None  # attention, too
+        self.decoder = Decoder(architecture, dtype, compute, device, max_len, compiled)
         self._plan: DecodePlan | RowAttention | None = None
 
     def prefill(
@@ -44,12 +51,12 @@ class Passes:
                 keep.append(end - 1)
         plan: PrefillPlan | RowAttention
         if self._compiled is not None:
-            plan = RowAttention.of_pieces(self._compiled, self._kernel, pieces)
+            plan = RowAttention.of_pieces(self._compiled, self.kernel, pieces)
         else:
-            plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
+            plan = PrefillPlan(self.kernel, pieces, self.decoder.windows)
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
-        hidden = self._decoder.hidden(weights, tokens, positions, plan, kept)
+        hidden = self.decoder.hidden(weights, tokens, positions, plan, kept)
         return list(zip(complete, hidden.unbind(0), strict=True))
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
@@ -60,7 +67,7 @@ class Passes:
             if id(one) not in places:
                 places[id(one)] = len(unique)
                 unique.append(one)
-        logits = self._decoder.logits(weights, torch.stack(unique))  # [prompts, V]
+        logits = self.decoder.logits(weights, torch.stack(unique))  # [prompts, V]
         if len(unique) == len(hidden):
             return logits
         return logits[upload(torch.tensor([places[id(one)] for one in hidden]), self._device)]
@@ -75,9 +82,9 @@ class Passes:
         rows = [sequence.row for sequence in batch if sequence.row is not None]
         prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
         if self._compiled is not None:
-            self._plan = RowAttention(self._compiled, self._kernel, rows, own, prompts, starts)
+            self._plan = RowAttention(self._compiled, self.kernel, rows, own, prompts, starts)
         else:
-            self._plan = DecodePlan(self._kernel, rows, prompts, own, starts, self._decoder.windows)
+            self._plan = DecodePlan(self.kernel, rows, prompts, own, starts, self.decoder.windows)
 
     @property
     def planned(self) -> bool:
@@ -93,7 +100,7 @@ class Passes:
         both on the host."""
         assert self._plan is not None
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
-        return self._decoder.logits(weights, self._decoder.hidden(weights, tokens, positions, self._plan))
+        return self.decoder.logits(weights, self.decoder.hidden(weights, tokens, positions, self._plan))
 
     def forget(self) -> None:
         """Lets go of the plan, and of the cache that it points to."""

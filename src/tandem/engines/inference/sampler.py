@@ -101,3 +101,44 @@ def sample(
         limited = forbidden.limited
         logprobs[limited] = logits[limited, tokens[limited]] - whole
     return tokens, logprobs
+
+
+def sample_all(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
+    greedy: torch.Tensor | None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+    forbidden: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws as `sample` does, by operations whose shapes follow from those of the arguments alone; logits in float32.
+
+    Args:
+        logits: ``[B, V]``, overwritten.
+        uniforms: ``[B]`` float64.
+        temperatures: ``[B]``.
+        greedy: ``[B]`` bool; None: no row is.
+        kept: top-p and top-k, ``[B]`` each; None: no row truncates.
+        forbidden: tokens ``[B, S]``, filled up with -1, and which rows may not draw them, ``[B]`` bool; None: every row may
+            draw every token.
+    """
+    logits.div_(temperatures[:, None])
+    if forbidden is not None:
+        tokens, early = forbidden
+        early = early & (tokens[:, 0] >= 0)
+        whole = torch.logsumexp(logits, dim=-1)
+        columns = torch.where(tokens < 0, tokens[:, :1], tokens).clamp(min=0)  # the first one again in place of -1
+        logits.scatter_(-1, columns, logits.gather(-1, columns).masked_fill(early[:, None], float("-inf")))
+    probabilities = torch.softmax(logits, dim=-1)
+    drawn = draw_tokens(probabilities, uniforms)
+    if kept is not None:
+        size = logits.shape[-1]
+        some = draw_most_probable(probabilities, uniforms, *kept, width=size)
+        drawn = torch.where((kept[0] < 1.0) | (kept[1] < size), some, drawn)
+    if greedy is not None:
+        drawn = torch.where(greedy, logits.argmax(dim=-1), drawn)
+    logprobs = probabilities.gather(-1, drawn[:, None]).squeeze(-1).log()
+    if forbidden is not None:
+        logprobs = torch.where(early, logits.gather(-1, drawn[:, None]).squeeze(-1) - whole, logprobs)
+    return drawn, logprobs
