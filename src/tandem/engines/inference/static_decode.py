@@ -124,7 +124,9 @@ class StaticDecode:
 
         self._weights: FusedWeights | None = None
         self._memory = -1
-        self._refused: set[SamplingWay] = set()
+        self.refused: dict[SamplingWay, str] = {}
+        """Sampling → the reason for which its steps could not be recorded."""
+
         self._layout = -1
         self._count = self._longest = 0
         self._way = SamplingWay(False, False, False)
@@ -195,21 +197,20 @@ class StaticDecode:
             self.capture.reset()
 
     def _record(self, bucket: Bucket, run: Replay) -> Replay | None:
-        if self.capture is None or bucket.way in self._refused:
+        if self.capture is None or bucket.way in self.refused:
             return None
         try:
             return self.capture(run)
         except Exception as error:  # the boundary to the driver: what cannot be recorded still runs
-            self._refused.add(bucket.way)
+            self.refused[bucket.way] = f"{type(error).__name__}: {error}"
             sampling = ", ".join(name for name, value in bucket.way._asdict().items() if value) or "plain"
             logger.warning(
                 "a decode step of %d rows and %d keys (sampling: %s) could not be recorded as a CUDA graph, so such steps "
-                "run without: %s: %s; rollout.engine.cuda_graphs=false spares the attempt",
+                "run without: %s; rollout.engine.cuda_graphs=false spares the attempt",
                 bucket.rows,
                 bucket.keys,
                 sampling,
-                type(error).__name__,
-                error,
+                self.refused[bucket.way],
             )
             return None
 
