@@ -229,5 +229,5 @@ def test_supervised_runs_know_no_sampling():
     assert load("batch_size=4", cls=SFTConfig).config.batch_size == 4
     with pytest.raises(ConfigError, match=r"unknown key gconfig\.n_samples"):
         load("gconfig.n_samples=4", cls=SFTConfig)
-    with pytest.raises(ConfigError, match=r"memory_limit_gib=4 .*take turns in one memory.*actor\.lora\.rank"):
+    with pytest.raises(ConfigError, match=r"memory_limit_gib=4 .*one model.*take turns in one memory.*actor\.lora\.rank"):
         load("memory_limit_gib=4", cls=SFTConfig)

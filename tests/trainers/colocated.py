@@ -12,7 +12,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -163,16 +163,22 @@ def watch(peaks: dict[str, float]) -> None:
         time.sleep(0.002)
 
 
-def main(root: str, models: str, cap_mib: str, *more: str) -> None:
-    """Trains, under a limit of this process's data unless ``cap_mib`` is 0."""
-    peaks = {name: memory(name) for name in ("VmData", "RssAnon")}
+def measured(cap_mib: int, work: Callable[[], object]) -> None:
+    """Does the work, under a limit of this process's data unless ``cap_mib`` is 0, and prints its peaks."""
+    peaks = {name: memory(name) for name in ("VmData", "RssAnon", "VmRSS")}
     start = dict(peaks)
-    if int(cap_mib):
-        cap = int(start["VmData"] + int(cap_mib)) << 20
+    if cap_mib:
+        cap = int(start["VmData"] + cap_mib) << 20
         resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
     threading.Thread(target=watch, args=(peaks,), daemon=True).start()
-    train(load_config(TrainConfig, None, keys_of(Path(root), Path(models), JUDGES, *more)))
+    work()
     print(json.dumps({name: peaks[name] - start[name] for name in peaks}))
+
+
+def main(root: str, models: str, cap_mib: str, *more: str) -> None:
+    """Trains, under a limit of this process's data unless ``cap_mib`` is 0."""
+    keys = keys_of(Path(root), Path(models), JUDGES, *more)
+    measured(int(cap_mib), lambda: train(load_config(TrainConfig, None, keys)))
 
 
 if __name__ == "__main__":

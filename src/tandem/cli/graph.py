@@ -12,10 +12,8 @@ from pathlib import Path
 from tandem.cli.arguments import add_config_arguments
 from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
-from tandem.config.arithmetic import servers_sleep
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
-from tandem.config.preference import DistillConfig, training_config
+from tandem.config.preference import may_sleep
 from tandem.flow.draw import mermaid, picture, text
 from tandem.flow.plan import plan_run
 
@@ -31,8 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = resolve_kind(arguments).config
     plan = plan_run(config)
     slept = ""
-    training = training_config(config) if isinstance(config, DistillConfig) else config
-    if isinstance(training, TrainConfig) and (training.memory_limit_gib is not None or servers_sleep(training)):
+    if may_sleep(config):
         from tandem.flow.state_parts import describe_sleep, sleep_plan_here  # noqa: PLC0415 — imports torch
 
         sleeping = sleep_plan_here(config, plan)

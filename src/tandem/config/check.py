@@ -78,6 +78,8 @@ def problems(config: BaseConfig, written: Container[str] = ()) -> list[str]:
         wrong += _rewards_of_sources(config)
     if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
         wrong += preference.problems(config)
+    if isinstance(config, PreferenceConfig) and config.memory_limit_gib is not None:
+        wrong += _sleepers(config, f"memory_limit_gib={config.memory_limit_gib}")
     if isinstance(config, DistillConfig):
         trained = training_config(config)
         wrong += [*_rollout(trained), *_sampling(trained), *groups(trained, written)]
@@ -220,6 +222,11 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
             f"{limit} is for placement=colocate where the engine sleeps while others work: rollout.backend=embedded, or "
             "vllm:dN or sglang:dN on GPUs, and no server of others. Here it keeps its memory: leave memory_limit_gib out"
         )
+    yield from _sleepers(config, limit)
+
+
+def _sleepers(config: TrainConfig | PreferenceConfig, limit: str) -> Iterator[str]:
+    """A message for each model that cannot sleep. ``limit``: the key and its value."""
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None) or ""
         if backend.startswith("deepspeed"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.config.algorithm import AlgorithmConfig, Component, CorrectionConfig
+from tandem.config.arithmetic import servers_sleep
 from tandem.config.check_algorithm import component_problems
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
@@ -31,6 +32,11 @@ class FrozenConfig:
 @dataclass(frozen=True)
 class PreferenceConfig(BaseConfig):
     """Preference learning: `tandem preference`."""
+
+    memory_limit_gib: float | None = None
+    """Most memory of a device, over all processes, that actor and reference may keep at once: parameters, gradients and
+    optimizer state, but not activations. What a stage does not need sleeps if it must; null keeps everything awake
+    (docs/colocation.md)."""
 
     loss: Component = field(default_factory=lambda: Component("dpo"))
     """Loss and its knobs: `loss=dpo loss.beta=0.05`; one of `dpo`, `ipo`, `kto`, `simpo`, `orpo`."""
@@ -129,6 +135,13 @@ def training_config(config: DistillConfig) -> TrainConfig:
         correction=correction,
     )
     return TrainConfig(**shared, algorithm=algorithm)
+
+
+def may_sleep(config: BaseConfig) -> bool:
+    """True if anything may sleep between the stages of a step: there is a memory limit, or the cache of servers sleeps."""
+    training = training_config(config) if isinstance(config, DistillConfig) else config
+    limit = training.memory_limit_gib if isinstance(training, TrainConfig | PreferenceConfig) else None
+    return limit is not None or (isinstance(training, TrainConfig) and servers_sleep(training))
 
 
 def problems(config: BaseConfig) -> Iterator[str]:

@@ -91,11 +91,11 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Ke
 
 
 NO_TURNS = (
-    "only the models of `tandem train` and `tandem distill` take turns in one memory: what is trained on rows is needed as "
-    "a whole in each step. Smaller is a model with actor.lora.rank (whose own base is the reference of preferences), or "
-    "spread over more ranks: actor.backend=fsdp:dN; `tandem plan` says what fits"
+    "`tandem sft` and `tandem reward` have one model, which each step needs as a whole, so nothing could take turns in one "
+    "memory. To need less, train adapters (actor.lora.rank), or spread the model over more ranks (actor.backend=fsdp:dN); "
+    "`tandem plan` says what fits"
 )
-"""The reason why training on rows has no `memory_limit_gib`, and the remedy."""
+"""The reason why training one model on rows has no `memory_limit_gib`, and the remedy."""
 
 
 def _unknown(place: _KeyPlace, rest: tuple[str, ...], value: Any) -> ConfigError:

@@ -16,7 +16,7 @@ from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import generating_ranks, max_token_age, placement, servers_sleep
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
@@ -357,7 +357,7 @@ def is_everywhere(plan: RunPlan, cost: str) -> bool:
     return all(any(term.label == cost for term in terms) for terms in plan.sums.values())
 
 
-def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
+def make_residency(config: BaseConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
     """The residency, which puts models to sleep under `memory_limit_gib`; parts that sleep on disk are in the run folder."""
     scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
     return Residency(sleep_plan_here(config, plan), scratch, timer, open_model, team)

@@ -158,11 +158,12 @@ class SleepPlan:
         needed = self.least(self.largest)
         if self.limit is None or needed <= self.limit:
             return
+        cache = ", a smaller rollout.engine.kv_cache_gib" * any(part.what == "kv_cache" for part in self.parts)
         raise ConfigError(
             f"{self.key}={self.limit / GIB:.4g} cannot hold the stage {self.largest.name!r}, which needs "
             f"{needed / GIB:.4g} GiB by itself: {self.arithmetic(self.largest)}; set {self.key} to at least "
-            f"{_rounded_up(needed)}, or make the models of that stage smaller (a LoRA actor, a smaller "
-            f"rollout.engine.kv_cache_gib){', or ' * bool(remedy)}{remedy}"
+            f"{_rounded_up(needed)}, or make the models of that stage smaller (a LoRA actor{cache})"
+            f"{', or ' * bool(remedy)}{remedy}"
         )
 
     def arithmetic(self, stage: StageNeeds) -> str:

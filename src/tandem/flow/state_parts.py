@@ -1,7 +1,7 @@
 """From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import Servers, parse_backend
-from tandem.config.preference import DistillConfig, training_config
+from tandem.config.preference import DistillConfig, PreferenceConfig, may_sleep, training_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.plan import Resident, RunPlan, Stage
 from tandem.flow.process import choose_device
@@ -80,34 +80,38 @@ def sleep_plan(
         ConfigError: a model cannot be read, or the budget does not hold the largest stage.
     """
     training = training_config(config) if isinstance(config, DistillConfig) else config
-    if not isinstance(training, TrainConfig):
+    if not isinstance(training, TrainConfig | PreferenceConfig):
         return None
     if training.memory_limit_gib is None:
-        return _server_plan(training, plan, where, read) if servers_sleep(training) and not where.cpu else None
+        if isinstance(training, PreferenceConfig) or where.cpu or not servers_sleep(training):
+            return None
+        return _server_plan(training, plan, where, read)
     parts: dict[Part, PartCost] = {}
     gradients: dict[str, int] = {}
     for resident in plan.residents:
         if resident.engine is not None and resident.base_of is None:
-            if resident.head == "text":
+            if resident.head == "text" and isinstance(training, TrainConfig):
                 parts |= _writer_parts(training, resident.name, resident.engine, read(resident.engine.path), where)
                 continue
             found = footprint(resident, read(resident.engine.path), where)
             ranks = len(resident.ranks) if where.cpu else 1  # processes of a CPU share its memory
             gradients[resident.name] = round(found.gradient_bytes * ranks)
             parts |= _parts(resident, found, where, ranks)
-    actor = plan.resident("actor")
-    assert actor is not None and actor.engine is not None, "every plan has an actor"
-    engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
-    parts |= _engine_parts(training, read(actor.engine.path), where, engines)
-    stages: Iterable[StageNeeds] = _stages(config, plan, parts, gradients, where)
-    remedies = []
-    if training.rollout.weights.channel == "ipc":  # from one delivery to the next, for a server that is started again
-        dtype = getattr(torch, where.dtype(training.rollout.dtype))
-        delivered = Part(ENGINE, "delivered weights"), staged_bytes(read(actor.engine.path).tensors(), dtype)
-        stages = (replace(stage, passing=(*stage.passing, delivered)) for stage in stages)
-        remedies.append("leave rollout.weights.channel=ipc out")
+    remedies, always = [], []
+    if isinstance(training, TrainConfig):
+        actor = plan.resident("actor")
+        assert actor is not None and actor.engine is not None, "every plan has an actor"
+        shape = read(actor.engine.path)
+        engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
+        parts |= _engine_parts(training, shape, where, engines)
+        if training.rollout.weights.channel == "ipc":  # from one delivery to the next, for a server that is started again
+            dtype = getattr(torch, where.dtype(training.rollout.dtype))
+            always.append((Part(ENGINE, "delivered weights"), staged_bytes(shape.tensors(), dtype)))
+            remedies.append("leave rollout.weights.channel=ipc out")
     if any(resident.in_episodes for resident in plan.residents):
         remedies.append("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))")
+    stages = _stages(config, plan, parts, gradients, where)
+    stages = (replace(stage, passing=(*stage.passing, *always)) for stage in stages)
     made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB))
     made.check(", or ".join(remedies))
     return made
@@ -138,10 +142,7 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     Raises:
         ConfigError: see `sleep_plan`.
     """
-    training = training_config(config) if isinstance(config, DistillConfig) else config
-    if not isinstance(training, TrainConfig) or (training.memory_limit_gib is None and not servers_sleep(training)):
-        return None
-    return sleep_plan(config, plan, here(choose_device(config)))
+    return sleep_plan(config, plan, here(choose_device(config))) if may_sleep(config) else None
 
 
 def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
@@ -221,8 +222,9 @@ def _stages(
 ) -> Iterator[StageNeeds]:
     weights = frozenset({Part(ENGINE, "weights")})
     actor = frozenset({Part("actor", "parameters")})
-    yield StageNeeds(AGAIN, actor, gives=weights, each_step=False)
-    yield StageNeeds(BEGIN, actor, each_step=False)
+    if weights <= parts.keys():
+        yield StageNeeds(AGAIN, actor, gives=weights, each_step=False)
+        yield StageNeeds(BEGIN, actor, each_step=False)
     for resident in plan.residents:
         if resident.changes and resident.engine is not None:
             own = frozenset(part for part in parts if part.resident == resident.name)

@@ -210,9 +210,6 @@ def job_of(
         saves=saves_of(config, rows),
         saves_beside=_saves_beside(config),
     )
-    if not isinstance(training, TrainConfig):
-        return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
-    samples = training.gconfig.n_samples + plan.greedy_baseline
     where = Where(
         machine.kind == "cpu",
         lambda name: resolved(name, machine),
@@ -220,11 +217,17 @@ def job_of(
         machine.memory_gib if machine.kind == "gpu" else None,
     )
     sleeping = sleep_plan(config, plan, where, read)
-    return replace(
+    job = replace(
         job,
         sleeping=sleeping,
         awake=_awake(plan, sleeping) if sleeping is not None and sleeping.sleeps else {},
         begun={} if sleeping is None else _begun(plan, sleeping),
+    )
+    if not isinstance(training, TrainConfig):
+        return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
+    samples = training.gconfig.n_samples + plan.greedy_baseline
+    return replace(
+        job,
         groups=training.rollout.batch_size,
         generated=samples,
         trained=training.algorithm.update_samples or training.gconfig.n_samples,

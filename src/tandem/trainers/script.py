@@ -7,7 +7,7 @@ from typing import Any, overload
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved
-from tandem.config.preference import PreferenceConfig, RewardModelConfig
+from tandem.config.preference import PreferenceConfig, RewardModelConfig, may_sleep
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
@@ -69,6 +69,11 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
 @contextmanager
 def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
     plan, recipe = plan_run(config), recipe_of(config)
+    if may_sleep(config):
+        raise ConfigError(
+            f"memory_limit_gib={config.memory_limit_gib} is for `tandem preference`, which wakes its models before each "
+            "stage; a script calls them itself: leave it out"
+        )
     check_gpus(config)
     with prepare_rows(recipe, config, plan) as (rows, tokenizer), start_run(config, rows, plan) as run:
         yield run, open_row_session(recipe, run, tokenizer)
