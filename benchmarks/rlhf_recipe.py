@@ -1,7 +1,9 @@
 """The record of docs/recipes/rlhf_on_a_laptop.md: gathered from the run folders of its commands, and shown in the page.
 
-python benchmarks/rlhf_recipe.py --runs runs/rlhf_laptop    # writes rlhf_recipe.json, of the runs that are there
-python benchmarks/rlhf_recipe.py --render                   # table and picture of the page
+python benchmarks/rlhf_recipe.py --runs runs/rlhf_laptop    # writes the part `with_sft` of rlhf_recipe.json
+python benchmarks/rlhf_recipe.py --render                   # tables and pictures of the page
+
+The part `without_sft` is of the recipe as it was first, which began with the instruct model and had 16 steps of PPO.
 """
 
 import argparse
@@ -17,14 +19,16 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "recipes" / "rlhf_on_a_laptop.md"
-PICTURE = ROOT / "docs" / "pictures" / "rlhf_on_a_laptop.png"
-BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.S)
+PICTURES = {"with_sft": "rlhf_on_a_laptop.png", "without_sft": "rlhf_without_sft.png"}
+"""Part of the record → its picture, in docs/pictures."""
+BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.S)
 POLICIES = {
     "ppo": ("PPO", "#2563eb"),
     "ppo_weak_kl": ("KL penalty of 0.05", "#dc2626"),
     "ppo_shuffled": ("control", "#a1a1aa"),
 }
 """Trial → its name in the page, and its colour."""
+BEFORE = "before: SmolLM2-135M-Instruct as it comes"
 JUDGES = {"reward": "reward model", "reward_shuffled": "control: shuffled labels"}
 KEPT = (
     "step",
@@ -49,9 +53,12 @@ SMOOTHED, WINDOW = 3, 3
 
 
 def gather(runs: Path) -> dict[str, list[dict[str, float]]]:
-    """The lines of `metrics.jsonl` that the page shows, by trial."""
-    found = {}
-    for trial in (*JUDGES, *POLICIES):
+    """The lines of `metrics.jsonl` that the page shows, by trial; `before` is the evaluation of the model before SFT."""
+    evaluated = runs.parents[1] / "evaluations" / "rlhf_before" / "results.json"
+    figures = json.loads(evaluated.read_text(encoding="utf-8"))["data"]["test"]
+    before = {"eval/accuracy": figures["measures"]["accuracy"]["value"]}
+    found = {"before": [before | {f"eval/{key}": figures[key] for key in ("completion_length", "truncated")}]}
+    for trial in ("sft", *JUDGES, *POLICIES):
         file = runs / trial / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         if lines:
@@ -67,16 +74,18 @@ def table(record: dict[str, Any]) -> str:
         if ranked and ranked[-1]["step"]:
             lines.append(f"| {name}, step {ranked[-1]['step']} | {100 * ranked[-1]['eval/accuracy']:.0f} % |")
     lines += ["", "| policy | questions | true preference | score | tokens | KL of an answer |", "|---|---|---|---|---|---|"]
-    before = True
+    for before in record.get("before", ()):
+        lines.append(_line(BEFORE, "held out", before["eval/accuracy"], None, before["eval/completion_length"], None))
+    start, begun = True, "after SFT" if "before" in record else BEFORE
     for trial, (name, _) in POLICIES.items():
         rows = record.get(trial, [])
-        for row in [row for row in rows if "eval/accuracy" in row and (row["step"] or before)]:
-            who = f"{name}, step {row['step']}" if row["step"] else "SmolLM2-135M-Instruct as it comes"
+        for row in [row for row in rows if "eval/accuracy" in row and (row["step"] or start)]:
+            who = f"{name}, step {row['step']}" if row["step"] else begun
             distance = answer_kl(row) if row["step"] else 0.0
             lines.append(
                 _line(who, "held out", row["eval/accuracy"], row["eval/reward"], row["eval/completion_length"], distance)
             )
-            before = False
+            start = False
         windows = [rows[i : i + WINDOW] for i in range(1, len(rows) - WINDOW + 1)]
         best = max(windows, key=lambda window: _mean(window, "accuracy"), default=[])
         for window in ([best] if windows and best is not windows[-1] else []) + windows[-1:]:
@@ -90,8 +99,9 @@ def _mean(rows: list[dict[str, float]], key: str) -> float:
     return sum(row[key] for row in rows) / len(rows)
 
 
-def _line(who: str, questions: str, preferred: float, score: float, length: float, distance: float) -> str:
-    return f"| {who} | {questions} | {100 * preferred:.0f} % | {score:.2f} | {length:.0f} | {distance:.1f} |"
+def _line(who: str, questions: str, preferred: float, score: float | None, length: float, distance: float | None) -> str:
+    scored, far = ("–" if score is None else f"{score:.2f}"), ("–" if distance is None else f"{distance:.1f}")
+    return f"| {who} | {questions} | {100 * preferred:.0f} % | {scored} | {length:.0f} | {far} |"
 
 
 def answer_kl(row: dict[str, float]) -> float:
@@ -101,7 +111,7 @@ def answer_kl(row: dict[str, float]) -> float:
 
 def with_table(page: str, record: dict[str, Any]) -> str:
     """The page with the record's tables in their place."""
-    return BLOCK.sub(lambda block: block[1] + table(record) + block[2], page)
+    return BLOCK.sub(lambda block: block[1] + table(record[block[2]]) + block[3], page)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -122,6 +132,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
         middle.plot(
             [row["step"] for row in examined], [100 * row["eval/accuracy"] for row in examined], "D", color=colour, ms=5
         )
+    for before in record.get("before", ()):
+        line = middle.axhline(100 * before["eval/accuracy"], color="#71717a", lw=1, ls=":", label="before SFT")
+        middle.legend(handles=[line], frameon=False)
     left.set(title="score of the run's reward model", xlabel="step")
     middle.set(title="true preference, % (◆: held-out questions)", xlabel="step", ylim=(0, 100))
     right.set(title="true preference, %, by KL", xlabel="KL of an answer to the reference, nats", ylim=(0, 100))
@@ -145,13 +158,15 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.runs or options.render):
         parser.error("give --runs or --render")
-    if options.runs:
-        RECORD.write_text(json.dumps(gather(options.runs), indent=1) + "\n", encoding="utf-8")
     record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if options.runs:
+        record["with_sft"] = gather(options.runs)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.render:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
-        draw(record, PICTURE)
-    print(table(record), end="")
+        for part, picture in PICTURES.items():
+            draw(record[part], ROOT / "docs" / "pictures" / picture)
+    print(*map(table, record.values()), sep="\n", end="")
 
 
 if __name__ == "__main__":

@@ -17,24 +17,44 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-ASKED = (
-    "What is {}?",
-    "What is {} used for?",
-    "Why would somebody buy {}?",
-    "Describe {}.",
-    "Where would you look for {}?",
+ASKED = {
+    "What is {}?": "{} is {kind} that many people have.",
+    "What is {} used for?": "People use {} to {use}.",
+    "Why would somebody buy {}?": "Somebody would buy {} to {use}.",
+    "Describe {}.": "{} is {kind}, and people use it to {use}.",
+    "Where would you look for {}?": "You would look for {} {place}.",
+}
+"""Question → the sentence that answers it, for a demonstration."""
+MORE = (
+    "It is {kind}.",
+    "People use it to {use}.",
+    "You find it {place}.",
+    "There are old ones and new ones, and they cost little.",
 )
-THINGS = """
-    anchor apron arrow axe backpack balloon banner barrel basket bed bell belt bench blanket boat book boot bottle bowl
-    box bracelet bridge broom brush bucket button cabinet cage camera candle cannon canoe carpet cart chain chair
-    chimney clock coat coin comb compass crown cup curtain cushion desk doll door dress drum fence flag flute fork
-    fountain frame gate glove guitar hammer harp hat helmet hook jacket jar kettle key kite knife ladder lamp lantern
-    lens lock map mask mattress mirror mug nail napkin necklace needle net notebook oar oven pan pen pencil piano pillow
-    pipe plate plough pot purse quilt raft rake ring robe rocket rope ruler saddle sail scarf saw scale shelf shirt shoe
-    shovel skirt sled soap sofa spade spoon stamp statue stool stove suitcase sweater sword table tent ticket towel
-    tower toy train tray trumpet tunnel umbrella vase violin wagon wallet wheel whistle window
-"""
-TRAINING_THINGS = 110
+KINDS = {
+    ("a piece of clothing", "keep warm and look good", "in a wardrobe"): """apron belt boot button coat crown dress glove
+        hat helmet jacket mask robe scarf shirt shoe skirt sweater""",
+    ("a part of a home", "make a room comfortable", "in a bedroom or a living room"): """bed bench blanket cabinet carpet
+        chair chimney curtain cushion desk door lamp mattress mirror pillow quilt shelf sofa stool stove table towel
+        window""",
+    ("a thing to keep things in", "carry and store other things", "in a kitchen or a store room"): """backpack barrel
+        basket bottle bowl box bucket cage cup jar kettle mug oven pan plate pot purse suitcase tray vase wallet""",
+    ("a tool", "get some work done", "in a shed or a workshop"): """arrow axe broom brush cannon chain comb fork hammer hook
+        key knife ladder lens lock nail needle net plough rake rope ruler saw scale shovel spade spoon sword""",
+    ("a thing that makes a sound", "make music", "in a music shop"): """bell drum flute guitar harp piano pipe trumpet violin
+        whistle""",
+    ("a thing for travellers", "get from one place to another", "at a harbour or a station"): """anchor balloon boat bridge
+        canoe cart compass gate lantern map oar raft rocket saddle sail sled tent ticket train tunnel umbrella wagon
+        wheel""",
+    ("a thing for the eye", "decorate a house or a garden", "in a park or a museum"): """banner bracelet candle clock coin
+        fence flag fountain frame necklace ring statue tower""",
+    ("a small thing of every day", "write, learn or play at home", "in a drawer or on a desk"): """book camera doll kite
+        napkin notebook pen pencil soap stamp toy""",
+}
+"""Kind, use and place of a thing → the things that are answered about in this way."""
+THINGS = sorted(" ".join(KINDS.values()).split())
+TRAINING_THINGS, DEMONSTRATIONS = 110, 128
+SAYING_IT, GOING_ON = 0.25, 0.4
 PAIRS_OF_A_QUESTION, WRONG_LABELS, HELD_OUT = 3, 0.1, 64
 
 
@@ -49,12 +69,34 @@ def preferred(completion: str, thing: str) -> dict[str, float]:
     return {"preferred": float(fits), "accuracy": float(fits)}
 
 
+def with_article(thing: str) -> str:
+    return f"{'an' if thing[0] in 'aou' else 'a'} {thing}"
+
+
 def questions(things: Iterable[str], seed: int) -> list[dict[str, str]]:
     """Every question about every thing, shuffled."""
-    named = {thing: f"{'an' if thing[0] in 'aou' else 'a'} {thing}" for thing in things}
-    rows = [{"question": asked.format(named[thing]), "thing": thing} for thing, asked in product(named, ASKED)]
+    rows = [{"question": asked.format(with_article(thing)), "thing": thing} for thing, asked in product(things, ASKED)]
     random.Random(seed).shuffle(rows)
     return rows
+
+
+def demonstrations(rows: list[dict[str, str]], seed: int) -> list[dict[str, list[dict[str, str]]]]:
+    """Each question as a chat with an answer: some are one sentence, some go on, and some say "it", as people do."""
+    draw, chats = random.Random(seed), []
+    about = {
+        thing: dict(zip(("kind", "use", "place"), said, strict=True))
+        for said, some in KINDS.items()
+        for thing in some.split()
+    }
+    for row in rows:
+        thing, style = row["thing"], draw.random()
+        (asked,) = [asked for asked in ASKED if asked.format(with_article(thing)) == row["question"]]
+        named = "it" if style < SAYING_IT else with_article(thing)
+        more = draw.sample(MORE, draw.choice((1, 2))) if style > 1 - GOING_ON else []
+        told = [sentence.format(named, **about[thing]) for sentence in (ASKED[asked], *more)]
+        answer = " ".join(sentence[0].upper() + sentence[1:] for sentence in told)
+        chats.append({"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}]})
+    return chats
 
 
 def make_pairs(rows: list[dict[str, str]], samples: list[dict[str, Any]], wrong: float) -> list[dict[str, str]]:
@@ -92,9 +134,10 @@ def main() -> None:
     pairs.add_argument("answers", type=Path, help="folder of the evaluation that asked the training questions")
     options = parser.parse_args()
     if options.command == "questions":
-        things = THINGS.split()
-        write(options.folder / "train.jsonl", questions(things[:TRAINING_THINGS], seed=1))
-        write(options.folder / "test.jsonl", questions(things[TRAINING_THINGS:], seed=2))
+        train = questions(THINGS[:TRAINING_THINGS], seed=1)
+        write(options.folder / "train.jsonl", train)
+        write(options.folder / "test.jsonl", questions(THINGS[TRAINING_THINGS:], seed=2))
+        write(options.folder / "sft.jsonl", demonstrations(train[-DEMONSTRATIONS:], seed=3))
         return
     rows, samples = read(options.folder / "train.jsonl"), read(options.answers / "samples.jsonl")
     for name, wrong in (("pairs", WRONG_LABELS), ("shuffled", 0.5)):

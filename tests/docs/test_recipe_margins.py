@@ -14,6 +14,7 @@ RECIPES = [
     ("two_models", "two_models", "simulated_user", "grpo", "control"),
     ("number_game", "small_agents", "number_game", "turns", "chance"),
     ("repository_task", "small_agents", "mend", "grpo", "control"),
+    ("rlhf_on_a_laptop", "rlhf_recipe", "without_sft", "ppo", "ppo_shuffled"),
     ("tldr_on_a_laptop", "small_agents", "tldr_laptop", "grpo", "grpo_shuffled"),
 ]
 """Page, record, its recipe, the run and the control."""

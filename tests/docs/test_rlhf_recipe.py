@@ -1,6 +1,7 @@
 """The page of RLHF on a laptop shows what was recorded."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -16,3 +17,10 @@ def test_the_page_shows_the_recorded_figures():
 def test_the_kl_of_an_answer_is_that_of_its_tokens_and_a_curve_is_smoothed_backwards():
     assert BENCHMARK["answer_kl"]({"kl/reference": 0.1, "completion_length/mean": 20.0}) == 2.0
     assert BENCHMARK["smooth"]([1.0, 3.0, 5.0, 7.0, 9.0, 11.0]) == [1.0, 2.0, 3.0, 5.0, 7.0, 9.0]
+
+
+def test_sft_leaves_room_and_ppo_ends_above_it_by_the_margin_of_the_page():
+    record, page = json.loads(BENCHMARK["RECORD"].read_text())["with_sft"], BENCHMARK["PAGE"].read_text()
+    (margin,) = re.findall(r"must .*?at least (\d+) points", page)
+    after = [100 * row["eval/accuracy"] for row in record["ppo"] if "eval/accuracy" in row]
+    assert 100 * record["before"][0]["eval/accuracy"] < after[0] < 50 and after[-1] - after[0] >= int(margin)

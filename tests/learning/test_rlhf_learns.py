@@ -38,7 +38,7 @@ def test_a_trained_reward_model_raises_the_true_preference_and_a_shuffled_one_no
     monkeypatch.chdir(tmp_path)
     Path("rule.py").write_text(RULE)
     model = tiny_model_folder(tmp_path / "models", kind="llama")
-    things = DATA["THINGS"].split()
+    things = DATA["THINGS"]
     for split, some in (("train", things[:110]), ("test", things[110:])):
         DATA["write"](Path(f"data/{split}.jsonl"), DATA["questions"](some, seed=1))
     asked = ["--data", "data/train.jsonl", "--max-rows", "128", "--n", "8", "--temperature", "1", "--max-new-tokens", "8"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import RewardModelConfig
 from tandem.trainers import reward, rl
@@ -75,13 +75,24 @@ def test_the_judge_of_the_pairs_errs_in_one_of_ten_and_the_control_tosses_a_coin
     assert 0.8 < shares["pairs"] < 0.98 and 0.35 < shares["shuffled"] < 0.65
 
 
+def test_some_demonstrations_are_liked_and_none_is_about_a_thing_of_the_test(recipe):
+    chats, rows = DATA["read"](recipe / "sft.jsonl"), DATA["read"](recipe / "train.jsonl")[-DATA["DEMONSTRATIONS"] :]
+    said = [[turn["content"] for turn in chat["messages"]] for chat in chats]
+    assert [question for question, _ in said] == [row["question"] for row in rows]
+    liked = [DATA["preferred"](answer, row["thing"])["accuracy"] for (_, answer), row in zip(said, rows, strict=True)]
+    assert 0.25 < sum(liked) / len(liked) < 0.5
+
+
 def test_all_parts_ask_alike_and_each_begins_with_what_the_one_before_leaves():
+    shown = load_config(SFTConfig, EXAMPLES / "rlhf_sft.yaml").config
     asked = load_evaluation(EXAMPLES / "rlhf_eval.yaml", ["model=smollm2-135m"]).config
     judge = load_config(RewardModelConfig, EXAMPLES / "rlhf_reward.yaml").config
     policy = load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml").config
+    taught = f"runs/{shown.experiment_name}/{shown.trial_name}/checkpoints/step_{shown.total_train_steps}"
+    assert taught == judge.actor.path == policy.actor.path
     folder = f"runs/{judge.experiment_name}/{judge.trial_name}/checkpoints/step_{judge.total_train_steps}"
     assert f"model(path={folder})" in policy.reward and policy.critic.path == folder
-    assert asked.system_prompt == judge.system_prompt == policy.system_prompt
+    assert asked.system_prompt == shown.system_prompt == judge.system_prompt == policy.system_prompt
     assert asked.reward == policy.reward.rpartition("0*")[2]
 
 
