@@ -300,10 +300,9 @@ def test_a_long_result_is_cut_and_not_written_to_its_end():
 
     sample, _ = play(workflow([shout], max_result_characters=20), call_of("shout", word="ab"), "408")
     assert observations(sample) == ["ab" * 10 + "\n… 19980 more characters"]
-    many, began = [0] * 3_000_000, time.monotonic()
-    sample, _ = play(workflow([Thermometer(many)], max_result_characters=20), call_of("broken", word="ab"), "408")
-    assert observations(sample) == ["[0, 0, 0, 0, 0, 0, 0\n… and more"]
-    assert time.monotonic() - began < 0.3  # all of it takes as long, and every episode would wait
+    for many in (numpy.broadcast_to(0, (1, 10**15)), torch.zeros(1, dtype=torch.int8).expand(1, 10**15)):  # take no memory
+        sample, _ = play(workflow([Thermometer(many)], max_result_characters=20), call_of("broken", word="ab"), "408")
+        assert observations(sample) == ["[[0, 0, 0, 0, 0, 0, \n… and more"]
 
 
 def ends(word: str) -> str:

@@ -5,11 +5,13 @@ import inspect
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -153,11 +155,27 @@ def _in_json(value: Any) -> Any:
         return asdict(value)
     if isinstance(value, bytes | bytearray):
         return value.decode()
-    if hasattr(value, "tolist"):  # of numpy and torch
+    if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
+        return _Rows(value)
+    if hasattr(value, "tolist"):  # a number of numpy or torch, and other libraries' lists
         return value.tolist()
     if type(value).__str__ is object.__str__:
         raise UnwritableResult(f"it contains a {type(value).__name__}")
     return str(value)
+
+
+class _Rows(list[Any]):
+    """An array as a list of rows, each of which is made when it is read."""
+
+    def __init__(self, array: "np.ndarray[Any, Any] | torch.Tensor"):
+        super().__init__()
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._array[i] for i in range(len(self)))
 
 
 _JSON = json.JSONEncoder(ensure_ascii=False, default=_in_json)
