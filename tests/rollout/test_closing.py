@@ -5,7 +5,10 @@ import logging
 import threading
 import time
 
-from tandem.rollout.event_loop import BackgroundLoop
+import pytest
+
+from tandem.api.failures import UserCodeFailed
+from tandem.rollout.event_loop import BackgroundLoop, BlockedLoop
 
 
 async def goes_on():
@@ -48,6 +51,29 @@ def test_a_coroutine_that_swallows_its_cancellation_is_left_behind_and_named(cap
     assert "goes_on (test_closing.py:" in record.getMessage()
     assert "CancelledError" in record.getMessage()
     assert done, "one that ends in time does what it has to do"
+
+
+async def computes_forever():
+    while True:
+        pass
+
+
+def test_a_coroutine_that_blocks_the_loop_is_interrupted_and_says_why():
+    loop = BackgroundLoop(blocked_after_s=0.3)
+    with pytest.raises(BlockedLoop, match=r"blocked the event loop, and all episodes share it: use await asyncio.sleep"):
+        loop.run(computes_forever())
+    assert loop.run(asyncio.sleep(0, "it goes on")) == "it goes on"
+    loop.close()
+
+
+def test_a_coroutine_that_cannot_be_interrupted_ends_whoever_waits():
+    told, until = [], threading.Event()
+    loop = BackgroundLoop(0.1, blocked_after_s=0.3, on_blocked=told.append)
+    with pytest.raises(UserCodeFailed, match=r"blocks \(test_closing.py:\d+\) has blocked the event loop for .* cannot be"):
+        loop.run(blocks(until))
+    assert len(told) == 1
+    loop.close()
+    until.set()
 
 
 def test_a_coroutine_that_blocks_the_loop_is_left_behind_and_named(caplog):

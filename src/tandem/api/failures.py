@@ -22,6 +22,9 @@ TandemError
         └── ServerFailed                a server did not answer as it should; `status`, `url`
 """
 
+import os
+import traceback
+
 from tandem.config.errors import ConfigError, TandemError
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "WeightsChanged",
     "WrongWorkflow",
     "as_failure",
+    "described",
 ]
 
 
@@ -164,10 +168,23 @@ class ServerFailed(InfrastructureFailure):
         """HTTP status; None where no whole answer came."""
 
 
+def described(error: BaseException, *, with_place: bool = True) -> str:
+    """An error of a user's code in words: its type, its text, and the file and line that raised it."""
+    try:
+        text = str(error)
+    except Exception:  # the boundary of a user's code: its own __str__ may raise
+        text = "it has a __str__ that raises"
+    place = ""
+    if with_place and error.__traceback__ is not None:
+        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+        place = f" ({os.path.basename(frame.f_code.co_filename)}:{line})"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
 def as_failure(error: BaseException) -> EpisodeFailure:
     """The episode boundary: any error as a failure with a reason, its cause kept."""
     if isinstance(error, EpisodeFailure):
         return error
-    failure = DataFailure("workflow_raised", f"{type(error).__name__}: {error}")
+    failure = DataFailure("workflow_raised", described(error))
     failure.__cause__ = error
     return failure

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from tandem.api.failures import UserCodeFailed
+from tandem.api.failures import UserCodeFailed, described
 from tandem.config.errors import ConfigError, TandemError
 
 T = TypeVar("T")
@@ -77,7 +77,9 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
         return function(*arguments, **named)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # the boundary of a user's code, which may end with sys.exit(main())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the boundary of a user's code, which may end with sys.exit(main())
         raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
 
 
@@ -85,9 +87,9 @@ class Interrupted(BaseException):
     """Ends a user's code that is late. Not an Exception, so that this code does not take it for one of its own."""
 
 
-def interrupt(thread: threading.Thread) -> None:
-    """Raises `Interrupted` in a thread that runs, as soon as the call that it is in returns to the interpreter."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
+def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) -> None:
+    """Raises ``error`` in a thread that runs, as soon as the call that it is in returns to the interpreter."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
 
 
 @contextlib.contextmanager
@@ -131,7 +133,9 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
         return function(**named)
     except TandemError:
         raise
-    except (Exception, SystemExit) as error:  # the boundary of a user's code
+    except (KeyboardInterrupt, Interrupted):
+        raise
+    except BaseException as error:  # the boundary of a user's code
         raise UserCodeFailed(
             f"{_raised(spec, error)}; mend it there and start again. Checkpoints that were saved stay"
         ) from error
@@ -139,10 +143,10 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Runs an event loop until it is stopped, and closes it. A coroutine that calls `sys.exit` ends itself alone: asyncio
-    gives the error to whoever awaits it, but would end the loop as well."""
+    gives the error to whoever awaits it, but would end the loop as well. So would an interruption that comes too late."""
     try:
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            with contextlib.suppress(SystemExit, KeyboardInterrupt, Interrupted):
                 loop.run_forever()
                 return
     finally:
@@ -166,4 +170,4 @@ def _raised(spec: str, error: BaseException) -> str:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
         line = frames[-1].lineno if frames else None
     place = f"{file}, line {line}" if line else file
-    return f"{spec!r} raised {type(error).__name__}: {error} ({place})"
+    return f"{spec!r} raised {described(error, with_place=False)} ({place})"

@@ -296,6 +296,8 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
         raise ConfigError(f"{key} is a {type(make).__name__}; it must be a function, sync or async")
     if term.knobs:
         raise ConfigError(f"{key} is a function, and only a class takes knobs: leave {next(iter(term.knobs))} out")
+    if inspect.isgeneratorfunction(make) or inspect.isasyncgenfunction(make):
+        raise ConfigError(f"{key} has a `yield`, so a call gives no reward but a generator; return the number")
     try:
         inspect.signature(make)
     except (TypeError, ValueError):

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tandem.api.failures import RewardFailure
+from tandem.api.failures import RewardFailure, described
 from tandem.api.plugins import run_loop
 from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
@@ -218,7 +218,7 @@ class OwnGroupReward(GroupReward):
 
 
 def _raised(name: str, error: BaseException) -> RewardFailure:
-    return RewardFailure("reward_raised", f"{name}: {type(error).__name__}: {error}")
+    return RewardFailure("reward_raised", f"{name}: {described(error)}")
 
 
 def _loop_aside(name: str) -> asyncio.AbstractEventLoop:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tandem.api.failures import RewardFailure
+from tandem.api.failures import RewardFailure, described
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
@@ -108,7 +108,7 @@ def _failure(error: Exception) -> RewardFailure:
     """A failure of one sample's own."""
     if isinstance(error, RewardFailure):
         return RewardFailure(error.reason, str(error))
-    return RewardFailure("reward_raised", f"{type(error).__name__}: {error}")
+    return RewardFailure("reward_raised", described(error))
 
 
 class RemoteReward(RewardFn):

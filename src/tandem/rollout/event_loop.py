@@ -5,12 +5,14 @@ import contextlib
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.api.plugins import run_loop
+from tandem.api.failures import UserCodeFailed
+from tandem.api.plugins import Interrupted, interrupt, run_loop
 
 T = TypeVar("T")
 
@@ -20,14 +22,39 @@ CLOSE_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 1.0
 """Beyond that, for the thread of a loop that nothing blocks."""
 
+BLOCKED_AFTER_S = 60.0
+"""A coroutine that blocks the loop for so long is interrupted; one that blocks it for a quarter more ends the run."""
+
+LOOK_S = 1.0
+"""Seconds between looks at a loop."""
+
+REMEDY = "all episodes share it: use await asyncio.sleep, an asynchronous client, or await asyncio.to_thread(function)"
+
 logger = logging.getLogger("tandem.rollout")
 
 
-class BackgroundLoop:
-    """Runs coroutines for callers of other threads."""
+class BlockedLoop(Interrupted):
+    """Ends a coroutine that blocks."""
 
-    def __init__(self, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        self._close_timeout_s = close_timeout_s
+    def __str__(self) -> str:
+        return f"it blocked the event loop, and {REMEDY}"
+
+
+class BackgroundLoop:
+    """Runs coroutines for callers of other threads. One that blocks the loop is interrupted: see `BLOCKED_AFTER_S`."""
+
+    def __init__(
+        self,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        *,
+        blocked_after_s: float = BLOCKED_AFTER_S,
+        on_blocked: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """``on_blocked`` is told, from a thread, of a coroutine that cannot be interrupted, besides callers of `run`."""
+        self._close_timeout_s, self._blocked_after_s, self._on_blocked = close_timeout_s, blocked_after_s, on_blocked
+        self._blocked: Future[None] = Future()
+        """Fails once a coroutine blocks the loop for good."""
+
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -38,6 +65,8 @@ class BackgroundLoop:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="rollout", daemon=True)
                 self._thread.start()
+                watched = (self._loop, self._thread)
+                threading.Thread(target=self._watch, args=watched, name="rollout-watch", daemon=True).start()
             return self._loop
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -51,11 +80,46 @@ class BackgroundLoop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the loop and waits for what it returns. Not from the loop itself."""
         future = self.start(coroutine)
+        either: list[Future[Any]] = [future, self._blocked]
         try:
+            wait(either, return_when=FIRST_COMPLETED)
+            if not future.done():
+                self._blocked.result()
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+        """In a thread of its own, until the loop is closed. Looks are counted, because the whole process may stand still."""
+        look_s = min(LOOK_S, self._blocked_after_s / 4)
+        looks = round(self._blocked_after_s / look_s)
+        turned = threading.Event()
+        while thread.is_alive() and self._loop is loop:
+            turned.clear()
+            with contextlib.suppress(RuntimeError):  # it was closed just now
+                loop.call_soon_threadsafe(turned.set)
+            silent = 0
+            while self._loop is loop and not turned.wait(look_s):
+                silent += 1
+                if silent == looks:
+                    interrupt(thread, BlockedLoop)
+                elif silent == looks + -(-looks // 4):
+                    self._give_up(loop, silent * look_s)
+            time.sleep(look_s)
+
+    def _give_up(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        task = asyncio.current_task(loop)
+        name = "a callback" if task is None else _chain(task)
+        error = UserCodeFailed(
+            f"{name} has blocked the event loop for {seconds:.3g} s, cannot be interrupted, and {REMEDY}; mend it there and "
+            "start again. Checkpoints that were saved stay"
+        )
+        if not self._blocked.done():
+            self._blocked.set_exception(error)
+        logger.error("%s", error)
+        if self._on_blocked is not None:
+            self._on_blocked(error)
 
     def close(self) -> None:
         """Cancels every task and ends the thread. Idempotent.

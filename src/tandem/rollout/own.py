@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from tandem.api.failures import DataFailure, EngineDied, WrongWorkflow
+from tandem.api.failures import DataFailure, EngineDied, WrongWorkflow, described
 from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
@@ -110,7 +110,7 @@ class AgentWorkflow(RolloutWorkflow):
         if error is not None:
             if session.failure is not None:
                 raise session.failure from error  # the engine's, which the agent could not help
-            raise DataFailure("agent_raised", f"{type(error).__name__}: {error}") from error
+            raise DataFailure("agent_raised", described(error)) from error
         if isinstance(session.failure, EngineDied):
             raise session.failure
         try:

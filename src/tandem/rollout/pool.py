@@ -72,7 +72,7 @@ class EpisodePool:
         """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
         ``generators``: the ranks that run episodes; None: rank 0 alone."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
-        self.loop = BackgroundLoop()
+        self.loop = BackgroundLoop(on_blocked=self._break)
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
         self._others = OtherRanks(generators, self.loop, self._break)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tandem.api.failures import described
 from tandem.workers.trees import adopt_orphans, children_of, kill_tree
 
 HEADER = struct.Struct("!Q")
@@ -104,16 +105,10 @@ def _confine() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _describe(error: BaseException) -> str:
-    where = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(where[-1].filename)}:{where[-1].lineno})" if where else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
 def failure_message(reason: str, error: BaseException, message: str = "") -> dict[str, Any]:
     """Makes a message of what went wrong. ``message``: it in words; by default type, text and place of the error."""
     text = "".join(traceback.format_exception(error))[-8000:]
-    return {"failure": reason, "message": message or _describe(error), "traceback": text}
+    return {"failure": reason, "message": message or described(error), "traceback": text}
 
 
 def _end_leftovers(kept: set[int]) -> None:
