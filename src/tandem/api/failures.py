@@ -23,6 +23,7 @@ TandemError
 """
 
 import os
+import sysconfig
 import traceback
 
 from tandem.config.errors import ConfigError, TandemError
@@ -168,16 +169,20 @@ class ServerFailed(InfrastructureFailure):
         """HTTP status; None where no whole answer came."""
 
 
+_LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+
+
 def described(error: BaseException, *, with_place: bool = True) -> str:
-    """An error of a user's code in words: its type, its text, and the file and line that raised it."""
+    """An error of a user's code in words: its type, its text, and the last line of no library on the way there."""
     try:
         text = str(error)
     except Exception:  # the boundary of a user's code: its own __str__ may raise
         text = "it has a __str__ that raises"
     place = ""
     if with_place and error.__traceback__ is not None:
-        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
-        place = f" ({os.path.basename(frame.f_code.co_filename)}:{line})"
+        lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        file, line = ([one for one in lines if not one[0].startswith(_LIBRARIES)] or lines)[-1]
+        place = f" ({os.path.basename(file)}:{line})"
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 

@@ -5,6 +5,8 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import inspect
+import logging
 import signal
 import sys
 import threading
@@ -19,6 +21,11 @@ from tandem.api.failures import UserCodeFailed, described
 from tandem.config.errors import ConfigError, TandemError
 
 T = TypeVar("T")
+
+SLOW_S = 30.0
+"""A user's code that takes longer than this at start is told of."""
+
+log = logging.getLogger(__name__)
 
 
 def is_file_spec(spec: str) -> bool:
@@ -55,7 +62,8 @@ def load_object(spec: str) -> Any:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:
-            in_user_code(spec, found.loader.exec_module, module)
+            with told_if_slow(spec):
+                in_user_code(spec, found.loader.exec_module, module)
         except BaseException:
             del sys.modules[module_name]
             raise
@@ -81,6 +89,26 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
         raise
     except BaseException as error:  # the boundary of a user's code, which may end with sys.exit(main())
         raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
+
+
+@contextlib.contextmanager
+def told_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
+    """A block of a user's code at start. If it takes long, a warning says in which line of his file it is."""
+
+    def tell(thread: int) -> None:
+        frame, file = sys._current_frames().get(thread), Path(spec.rpartition(":")[0])
+        while frame is not None and Path(frame.f_code.co_filename).name != file.name:
+            frame = frame.f_back
+        where = "" if frame is None else f", in line {frame.f_lineno}"
+        log.warning("%r is being made for more than %g s%s; the run waits for it", spec, slow_s, where)
+
+    timer = threading.Timer(slow_s, tell, (threading.get_ident(),))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Interrupted(BaseException):
@@ -139,6 +167,20 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
         raise UserCodeFailed(
             f"{_raised(spec, error)}; mend it there and start again. Checkpoints that were saved stay"
         ) from error
+
+
+def check_coroutine(key: str, function: Callable[..., Any], form: str, *given: Any, **named: Any) -> None:
+    """Passes an ``async def`` that can be called with these arguments. ``form``: how it is to be written.
+
+    Raises:
+        ConfigError: it is something else. ``key``: where it is named.
+    """
+    try:
+        if not inspect.iscoroutinefunction(inspect.unwrap(function)):
+            raise TypeError("it is none, or has a `yield`")
+        inspect.signature(function).bind(*given, **named)
+    except TypeError as error:
+        raise ConfigError(f"{key}: write `async def {form}`: {error}") from None
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:

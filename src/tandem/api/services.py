@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from tandem.api.plugins import in_user_code, load_object
+from tandem.api.plugins import in_user_code, interrupted_after, load_object, told_if_slow
 from tandem.config.coerce import coerce, without_none
 from tandem.config.errors import ConfigError
 from tandem.config.extras import install_extra
@@ -32,6 +32,9 @@ ONLY_BY_NAME = ("engine", "sandbox", "recorder", "services", "episode_timeout_s"
 
 CLOSING_S = 10.0
 """The longest that the end of a run waits for an asynchronous `close`."""
+
+LONGEST_CLOSING_S = 60.0
+"""The same of any other."""
 
 
 def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
@@ -220,7 +223,9 @@ class Services:
         Raises:
             ConfigError: see `check`; or it raises.
         """
-        return in_user_code(who.partition("=")[2] or who, factory, **self.arguments(who, factory, knobs, more))
+        spec, arguments = who.partition("=")[2] or who, self.arguments(who, factory, knobs, more)
+        with told_if_slow(spec):
+            return in_user_code(spec, factory, **arguments)
 
     def arguments(
         self,
@@ -290,7 +295,12 @@ class Services:
             elif kind == "environment":
                 make = partial(factory, **self.arguments(who, factory, knobs))
                 # one on trial: that none can be made is seen here, not by the episodes
-                _close(in_user_code(term.name, make))
+                with told_if_slow(term.name):
+                    trial = in_user_code(term.name, make)
+                for method in ("reset", "step"):
+                    if not callable(getattr(trial, method, None)):
+                        raise ConfigError(f"{who} makes a {type(trial).__name__}, which has no method {method!r}; add it")
+                _close(trial)
                 asked, own = self.check(who, factory, knobs)
                 spec = term.name if term.is_file else service_of(kind, term.registered, name).factory
                 self._given[name] = self.keep(PerEpisode(make, term.name, spec, own, asked))
@@ -339,7 +349,7 @@ def _logged(service: Any) -> Iterator[None]:
         yield
     except TimeoutError:
         log.warning("a %s took longer than %g s to close, and was left", name, CLOSING_S)
-    except Exception as error:  # the boundary of a user's code
+    except (Exception, SystemExit) as error:  # the boundary of a user's code
         log.warning("a %s did not close: %s: %s", name, type(error).__name__, error, exc_info=error)
 
 
@@ -352,7 +362,7 @@ def _close(service: Any) -> None:
         async with asyncio.timeout(CLOSING_S):
             await ended
 
-    with _logged(service):
+    with _logged(service), interrupted_after(type(service).__name__, LONGEST_CLOSING_S):
         ended = service.close() if hasattr(service, "close") else None
         if inspect.isawaitable(ended):
             with ThreadPoolExecutor(1) as thread:

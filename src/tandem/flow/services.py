@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import InfrastructureFailure, RewardFailure
+from tandem.api.plugins import check_coroutine
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
 from tandem.api.services import NOTHING, Services, arguments_of, factory_of
@@ -481,6 +482,8 @@ def make_workflow(
             f"{key} made a {type(workflow).__name__}, which is no workflow; derive the class from tandem.ChatWorkflow, or "
             "from tandem.RolloutWorkflow"
         )
+    check_coroutine(key, workflow.arun_episode, "arun_episode(self, engine, data)", None, {})
+    check_coroutine(key, workflow.finish_group, "finish_group(self, samples, data)", (), {})
     return workflow
 
 

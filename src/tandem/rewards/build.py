@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from tandem.api.plugins import check_coroutine
 from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.services import NOTHING, Services, arguments_of, factory_of
@@ -287,11 +288,13 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
     if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
     if isinstance(make, GroupReward):
-        if not inspect.iscoroutinefunction(make.compare):
-            raise ConfigError(f"{key}: compare must be `async def compare(self, samples, row)`")
+        check_coroutine(key, make.compare, "compare(self, samples, row)", (), {})
         return OwnGroupReward(make, name, timeout_s=timeout_s)
     if isinstance(make, RewardFn):
-        return OwnReward(make, name, timeout_s=timeout_s)
+        given = dict.fromkeys(("prompt", "completion", "prompt_ids", "completion_ids", "row"))
+        form = "__call__(self, *, prompt, completion, prompt_ids, completion_ids, row)"
+        check_coroutine(key, make.__call__, form, **given, **({"messages": ()} if make.reads_messages else {}))
+        return OwnReward(make, name, term.name, timeout_s=timeout_s)
     if not callable(make):
         raise ConfigError(f"{key} is a {type(make).__name__}; it must be a function, sync or async")
     if term.knobs:

@@ -4,10 +4,11 @@ import asyncio
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-from tandem.api.failures import RewardFailure, described
-from tandem.api.plugins import run_loop
+from tandem.api.failures import RewardFailure, UserCodeFailed, described
+from tandem.api.plugins import in_user_code, run_loop, run_user_code
 from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.errors import ConfigError
@@ -155,23 +156,31 @@ class AsyncReward(FunctionReward):
 class OwnReward(AsyncReward):
     """A `RewardFn` that a user wrote, held to the deadline; what it returns is checked as a function's is."""
 
-    def __init__(self, reward: RewardFn, name: str, *, timeout_s: float):
+    def __init__(self, reward: RewardFn, name: str, spec: str, *, timeout_s: float):
+        """``spec``: the file and class, for errors."""
         super().__init__(reward.__call__, name, timeout_s=timeout_s)
-        self.reward, self.reads_messages = reward, reward.reads_messages
+        self.reward, self.reads_messages, self._spec = reward, reward.reads_messages, spec
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """The reward's own check, where it has one."""
         check = getattr(self.reward, "check_row", None)
         if check is not None:
-            check(row)
+            in_user_code(self._spec, check, row)
 
     async def __call__(self, **given: Any) -> RewardResult:
         """Implements `RewardFn.__call__`."""
         return as_result(await self._judge(given))
 
     def metrics(self) -> dict[str, float]:
-        """Its own counts."""
-        return self.reward.metrics()
+        """Its own counts.
+
+        Raises:
+            UserCodeFailed: it raised, or gave something else.
+        """
+        found = run_user_code(self._spec, self.reward.metrics)
+        if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(x, Real) for n, x in found.items()):
+            raise UserCodeFailed(f"{self._spec!r}: metrics() must give a dict of names and numbers, it gave {found!r:.200}")
+        return found
 
     def close(self) -> None:
         """Closes it."""

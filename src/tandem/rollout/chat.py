@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
@@ -153,10 +154,16 @@ class Chat:
         extracted: bool | None = None,
         words: Mapping[str, str] | None = None,
     ) -> Sample:
-        """The finished sample, with every trajectory that has trained tokens."""
+        """The finished sample, with every trajectory that has trained tokens.
+
+        Raises:
+            DataFailure: ``no_reply``, where the model has said nothing.
+        """
         spoken = [tokens for tokens in (*self._ended, self._tokens) if any(tokens.mask)]
+        if not spoken:
+            raise DataFailure("no_reply", "the sample is of a chat in which the model has said nothing: call reply first")
         return Sample(
-            trajectories=tuple(tokens.trajectory() for tokens in spoken or [self._tokens]),
+            trajectories=tuple(tokens.trajectory() for tokens in spoken),
             reward=float(reward),
             rewards=dict(rewards or {}),
             raw_rewards=dict(self.raw_rewards),
