@@ -311,6 +311,8 @@ def test_services_are_closed_in_reverse_also_after_one_that_fails_to_close(caplo
             closed.append(self.name)
             if self.name == "two":
                 raise OSError("gone")
+            if self.name == "three":
+                raise SystemExit(3)
 
     services = Services()
     for name in ("one", "two", "three"):

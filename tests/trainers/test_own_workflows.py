@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tandem.api.failures import DataFailure, WrongWorkflow
+from tandem.api.failures import DataFailure, UserCodeFailed, WrongWorkflow
 from tandem.api.samples import Group, Sample
 from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
@@ -14,6 +14,7 @@ from tandem.config.load import load_config
 from tandem.flow.parts import open_rows, validation_config
 from tandem.flow.plan import plan_run
 from tandem.flow.services import check_names, make_reward, make_workflow, training_workflow
+from tandem.rewards.build import build_reward
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
@@ -77,6 +78,51 @@ async def bare(engine, data):
 
 async def backwards(*, data, engine):
     return None
+
+
+class Yields(TakesAll):
+    async def arun_episode(self, engine, data):
+        yield 1
+
+
+class TakesNothing(TakesAll):
+    async def arun_episode(self):
+        return None
+
+
+class FinishesAtOnce(TakesAll):
+    def finish_group(self, samples, data):
+        return samples
+
+
+class NotAsync(RewardFn):
+    def __call__(self, **given):
+        return 1.0
+
+
+class TakesAPrompt(RewardFn):
+    async def __call__(self, prompt):
+        return 1.0
+
+
+class Counts(RewardFn):
+    async def __call__(self, **given):
+        return 1.0
+
+    def check_row(self, row):
+        raise ValueError("no")
+
+    def metrics(self):
+        return {"many": "x"}
+
+
+def gives_several(completion):
+    yield 1.0
+
+
+class NoStep:
+    def reset(self, data, seed):
+        return "go"
 
 
 class Hangs(RewardFn):
@@ -145,11 +191,41 @@ def test_knobs_of_a_workflow_are_given_in_its_name_or_beside_it_and_reach_it(min
         ("Raises", r"raised KeyError: 'no such file' \(.*mine.py, line \d+\)"),
         ("NoWorkflow", "which is no workflow; derive the class"),
         ("Abstract", "raised TypeError"),
+        ("Yields", r"write `async def arun_episode\(self, engine, data\)`: it is none, or has a `yield`"),
+        ("TakesNothing", r"write `async def arun_episode\(self, engine, data\)`: too many positional arguments"),
+        ("FinishesAtOnce", r"write `async def finish_group\(self, samples, data\)`: it is none"),
     ],
 )
 def test_a_constructor_that_fails_is_a_message_with_its_line(mine, name, words):
     with pytest.raises(ConfigError, match=words):
         in_training(f"workflow={mine}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NotAsync", r"write `async def __call__\(self, \*, prompt, .*`: it is none"),
+        ("TakesAPrompt", r"write `async def __call__\(self, \*, prompt, .*`: got an unexpected keyword argument"),
+        ("gives_several", "has a `yield`, so a call gives no reward but a generator"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_refused_at_start(mine, name, words):
+    with pytest.raises(ConfigError, match=words):
+        make_reward(config(f"reward={mine}:{name}"))
+
+
+def test_what_a_reward_object_checks_and_counts_is_held_to_its_form(mine):
+    reward = build_reward(f"{mine}:Counts", timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"mine.py:Counts' raised ValueError: no \(.*mine.py, line \d+\)"):
+        reward.check_row({})
+    with pytest.raises(UserCodeFailed, match=r"metrics\(\) must give a dict of names and numbers, it gave {'many': 'x'}"):
+        reward.metrics()
+
+
+def test_an_environment_without_a_method_is_refused_at_start(model, tmp_path, mine):
+    keys = [f"environment={mine}:NoStep", "workflow=environment", "train_dataset.path=seeds", "train_dataset.size=4"]
+    with pytest.raises(ConfigError, match=r"mine.py:NoStep has no method 'step'; add it"):
+        train(load_config(TrainConfig, None, [f"actor.path={model}", f"run.root={tmp_path}", *keys]))
 
 
 def test_a_workflow_that_takes_any_argument_is_given_all_of_them(mine):

@@ -151,18 +151,29 @@ class PerEpisode:
     Or it lives in worker processes, where it may block: then whoever runs it there keeps them in `shared`.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, spec: str, knobs: Mapping[str, Any], asked: Sequence[str] = ()):
-        """``spec``: the class as a worker process loads it. ``asked``: the services that it is given."""
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        name: str,
+        spec: str,
+        knobs: Mapping[str, Any],
+        asked: Sequence[str] = (),
+        lacks: Sequence[str] = (),
+    ):
+        """``spec``: the class as a worker process loads it. ``asked``: the services that it is given. ``lacks``: methods of
+        an environment that it has not."""
         self.make, self.name = make, name
-        self._spec, self._knobs, self._asked = spec, knobs, asked
+        self._spec, self._knobs, self._asked, self._lacks = spec, knobs, asked, lacks
         self._shared: Any = None
 
     def shared(self, make: Callable[[str, Mapping[str, Any]], T]) -> T:
         """The object that ``make(spec, knobs)`` made at the first call, for all that ask. It is closed with the run.
 
         Raises:
-            ConfigError: the environment asks for services of the run, which cannot go to another process.
+            ConfigError: the environment asks for services of the run, which cannot go to another process; or lacks a method.
         """
+        if self._lacks:
+            raise ConfigError(f"environment={self.name} has no method {' and no '.join(map(repr, self._lacks))}; add it")
         if self._asked:
             raise ConfigError(
                 f"environment={self.name} asks for {', '.join(map(repr, self._asked))}, and runs in worker processes, which "
@@ -297,13 +308,11 @@ class Services:
                 # one on trial: that none can be made is seen here, not by the episodes
                 with told_if_slow(term.name):
                     trial = in_user_code(term.name, make)
-                for method in ("reset", "step"):
-                    if not callable(getattr(trial, method, None)):
-                        raise ConfigError(f"{who} makes a {type(trial).__name__}, which has no method {method!r}; add it")
+                lacks = [name for name in ("reset", "step") if not callable(getattr(trial, name, None))]
                 _close(trial)
                 asked, own = self.check(who, factory, knobs)
                 spec = term.name if term.is_file else service_of(kind, term.registered, name).factory
-                self._given[name] = self.keep(PerEpisode(make, term.name, spec, own, asked))
+                self._given[name] = self.keep(PerEpisode(make, term.name, spec, own, asked, lacks))
             else:
                 self._given[name] = self.keep(self.make(who, factory, knobs))
         finally:
