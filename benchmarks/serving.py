@@ -29,13 +29,13 @@ import torch
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.config.cores import usable_cores
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
 from tandem.models.catalog import resolve
-from tandem.state.machine import usable_cores
 
 
 def requests_of(count: int, tokens: int, round_number: int, exactly: bool = True) -> list[LLMRequest]:

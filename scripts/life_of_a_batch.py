@@ -102,6 +102,8 @@ BESIDE = {
         "roles/parts",
     ),
     "for an option": (
+        "engines/inference/arena",
+        "engines/inference/static_decode",
         "engines/inference/stopping",
         "engines/train/asleep",
         "roles/critic",

@@ -229,3 +229,38 @@ def test_a_room_that_a_plan_reads_takes_torch_from_the_file_that_imports_it_late
         if module.split(".")[0] in ("torch", "transformers", "tensordict")
     ]
     assert wrong == []
+
+
+def private_names():
+    """Names with one underscore in front that the package gives to attributes, functions and classes of its own."""
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - {"_fields"}  # a structure of C
+
+
+def reaches_inside(tree, private):
+    """Lines of a test that take a private name from anything but its own object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private and ast.unparse(node.value) not in ("self", "cls"):
+            yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem."):
+            yield from (node.lineno for alias in node.names if alias.name.startswith("_"))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("monkeypatch.setattr"):
+            named = [one.value for one in node.args[:2] if isinstance(one, ast.Constant)]
+            yield from (node.lineno for name in named if str(name).endswith("_S"))
+
+
+def test_tests_use_what_is_public_and_patch_no_time_out():
+    """The number may only fall: a test that needs something inside an object needs it to be public, or a parameter."""
+    private = private_names()
+    found = [
+        f"{path.name}:{line}"
+        for path in sorted(Path(__file__).parent.rglob("*.py"))
+        for line in reaches_inside(ast.parse(path.read_text()), private)
+    ]
+    assert len(found) <= 20, found

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.algorithms.noise import _mixed, token_noise
+from tandem.algorithms.noise import splitmix64, token_noise
 
 GAMMA, WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -15,7 +15,7 @@ def mixed(x):
 
 
 def test_the_mixing_is_splitmix64():
-    first = int(_mixed(torch.tensor([GAMMA - (1 << 64)]))) & WORD
+    first = int(splitmix64(torch.tensor([GAMMA - (1 << 64)]))) & WORD
     assert first == mixed(GAMMA) == 0xE220A8397B1DCDAF  # the first number that splitmix64 draws from seed 0
 
 

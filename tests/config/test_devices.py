@@ -17,7 +17,7 @@ from tandem.engines.inference.check import check_inference_engine, check_options
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.inference.remote.tandem_server import _command
+from tandem.engines.inference.remote.tandem_server import server_command
 from tests.tiny import tiny_model_folder
 
 # backend, ranks, devices, placement → devices of each server, or words of the refusal
@@ -68,7 +68,9 @@ def command_of(kind, seat):
     """The command of a server as the run gives it; that of our own is read by its own parser."""
     if kind != "tandem":
         return command({"vllm": VllmServer, "sglang": SGLangServer}[kind], seat)
-    words = _command(Path("model"), EmbeddedEngineConfig(), torch.bfloat16, f"cuda:{seat.devices[0]}", "run", Path("."), [])
+    words = server_command(
+        Path("model"), EmbeddedEngineConfig(), torch.bfloat16, f"cuda:{seat.devices[0]}", "run", Path("."), []
+    )
     after = words[words.index("tandem") + 1 :]
     assert parsed(serve, *after[1:]).device == "cuda"
     return " ".join(after)

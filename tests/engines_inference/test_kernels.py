@@ -13,7 +13,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, PrefillSpan
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.inference.decoder import _rotary_table, _rotate
+from tandem.engines.inference.decoder import rotary_table, rotate
 from tandem.engines.inference.drawing import draw_tokens
 from tandem.engines.inference.kernels import kernels
 from tandem.engines.inference.kv_cache import KVCache
@@ -40,7 +40,7 @@ class Case:
         self.choose = random.Random(seed)
         self.kernel = Kernel(heads, kv_heads, dim, dim**-0.5, None, torch.bfloat16, CPU)
         self.caches = [self.cache(), self.cache()]
-        self.rope = _rotary_table(Rope(1.0 / 10000 ** (torch.arange(0, dim, 2) / dim)), 2048, torch.bfloat16, CPU)
+        self.rope = rotary_table(Rope(1.0 / 10000 ** (torch.arange(0, dim, 2) / dim)), 2048, torch.bfloat16, CPU)
         self.norms = normal(dim), normal(dim), 1e-5
 
     def cache(self):
@@ -64,7 +64,7 @@ class Case:
         if normed:
             weights = [w.expand(n, -1) for w, n in zip(self.norms, (kernel.heads, kernel.kv_heads), strict=False)]
             rotated = functional.rms_norm(rotated, (kernel.head_dim,), None, 1e-5) * torch.cat(weights)
-        rotated = _rotate(rotated, self.rope[0][positions], self.rope[1][positions])
+        rotated = rotate(rotated, self.rope[0][positions], self.rope[1][positions])
         return rotated[:, : kernel.heads], rotated[:, kernel.heads :], values
 
     def compare(self, ours, theirs, qkv, positions, window, normed=False):

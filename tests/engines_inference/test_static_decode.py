@@ -187,7 +187,7 @@ def test_a_recording_reads_and_writes_only_what_stays_where_it_is(tmp_path, monk
         raise AssertionError("a recording is run again without the step's own code")
 
     def look(core, step):
-        tables = static._ints, static._floats, static._stop, static._found, core._slots.last
+        tables = static._ints, static._floats, static._stop, static._found, core.slots.last
         seen[step] = {_storage(one) for one in (*tables, *core._cache.keys, *core._cache.values)}
         if static.captured:
             monkeypatch.setattr(static, "_compute", no_python)  # from now on nothing of the step is Python

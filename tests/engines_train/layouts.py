@@ -164,8 +164,8 @@ def disturbed(engine: SpreadEngine, batch: TensorDict) -> tuple[float, float, fl
     with pytest.raises(ZeroDivisionError):
         engine.train_batch(batch, raises)
     norm = engine.train_batch(batch, flat)["grad_norm"]
-    engine._holder.leave()
-    engine._holder.come_back()
+    engine.holder.leave()
+    engine.holder.come_back()
     return skipped, norm, distance(before, weights_of(engine))
 
 

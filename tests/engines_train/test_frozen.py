@@ -14,7 +14,7 @@ from tests.tiny import tiny_model_folder
 
 def parameter_bytes(engine):
     """Of all distinct tensors that hold weights."""
-    held = [*engine.model.parameters(), *engine._holder.masters.values()]
+    held = [*engine.model.parameters(), *engine.holder.masters.values()]
     local = (p.to_local() if hasattr(p, "to_local") else p for p in held)
     return sum(p.untyped_storage().nbytes() for p in {p.data_ptr(): p for p in local}.values())
 

@@ -67,7 +67,7 @@ def test_only_adapters_are_trained_and_have_masters_moments_and_gradients(folder
     assert all("lora_" in name and tensor.dtype == torch.float32 for name, tensor in state["masters"].items())
     assert state["optimizer"]["moments"].keys() == state["masters"].keys()
     assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters() if name in before)
-    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in engine._holder.frozen.values())
+    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in engine.holder.frozen.values())
     assert all(bool(tensor.any()) for tensor in adapter_of(engine).values())
 
 

@@ -25,12 +25,12 @@ THREE = "zero3:d2"
 
 def with_own_memory(engine):
     """Masters as DeepSpeed makes them."""
-    holder = engine._holder
-    for piece in holder._pieces():
+    holder = engine.holder
+    for piece in holder.flat_pieces():
         piece.data = piece.data.clone()
-    if holder._stage < 3:
-        holder._zero._link_all_hp_params()
-    holder._shared = False
+    if holder.stage < 3:
+        holder.zero._link_all_hp_params()
+    holder.shared = False
     return engine
 
 
@@ -42,24 +42,24 @@ def storages(tensors):
 
 def counted(engine):
     """Bytes of parameters, masters and moments of this process."""
-    holder = engine._holder
+    holder = engine.holder
     found = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
-    found += [*holder.masters.values()] if engine.ranks.layout.zero is None else holder._pieces()
-    found += [x for state in engine._optimizer._adamw.state.values() for x in state.values() if x.dim()]
+    found += [*holder.masters.values()] if engine.ranks.layout.zero is None else holder.flat_pieces()
+    found += [x for state in engine.optimizer.adamw.state.values() for x in state.values() if x.dim()]
     return sum(storages(found).values())
 
 
 def together(engine):
     """Whether all masters are in the memory of parameters."""
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
-    return storages(engine._holder._pieces()).keys() <= storages(parameters).keys()
+    return storages(engine.holder.flat_pieces()).keys() <= storages(parameters).keys()
 
 
 def moved_elsewhere(engine):
     """Parameters go to host memory and come back to another place, as they do on a GPU."""
-    holder, zero = engine._holder, engine._holder._zero
+    holder, zero = engine.holder, engine.holder.zero
     holder.leave()
-    for buffer in [zero.lp_param_buffer] if holder._stage == 3 else zero.bit16_groups_flat:
+    for buffer in [zero.lp_param_buffer] if holder.stage == 3 else zero.bit16_groups_flat:
         buffer.data = buffer.data.clone()
     holder.come_back()
     return engine
@@ -99,16 +99,16 @@ def work(folder, layout, out, ranks):
 
 def left_alone(engine):
     """Of masters that have other numbers than the parameters: whether they share, what is logged, whether they stayed."""
-    holder, heard = engine._holder, []
+    holder, heard = engine.holder, []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     log = logging.getLogger("tandem.train")
     log.addHandler(handler)
-    piece = holder._pieces()[0]
+    piece = holder.flat_pieces()[0]
     with torch.no_grad():
         piece[0] += 1
     before = piece.data_ptr()
-    shares = share(holder._zero, holder._stage, holder._rank, holder._pieces())
+    shares = share(holder.zero, holder.stage, holder.rank, holder.flat_pieces())
     log.removeHandler(handler)
     return shares, heard, piece.data_ptr() == before
 

@@ -130,7 +130,7 @@ def test_what_is_remembered_stays_bounded():
     router.add("a")
     for i in range(10_000):
         router.end(router.choose(1, f"chat {i}"))
-    assert len(router._affinities) == 10
+    assert len(router.affinities) == 10
 
 
 def test_a_server_that_comes_back_begins_without_the_work_that_it_lost():

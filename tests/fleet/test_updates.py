@@ -19,7 +19,7 @@ def test_nothing_is_waited_for_of_a_member_whose_engine_is_gone_or_another_by_no
     starts = {gone: gone.health.incarnation, another: another.health.incarnation - 1}
     done, asked = [], []
     thread = threading.Thread(
-        target=lambda: done.append(Updates(roster)._everywhere("commit", starts, asked.append)), daemon=True
+        target=lambda: done.append(Updates(roster).everywhere("commit", starts, asked.append)), daemon=True
     )
     thread.start()
     thread.join(5)

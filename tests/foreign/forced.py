@@ -78,8 +78,8 @@ def forced_engine(folder, script):
     config = EmbeddedEngineConfig(max_running=16, threads=1, kv_cache_gib=1.0, max_model_len=CONTEXT)
     version = WeightVersion(0)
     core = EngineCore(folder, config, torch.float32, "cpu", version)
-    core._slots.__class__ = ForcedSlots
-    core._slots.force(load_tokenizer(folder), script)
+    core.slots.__class__ = ForcedSlots
+    core.slots.force(load_tokenizer(folder), script)
     engine = EmbeddedEngine(core, version=version, threads=1)
     try:
         yield Witness(engine)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tandem.models import short_attention
-from tandem.models.attention import _causal, _visible
+from tandem.models.attention import causal_attention, visible_keys
 
 
 def gap(given, expected):
@@ -19,8 +19,8 @@ def test_output_and_gradients_are_those_of_float32_attention(count, queries, key
     given = [torch.randn(count, s, h, 32).bfloat16().requires_grad_() for s, h in ((queries, 6), (keys, 2), (keys, 2))]
     exact = [x.detach().float().requires_grad_() for x in given]
     upstream = torch.randn(count, 6, queries, 32).bfloat16()
-    out = _causal(*(x.transpose(1, 2) for x in given), 0.2, window, None)
-    mask = _visible(queries, keys, window, torch.device("cpu"))
+    out = causal_attention(*(x.transpose(1, 2) for x in given), 0.2, window, None)
+    mask = visible_keys(queries, keys, window, torch.device("cpu"))
     arguments = {"attn_mask": mask, "scale": 0.2, "enable_gqa": True}
     expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in exact), **arguments)
     out.backward(upstream)
@@ -39,7 +39,7 @@ def test_long_and_float32_sequences_take_the_fused_kernel():
 
 def test_a_batch_without_sequences_has_an_empty_output_and_a_gradient():
     given = torch.zeros(0, 2, 5, 32, dtype=torch.bfloat16, requires_grad=True)
-    out = _causal(given, given, given, 0.2, None, None)
+    out = causal_attention(given, given, given, 0.2, None, None)
     out.sum().backward()
 
     assert out.shape == given.grad.shape == (0, 2, 5, 32)

@@ -11,10 +11,10 @@ import pytest
 
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardResult
+from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
 from tandem.rewards.pool import most_workers
-from tandem.workers.trees import usable_cores
 from tests.zygote import gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are watched through Linux's process table")

@@ -247,7 +247,7 @@ def test_a_server_over_http_answers_as_json_or_as_events_and_may_lose_its_sessio
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        box = McpBox(url=f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/mcp", prefix="web_")
+        box = McpBox(url=f"http://127.0.0.1:{runner.addresses[0][1]}/mcp", prefix="web_")
         async with box.open({}) as (tool,):
             said = [tool.name, await tool.run({})]
             sessions.append("forgotten")

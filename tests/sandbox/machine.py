@@ -63,9 +63,9 @@ class Machine:
         datagrams.bind(self.datagrams)
         self.listeners = [tcp, udp, *streams, datagrams]
         for listener in self.listeners:
-            threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+            threading.Thread(target=self.listen, args=(listener,), daemon=True).start()
 
-    def _listen(self, listener: socket.socket) -> None:
+    def listen(self, listener: socket.socket) -> None:
         try:
             if listener.type == socket.SOCK_STREAM:
                 listener.accept()[0].close()

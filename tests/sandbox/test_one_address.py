@@ -210,7 +210,7 @@ def test_everything_else_is_refused(walls, address, tmp_path):
     for host, family in (("127.0.0.2", socket.AF_INET), (own_address(), socket.AF_INET), ("::1", socket.AF_INET6)):
         with contextlib.suppress(OSError):  # a machine without IPv6
             others.append(socket.create_server((host, address[1]), family=family))
-            threading.Thread(target=machine._listen, args=(others[-1],), daemon=True).start()
+            threading.Thread(target=machine.listen, args=(others[-1],), daemon=True).start()
     facts = json.loads(machine.facts) | {"address": address, "own": own_address()}
     outcome = run(walls, Program(source=ATTEMPTS, stdin=json.dumps(facts).encode() + b"\n"), address)
     machine.close()

@@ -281,7 +281,7 @@ def test_every_route_of_the_table_is_served_and_documented(guarded, routes):
     assert {(method.upper(), path) for path, operations in paths.items() for method in operations} == {
         (route.method, route.path) for route in routes
     }
-    assert {(r.method, r.resource.canonical) for r in guarded.server._app.router.routes()} == {
+    assert {(r.method, r.resource.canonical) for r in guarded.server.app.router.routes()} == {
         (route.method, route.path) for route in routes
     }
 

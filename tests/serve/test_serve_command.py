@@ -270,12 +270,12 @@ def test_a_chat_with_an_address_sends_what_was_said(folder, tmp_path):
     with Served(folder, token=TOKEN) as served:
         partner = chat.partner_of(parsed(chat, f"{served.url}/v1", "--token-file", str(file), *sampling))
         first = conversation(partner, ["What is 3 + 4?", "", "And 5 more?", "/quit", "never said"])
-        messages = [message["role"] for message in partner._messages]
+        messages = [message["role"] for message in partner.messages]
         again = conversation(partner, ["/new", "What is 3 + 4?"])
 
     assert messages == ["user", "assistant"] * 2
-    assert again.split("\n", 1)[1].rstrip("\n") == partner._messages[1]["content"]
-    assert first.startswith(partner._messages[1]["content"])
+    assert again.split("\n", 1)[1].rstrip("\n") == partner.messages[1]["content"]
+    assert first.startswith(partner.messages[1]["content"])
 
 
 @pytest.mark.parametrize("argv", [["--temperature", "0"], ["--top-p", "2"], ["--max-new-tokens", "0"], ["--threads", "0"]])

@@ -165,7 +165,7 @@ def test_a_change_that_waited_asks_again_whose_the_server_is(remote, served, roo
 
     async def prepare_behind_a_release():
         control = served.application.control
-        async with control._turn:
+        async with control.turn:
             late = asyncio.ensure_future(control.prepare(body, None))
             await asyncio.sleep(0.1)
             served.service.run = "other"

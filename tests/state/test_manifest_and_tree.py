@@ -115,12 +115,12 @@ def flip(path, place=-1):
 
 def body(folder, **changes):
     """Changes the manifest and makes its digest right again, as somebody who means harm would."""
-    from tandem.state.manifest import _digest  # noqa: PLC0415
+    from tandem.state.manifest import digest_of  # noqa: PLC0415
 
     found = json.loads((folder / FILE).read_text())
     del found["digest"]
     found |= changes
-    (folder / FILE).write_text(json.dumps(found | {"digest": _digest(found)}))
+    (folder / FILE).write_text(json.dumps(found | {"digest": digest_of(found)}))
 
 
 DAMAGE = {

@@ -1,13 +1,14 @@
 """Copies of what is spread over ranks: parts that rank 0 puts together, in nameless memory that goes with its owner."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tandem.api.state import Parted, TensorPart, part_of
 from tandem.api.team import Team
-from tandem.state.shared_parts import MARK_BYTES, Offer, SharedParts, _mapped
+from tandem.state.shared_parts import MARK_BYTES, SharedParts, mapped
 from tandem.state.snapshot import Snapshots
 
 
@@ -55,25 +56,21 @@ def test_a_state_that_can_only_be_gathered_is_told_before_anything_is_copied():
 def test_only_the_memory_that_was_offered_is_read(tmp_path):
     own = SharedParts(Team())
     own.copy({"w": part_of(torch.ones(4))})
-    path, size = f"/proc/{os.getpid()}/fd/{own._fd}", own.num_bytes
-    found = _mapped(Offer(path, own._mark, size, {}))
-    assert found is not None and found[:MARK_BYTES] == own._mark
+    offer = own.offer()
+    memory = mapped(offer)
+    assert memory is not None and memory[:MARK_BYTES] == offer.mark
 
     other = tmp_path / "other"
-    other.write_bytes(bytes(size))
-    wrong = [Offer(str(other), own._mark, size, {}), Offer(path, bytes(MARK_BYTES), size, {})]
-    wrong += [
-        Offer(path, own._mark, size + 1, {}),
-        Offer(str(tmp_path / "none"), own._mark, size, {}),
-        Offer("", b"", 0, {}),
-    ]
-    assert [_mapped(offer) for offer in wrong] == [None] * 5
+    other.write_bytes(bytes(offer.num_bytes))
+    changes = [{"path": str(other)}, {"mark": bytes(MARK_BYTES)}, {"num_bytes": offer.num_bytes + 1}]
+    wrong = [replace(offer, **change) for change in (*changes, {"path": str(tmp_path / "none")}, {"path": ""})]
+    assert [mapped(offer) for offer in wrong] == [None] * 5
 
 
 def test_the_memory_goes_with_its_owner():
     shared = SharedParts(Team())
     shared.copy({"w": part_of(torch.ones(4))})
-    descriptor = shared._fd
+    descriptor = int(shared.offer().path.rpartition("/")[2])
     assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:tandem-checkpoint")
     del shared
     with pytest.raises(OSError, match="Bad file descriptor"):

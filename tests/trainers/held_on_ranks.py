@@ -37,12 +37,12 @@ def local(tensors: Iterable[torch.Tensor]) -> int:
 
 def held_by(engine: SpreadEngine) -> dict[str, int]:
     """Bytes of weights and moments, after a step."""
-    holder = engine._holder
+    holder = engine.holder
     engine.train_batch(random_batch(LENGTHS), weighted_nll)
     if engine.ranks.layout.zero is not None:
         return _held_by_deepspeed(holder)
     weights = [*holder.masters.values(), *engine.model.parameters()]
-    moments = [x for state in engine._optimizer._adamw.state.values() for x in state.values() if x.dim()]
+    moments = [x for state in engine.optimizer.adamw.state.values() for x in state.values() if x.dim()]
     return {"weights": local(weights), "optimizer": local(moments), "gradients": gradients_between(engine)}
 
 
@@ -55,7 +55,7 @@ def gradients_between(engine: SpreadEngine) -> int:
         held = [p for group in groups if group is not None for p in group.fsdp_params]
         whole = [x for p in held for x in (p.unsharded_accumulated_grad, getattr(p, "_unsharded_param", None))]
         whole = [getattr(x, "grad", None) if isinstance(x, torch.nn.Parameter) else x for x in whole]
-        own = [master.grad for master in engine._holder.masters.values()]
+        own = [master.grad for master in engine.holder.masters.values()]
         seen.append(local(gradient for gradient in (*whole, *own) if gradient is not None))
         return weighted_nll(outputs, view)
 
@@ -64,13 +64,13 @@ def gradients_between(engine: SpreadEngine) -> int:
 
 
 def _held_by_deepspeed(holder) -> dict[str, int]:
-    zero = holder._zero
-    flat = zero.fp16_partitioned_groups_flat if holder._stage == 3 else zero.bit16_groups_flat
+    zero = holder.zero
+    flat = zero.fp16_partitioned_groups_flat if holder.stage == 3 else zero.bit16_groups_flat
     shared = {tensor.untyped_storage().data_ptr() for tensor in flat}
-    masters = [piece for piece in holder._pieces() if piece.untyped_storage().data_ptr() not in shared]
+    masters = [piece for piece in holder.flat_pieces() if piece.untyped_storage().data_ptr() not in shared]
     moments = [x for state in zero.optimizer.state.values() for x in state.values() if x.dim()]
     found = {"weights": local(flat), "masters": local(masters), "optimizer": local(moments)}
-    return found | ({"buffer": local([zero.grad_partitions_flat_buffer])} if holder._stage == 3 else {})
+    return found | ({"buffer": local([zero.grad_partitions_flat_buffer])} if holder.stage == 3 else {})
 
 
 def held_under(folder: Path, cases: dict[str, dict], ranks: int) -> dict[str, dict[str, int]]:

@@ -7,7 +7,7 @@ import torch
 
 from tandem.api.team import Team
 from tandem.config.delivery import VerifyConfig
-from tandem.proof.diagnosis import _one_tensor
+from tandem.proof.diagnosis import one_tensor
 from tandem.proof.scoring import Scorer
 from tandem.proof.verification import Verifier
 from tandem.weights.archive import VersionArchive
@@ -77,4 +77,4 @@ def test_one_matrix_that_stayed_behind_is_named_with_adapters_too(tmp_path):
         return float((scored - said).abs()[mask & among].mean())
 
     case = SimpleNamespace(version=2, batch=batch, known=mask, off=off, tolerance=1e-9)
-    assert f"tensor {stale} is still that of version 1" in _one_tensor(case, world.scorer, None)
+    assert f"tensor {stale} is still that of version 1" in one_tensor(case, world.scorer, None)

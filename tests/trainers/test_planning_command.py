@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.cores import usable_cores
 from tandem.config.devices import devices_of
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import SFTConfig, TrainConfig
@@ -26,7 +27,6 @@ from tandem.planning.job import Lengths, job_of
 from tandem.planning.memory import engine_weights
 from tandem.planning.plan import make_plan
 from tandem.planning.remedy import RANK, larger_devices, nearest, others, overrides
-from tandem.state.machine import usable_cores
 from tandem.trainers.lengths import ASSUMED_PROMPT, known_lengths
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine

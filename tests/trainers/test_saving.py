@@ -190,7 +190,7 @@ def test_an_engine_that_cannot_be_written_from_a_copy_is_waited_for(model, tmp_p
         run.step()
         run.after_step()
         assert not run.saving.busy and (run.folder.checkpoints / "step_1").is_dir()
-        assert run.saving._snapshots.num_bytes == 0
+        assert run.saving.snapshots.num_bytes == 0
     assert "training waits for each save: these models are not written from a copy" in caplog.text
 
 
@@ -199,7 +199,7 @@ def test_the_last_save_of_a_run_is_written_at_once(model, tmp_path):
         run.progress.step = 9
         run.step()
         run.after_step()
-        assert run.saving._snapshots.num_bytes == 0 and run.saving.checkpoint.name == "step_10"
+        assert run.saving.snapshots.num_bytes == 0 and run.saving.checkpoint.name == "step_10"
 
 
 def test_a_critic_of_its_own_is_written_too(model, tmp_path):

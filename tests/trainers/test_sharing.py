@@ -37,8 +37,9 @@ def adapted_judge(base, folder, seed, **engine):
     """A reward model as `tandem reward` saves it: merged, with its adapter beside."""
     judge = lora_on(base, head="scalar", **engine)
     generator = torch.Generator().manual_seed(seed)
-    masters = {n: 0.1 * torch.randn(m.shape, generator=generator) for n, m in judge.state_dict()["masters"].items()}
-    judge._weights.load_masters(masters)
+    state = judge.state_dict()
+    masters = {n: 0.1 * torch.randn(m.shape, generator=generator) for n, m in state["masters"].items()}
+    judge.load_state_dict(state | {"masters": masters})
     judge.save(folder)
     load_tokenizer(base).save_pretrained(folder)
 

@@ -55,7 +55,7 @@ class World:
 
     @property
     def cores(self):
-        return [engine._worker._core for engine in self.engines]
+        return [engine.worker.core for engine in self.engines]
 
     def verifier(self, **options):
         scorer = Scorer(self.trainer, self.archive, self.dtype, Team(), rounds=False)
@@ -266,7 +266,7 @@ def never_applies(core):
     """The engine says that it switched, and goes on with what it had."""
 
     def swap(staged, version, keep_kv=False):
-        core._version = version
+        core.version = version
         return {"pause_s": 0.0, "recompute_s": 0.0}
 
     core.swap = swap

@@ -8,7 +8,7 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd 64-bit constants of splitmix64, as signed integers."""
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def splitmix64(x: torch.Tensor) -> torch.Tensor:
     """splitmix64's finaliser on int64, whose products wrap."""
     for shift, factor in ((30, _ODD[1]), (27, _ODD[2])):
         x = (x ^ _right(x, shift)) * factor
@@ -31,9 +31,9 @@ def token_noise(
     sizes = cu_seqlens.diff()
     sequence = torch.repeat_interleave(sizes)
     place = torch.arange(len(input_ids), device=input_ids.device) - cu_seqlens[sequence]
-    content = torch.zeros_like(group_id).index_add(0, sequence, _mixed(input_ids * _ODD[0] + place * _ODD[1]))
+    content = torch.zeros_like(group_id).index_add(0, sequence, splitmix64(input_ids * _ODD[0] + place * _ODD[1]))
     key = torch.zeros_like(group_id)
     for part in (torch.full_like(key, seed), torch.full_like(key, step), group_id, sample_id, content):
-        key = _mixed((key + part) * _ODD[0] + 1)
-    bits = _mixed(key[sequence] + (place + 1) * _ODD[0])
+        key = splitmix64((key + part) * _ODD[0] + 1)
+    bits = splitmix64(key[sequence] + (place + 1) * _ODD[0])
     return _right(bits, 11).double() / 2.0**53

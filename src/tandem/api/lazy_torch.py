@@ -5,6 +5,7 @@ with tensors. Files that take both names from here can be read without torch, wh
 begins with ``from __future__ import annotations``, so that its annotations ask for nothing.
 """
 
+from functools import reduce
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ else:
 
         def __init__(self, module: str, *path: str):
             self._module, self._path = module, path
+            self._object: Any = None
 
         def _there(self) -> Any:
-            there = import_module(self._module)
-            for name in self._path:
-                there = getattr(there, name)
-            return there
+            if self._object is None:  # kept, because an import of what is there takes a microsecond, and packing asks often
+                self._object = reduce(getattr, self._path, import_module(self._module))
+            return self._object
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._there(), name)

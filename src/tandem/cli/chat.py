@@ -23,6 +23,7 @@ from tandem.api.failures import ServerFailed
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.cli.sampling import add_device_arguments, add_sampling_arguments, device_of, require, sampling_of
+from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
@@ -33,7 +34,6 @@ from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.protocol.client import HttpClient, stream_events
 from tandem.rollout.chat import Chat
-from tandem.state.machine import usable_cores
 
 ASK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 3600.0
@@ -143,21 +143,21 @@ class RemotePartner(ChatPartner):
             "stream": True,
         }
         self._opening = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        self._messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = []
 
     def begin(self) -> None:
-        self._messages = []
+        self.messages = []
 
     async def answer(self, text: str) -> AsyncGenerator[str, None]:
-        self._messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": text})
         said = []
-        body = {**self._sampling, "messages": self._opening + self._messages}
+        body = {**self._sampling, "messages": self._opening + self.messages}
         async with aclosing(stream_events(self._url, body, token=self._token, deadline_s=ANSWER_TIMEOUT_S)) as events:
             async for event in events:
                 for choice in event.get("choices", []):
                     said.append(choice.get("delta", {}).get("content") or "")
                     yield said[-1]
-        self._messages.append({"role": "assistant", "content": "".join(said)})
+        self.messages.append({"role": "assistant", "content": "".join(said)})
 
     def close(self) -> None:
         """Closes the connection."""

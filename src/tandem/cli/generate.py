@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.cli.sampling import add_device_arguments, add_sampling_arguments, device_of, require, sampling_of
+from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
@@ -26,7 +27,6 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
-from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

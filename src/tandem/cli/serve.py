@@ -19,6 +19,7 @@ from typing import Any
 from tandem.api.weights import WeightVersion
 from tandem.cli.listening import Listening, access_of, add_address, check_address
 from tandem.cli.sampling import add_device_arguments, device_of
+from tandem.config.cores import usable_cores
 from tandem.config.devices import ALONE
 from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK
 from tandem.config.errors import ConfigError, TandemError
@@ -34,7 +35,6 @@ from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
 from tandem.models.precision import resolve_dtype
 from tandem.protocol.access import Access
-from tandem.state.machine import usable_cores
 
 DEFAULTS = ServiceLimits(max_tokens=1)
 

@@ -22,11 +22,11 @@ import torch
 
 from tandem.cli.listening import Listening, access_of, add_address, check_address
 from tandem.cli.sampling import add_device_arguments, device_of
+from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.flow.judging import open_judge
 from tandem.protocol.access import Access
 from tandem.rewards.serving import Judge, RewardApplication
-from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

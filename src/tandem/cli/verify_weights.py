@@ -20,6 +20,7 @@ import torch
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import WeightVersion
 from tandem.cli.sampling import require
+from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig, parse_address
 from tandem.config.generation import GenerationConfig
@@ -27,7 +28,6 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import KINDS, ServerTerms, build_inference_engine
 from tandem.models.precision import DTYPES, resolve_dtype
 from tandem.proof.verify_server import Model, find_model, verify_engine
-from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import refuse
 from tandem.config.generation import GenerationConfig
 from tandem.config.keys import leaves
 from tandem.config.limits import LIMITS
@@ -177,14 +177,14 @@ def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | As
         draft.apply(read_file(Path(file)))
     for item in overrides:
         draft.apply([item] if isinstance(item, Assignment) else read_override(item))
-    _refuse(draft.errors)
+    refuse(draft.errors)
     config: EvaluationConfig = draft.build()
     written = dict(draft.sources)
     if "gconfig.greedy" not in written:
         sampled = any(f"gconfig.{key}" in written for key in ("temperature", "top_p", "top_k"))
         config = replace(config, gconfig=replace(config.gconfig, greedy=config.gconfig.n_samples == 1 and not sampled))
         written["gconfig.greedy"] = "follows from gconfig"
-    _refuse([*_problems(config, written)])
+    refuse([*_problems(config, written)])
     if config.label is None:
         parts = [label_of(one) for one in (config.model, *(d.name or d.path for d in config.data))]
         config = replace(config, label="-".join(parts)[:100])
@@ -212,14 +212,6 @@ def label_of(model: str) -> str:
     else:
         parts = parts[-1:]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).lstrip(".-")[:100] or "model"
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    problems = list(dict.fromkeys(problems))
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
 def _problems(config: EvaluationConfig, written: Container[str]) -> Iterator[str]:

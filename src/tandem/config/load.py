@@ -11,7 +11,7 @@ import yaml
 
 from tandem.config.algorithm import Component
 from tandem.config.check import check
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.nearest import nearest_names
@@ -54,7 +54,7 @@ def load_config(cls: type[C], file: Path | str | None = None, overrides: Sequenc
     written = _drafted(cls, layers)
     preset = _preset_of(cls, written.tree, problems)
     draft = _drafted(cls, [preset, *layers])
-    _raise(problems + draft.errors)
+    refuse(problems + draft.errors)
     config = draft.build()
     aside = {key: _told_aside(key, choice, written) for key, choice in overruled(config, written.sources).items()}
     if aside:
@@ -117,14 +117,6 @@ def _scalars(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _scalars(item) for key, item in value.items()}
     return [_scalars(item) for item in value] if isinstance(value, (list, tuple)) else Scalar(str(value), value)
-
-
-def _raise(problems: list[str]) -> None:
-    problems = list(dict.fromkeys(problems))
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
 def _source_keys(config: Any) -> Iterator[str]:

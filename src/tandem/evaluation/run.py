@@ -19,6 +19,7 @@ from tandem.api.plugins import is_file_spec
 from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import partner_of
+from tandem.config.cores import usable_cores
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
@@ -46,7 +47,7 @@ from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.state.machine import usable_cores, versions
+from tandem.state.machine import versions
 
 
 def file_digests(specs: Iterable[str]) -> dict[str, str]:

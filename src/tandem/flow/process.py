@@ -19,6 +19,7 @@ from tandem.api.team import Team
 from tandem.config.arithmetic import placement
 from tandem.config.backend import parse_layout
 from tandem.config.choose_backend import BackendMachine, choose_backend
+from tandem.config.cores import usable_cores
 from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -157,7 +158,7 @@ def start_process(config: BaseConfig) -> Process:
             timeout=patience,
         )
         atexit.register(torch.distributed.destroy_process_group)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     threads = config.threads or max(1, cores // ranks_here)
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)

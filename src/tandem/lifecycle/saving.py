@@ -64,7 +64,7 @@ class Saving:
         self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
         self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
         self._team = recovery.team
-        self._snapshots, self._background = Snapshots(self._team), BackgroundSave()
+        self.snapshots, self._background = Snapshots(self._team), BackgroundSave()
         self._seconds: dict[str, float] = {}
         self.beside = config.checkpoint.asynchronous and config.checkpoint.resumable
         """True if saves are written beside training; False from the first that has to be waited for."""
@@ -138,17 +138,17 @@ class Saving:
         if not self.beside:
             return False
         states = self._recovery.states()
-        why_not = self._snapshots.why_not(states)
+        why_not = self.snapshots.why_not(states)
         why_not = self._team.share(lambda: why_not or self._why_not(states))
         if why_not is not None:
             log.info("training waits for each save: %s", why_not)
             self.beside = False
             return False
         try:
-            copy = self._snapshots.take(states)
+            copy = self.snapshots.take(states)
         except NotWritten as error:
             log.warning("training waits for each save: %s", error)
-            self.beside, self._snapshots = False, Snapshots(self._team)  # the memory of earlier copies is given back
+            self.beside, self.snapshots = False, Snapshots(self._team)  # the memory of earlier copies is given back
             return False
 
         def begin() -> bool:

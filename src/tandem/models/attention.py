@@ -205,7 +205,7 @@ def _attend(
             outputs.append(_shared(run, parts, scale, window, softcap))
             continue
         q, k, v = (part.unflatten(0, (run.count, run.length)).transpose(1, 2) for part in parts)  # [B, heads, S, D]
-        outputs.append(_causal(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
+        outputs.append(causal_attention(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
@@ -232,7 +232,7 @@ def _attend_with_own(
     keys, values = key.split(lengths, 2), value.split(lengths, 2)
     for q, k, v, stop in zip(query.split(mine, 2), keys, values, stops, strict=True):
         if q.shape[2]:
-            outputs.append(_causal(q, k[:, :, :stop], v[:, :, :stop], scale, sliding_window, softcap))
+            outputs.append(causal_attention(q, k[:, :, :stop], v[:, :, :stop], scale, sliding_window, softcap))
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
@@ -249,7 +249,7 @@ def _shared(
     outputs = []
     if prompt.length:
         q, k, v = (x[None].transpose(1, 2) for x in (q_prompt, k_prompt, v_prompt))
-        outputs.append(_causal(q, k, v, scale, window, softcap)[0].transpose(0, 1))
+        outputs.append(causal_attention(q, k, v, scale, window, softcap)[0].transpose(0, 1))
     if sizes[1]:
         count, longest = len(prompt.completions), max(prompt.completions)
         lengths = torch.tensor(prompt.completions, device=q_rest.device)
@@ -259,11 +259,11 @@ def _shared(
         q, k, v = (x[index] for x in (q_rest, k_rest, v_rest))  # [count, longest, heads, D]
         k = torch.cat([k_prompt.expand(count, -1, -1, -1), k], 1).transpose(1, 2)
         v = torch.cat([v_prompt.expand(count, -1, -1, -1), v], 1).transpose(1, 2)
-        outputs.append(_causal(q.transpose(1, 2), k, v, scale, window, softcap).transpose(1, 2)[valid])
+        outputs.append(causal_attention(q.transpose(1, 2), k, v, scale, window, softcap).transpose(1, 2)[valid])
     return torch.cat(outputs)
 
 
-def _causal(
+def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
     """``q [B, heads, Q, D]`` are the last Q of the K tokens of ``k`` and ``v`` (fewer heads) → ``[B, heads, Q, D]``."""
@@ -272,14 +272,14 @@ def _causal(
     if softcap is not None:
         return _capped(q, k, v, scale, window, softcap)
     if short_attention.takes(q, keys):
-        return short_attention.attend(q, k, v, _visible(queries, keys, window, q.device), scale)
+        return short_attention.attend(q, k, v, visible_keys(queries, keys, window, q.device), scale)
     if queries == keys and (window is None or window >= keys):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    mask = _visible(queries, keys, window, q.device)
+    mask = visible_keys(queries, keys, window, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
     """The keys (columns) that each of the last queries (rows) sees, ``[Q, K]`` bool."""
     last = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
@@ -293,7 +293,7 @@ def _capped(
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     logits = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
-    logits = logits.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device), float("-inf"))
+    logits = logits.masked_fill(~visible_keys(q.shape[2], k.shape[2], window, q.device), float("-inf"))
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 

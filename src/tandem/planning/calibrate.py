@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tandem.config.cores import usable_cores
 from tandem.config.errors import TandemError
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.fused_weights import Linear, compute_dtype
@@ -46,7 +47,6 @@ from tandem.planning.link import between_processes
 from tandem.planning.machine import Machine
 from tandem.planning.threads import of_one_process
 from tandem.state.machine import machine as described
-from tandem.state.machine import usable_cores
 
 ROWS = (1, 4, 16, 64, 256, 1024)
 WIDTH = 1024

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.state.machine import usable_cores
+from tandem.config.cores import usable_cores
 
 ONE_THREAD_S = 0.3
 

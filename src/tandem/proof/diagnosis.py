@@ -140,7 +140,7 @@ def diagnose(case: Case, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> 
         where = f"only {len(wrong)} of {count} prompts are affected, as when one of several servers is wrong: "
         groups = case.batch["group_id"]
         case = case.sequences(torch.isin(groups, torch.tensor(wrong, dtype=groups.dtype)))
-    for hypothesis in (_versions, _temperature, _tokenisation, _kept_keys, _one_tensor):
+    for hypothesis in (_versions, _temperature, _tokenisation, _kept_keys, one_tensor):
         cause = hypothesis(case, scorer, tokenizer)
         if cause:
             return where + cause
@@ -287,7 +287,7 @@ def _single(case: Case, new: torch.Tensor, index: list[int]) -> Iterator[tuple[C
         yield case.sequences(one), mine, int(mine.nonzero()[0])
 
 
-def _one_tensor(case: Case, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> str:
+def one_tensor(case: Case, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> str:
     """Tokens of the newest version, with one tensor of the version before."""
     older, engine = case.version - 1, scorer.engine
     new = case.batch["versions"] == case.version

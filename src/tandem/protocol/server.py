@@ -95,10 +95,10 @@ class Server:
 
     def __init__(self, application: Application, access: Access):
         self._application, self._access, self.routes = application, access, application.routes
-        self._app = web.Application(middlewares=[self._middleware])
-        self._app.on_response_prepare.append(self._sign)
+        self.app = web.Application(middlewares=[self._middleware])
+        self.app.on_response_prepare.append(self._sign)
         for route in self.routes:
-            self._app.router.add_route(route.method, route.path, self._handler(route))
+            self.app.router.add_route(route.method, route.path, self._handler(route))
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
@@ -109,7 +109,7 @@ class Server:
         """
         limits = self._application.limits
         runner = web.AppRunner(
-            self._app,
+            self.app,
             handle_signals=False,
             handler_cancellation=True,  # a client that leaves frees its request
             access_log=None,

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.failures import RewardFailure
+from tandem.config.cores import usable_cores
 from tandem.rewards.outcome import Judgement
 from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
-from tandem.workers.trees import computes, usable_cores
+from tandem.workers.trees import computes
 
 LOOK_EVERY_S = 0.05
 """While calls queue, so often it is looked at which of those under way compute."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from tandem.api.failures import SandboxLost
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess, Snapshot, Workspace, check_path
+from tandem.config.cores import usable_cores
 from tandem.sandbox.jail import Jail
 from tandem.sandbox.worker import Interactive, SandboxWorker, TenantSession, packed
 
@@ -26,7 +27,7 @@ class SandboxPool(Sandbox):
     def __init__(self, jail: Jail, size: int | None = None):
         self.name = jail.name
         self._jail = jail
-        self._workers: list[SandboxWorker | None] = [None] * (size or min(len(os.sched_getaffinity(0)), MOST_WORKERS))
+        self._workers: list[SandboxWorker | None] = [None] * (size or min(usable_cores(), MOST_WORKERS))
         self._turn = 0
         self._lock = threading.Lock()
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()

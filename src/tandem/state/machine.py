@@ -1,7 +1,6 @@
 """Facts about this machine and this installation, for `run.json` and `tandem doctor`. Names nobody and imports no torch."""
 
 import importlib.metadata
-import os
 import platform
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tandem.config.cores import usable_cores
 
 GIB = 2**30
 PACKAGES = ("tandem-rl", "torch", "transformers", "tensordict", "safetensors", "numpy")
@@ -24,11 +25,6 @@ def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -49,7 +49,7 @@ def write_manifest(folder: Path, run: str, step: int, metrics: Mapping[str, floa
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     manifest = Manifest(run, step, _hashed(folder, names), {k: float(v) for k, v in metrics.items() if v - v == 0})
     body = asdict(manifest)
-    (folder / FILE).write_text(json.dumps(body | {"digest": _digest(body)}, indent=1) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json.dumps(body | {"digest": digest_of(body)}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
         digest = body.pop("digest", None)
         if body.get("format") != FORMAT:
             raise InvalidCheckpoint(f"has format {body.get('format')!r}, and this version reads format {FORMAT}")
-        if digest != _digest(body):
+        if digest != digest_of(body):
             raise InvalidCheckpoint(f"has a {FILE} that was changed after it was written")
         files = {_checked(name): (int(size), str(sha)) for name, (size, sha) in body["files"].items()}
         return Manifest(str(body["run"]), int(body["step"]), files, body["metrics"])
@@ -133,7 +133,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

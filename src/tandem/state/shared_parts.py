@@ -104,10 +104,14 @@ class SharedParts:
         self._memory[:MARK_BYTES] = self._mark
         return self._memory
 
+    def offer(self) -> Offer:
+        """The memory of this rank, for rank 0 to read; without a path if there is none."""
+        path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd is not None else ""
+        return Offer(path, self._mark, self.num_bytes, self._blocks)
+
     def share(self) -> str | None:
         """Lets rank 0 read what every rank has copied; None, or why it cannot. Collective."""
-        path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd is not None else ""
-        offers = self._team.gather(Offer(path, self._mark, self.num_bytes, self._blocks))
+        offers = self._team.gather(self.offer())
         self._offers = offers if self._team.main else []
         return self._team.share(self._map)
 
@@ -116,7 +120,7 @@ class SharedParts:
         maps = {}
         for rank, offer in enumerate(self._offers):
             key = (offer.path, offer.mark, offer.num_bytes)
-            found = self._memory if offer.mark == self._mark else self._maps.get(key) or _mapped(offer)
+            found = self._memory if offer.mark == self._mark else self._maps.get(key) or mapped(offer)
             if found is None:
                 where = "on another machine, in another container, or not on Linux"
                 return f"rank 0 cannot read the memory of rank {rank}: is it {where}?"
@@ -144,7 +148,7 @@ class SharedParts:
         return whole
 
 
-def _mapped(offer: Offer) -> mmap.mmap | None:
+def mapped(offer: Offer) -> mmap.mmap | None:
     """Another rank's memory; None where that cannot be opened, or is another process's."""
     try:
         descriptor = os.open(offer.path, os.O_RDWR)

@@ -148,15 +148,13 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
 
 
 def test_tensors_are_read_on_the_cpu_only_for_updates_whose_checksums_are_compared(kind, folder, monkeypatch):
-    inside = "tandem.engines.inference.remote.foreign"
-    monkeypatch.setattr(f"{inside}.in_place.VERIFY_BUDGET_S", -1.0)
-    monkeypatch.setattr(f"{inside}.in_place.VERIFY_EVERY", 3)
     read = []
     monkeypatch.setattr(
-        expected_digests, "_bytes", lambda tensor, inner=expected_digests._bytes: read.append(1) or inner(tensor)
+        expected_digests, "tensor_bytes", lambda tensor, inner=expected_digests.tensor_bytes: read.append(1) or inner(tensor)
     )
     with kind[1](folder) as server:
         engine, seen = attach(kind, server, folder), []
+        engine.updates.verify_budget_s, engine.updates.verify_every = -1.0, 3
         for number in (1, 2, 3):
             update = update_from_memory(folder, number, shift=float(number))
             engine.prepare_weights(update)

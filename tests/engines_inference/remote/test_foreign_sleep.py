@@ -109,10 +109,10 @@ def test_a_cache_that_was_not_to_sleep_sleeps_and_wakes_with_the_weights(kind, f
         engine.close()
 
 
-def test_a_server_with_requests_does_not_sleep(kind, folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.foreign.server.IDLE_PATIENCE_S", 0.05)
+def test_a_server_with_requests_does_not_sleep(kind, folder):
     with sleeping(kind, folder, token_s=0.02) as server:
         engine = attach(kind, server, folder)
+        engine.idle_patience_s = 0.05
         with Asking(engine, [LLMRequest((5, 6), GenerationConfig(max_new_tokens=40))]):
             until(lambda: server.running)
             with pytest.raises(RuntimeError, match="refused while 1 requests are under way"):

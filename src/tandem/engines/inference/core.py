@@ -72,26 +72,23 @@ class EngineCore:
         compute = compute_dtype(dtype, device)
         static = takes_graphs(config, device.type, deterministic)
         self._cache = make_cache(a, config, compute, device, Arena if static else KVCache)
-        self._slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
-        self._scheduler = Scheduler(self._cache, self._slots, chunk_tokens(config, device.type), whole_rows=deterministic)
+        self.slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
+        self._scheduler = Scheduler(self._cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         passes = self._passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
         self.static: StaticDecode | None = None
         """Decode steps over static tables, which a GPU records; on a CPU they only show that they draw the same."""
 
         if isinstance(self._cache, Arena):
             sizes = config.max_running, self._max_model_len
-            self.static = StaticDecode(passes.decoder, passes.kernel, self._cache, self._slots, *sizes)
+            self.static = StaticDecode(passes.decoder, passes.kernel, self._cache, self.slots, *sizes)
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
-        self._version = version
+        self.version = version
+        """The version that the next token will be made by."""
+
         self._weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
 
     # ------------------------------------------------------------------ requests
-
-    @property
-    def version(self) -> WeightVersion:
-        """The version that the next token will be made by."""
-        return self._version
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +129,7 @@ class EngineCore:
     def drawn(self, request_id: int, start: int) -> tuple[list[int], list[float]]:
         """Tokens from number ``start`` on, and their log-probabilities; none of a request that waits or is over."""
         sequence = self._scheduler.sequences.get(request_id)
-        return ([], []) if sequence is None or sequence.slot < 0 else self._slots.drawn_since(sequence, start)
+        return ([], []) if sequence is None or sequence.slot < 0 else self.slots.drawn_since(sequence, start)
 
     def flush(self) -> None:
         """Prompts that are held by running requests are not shared with requests to come."""
@@ -147,7 +144,7 @@ class EngineCore:
             raise RuntimeError("the weights sleep; deliver them anew (stage, swap) before the next step")
         began = time.perf_counter()
         finished, self._finished = self._finished + self._expire(), []
-        scheduler, unread = self._scheduler, len(self._slots.unread)
+        scheduler, unread = self._scheduler, len(self.slots.unread)
         scheduler.admit()
         if scheduler.prefill.jobs or scheduler.ready:
             finished += self._prefill()
@@ -176,7 +173,7 @@ class EngineCore:
         finished = []
         for sequence, reason in ended:
             if sequence.slot >= 0:
-                response = self._slots.response(sequence, reason)
+                response = self.slots.response(sequence, reason)
             else:
                 request = sequence.request
                 response = LLMResponse(request.input_ids, (), (), (), reason, request.gconfig.temperature)
@@ -201,7 +198,7 @@ class EngineCore:
         logits = self._passes.logits(self._weights, [sequence.last_hidden() for sequence in starting])
         for sequence in starting:
             scheduler.start(sequence)
-        return self._draw(self._slots.batch(starting), logits)
+        return self._draw(self.slots.batch(starting), logits)
 
     def _run_jobs(self, jobs: list[Prefill], counter: str) -> list[Prefill]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
@@ -215,14 +212,14 @@ class EngineCore:
 
     def _decode(self) -> Finished:
         """The next token of every sequence that decodes."""
-        slots, scheduler, static = self._slots, self._scheduler, self.static
+        slots, scheduler, static = self.slots, self._scheduler, self.static
         assert self._weights is not None
         if static is not None:
             if scheduler.changed or static.stale:
                 self._batch = slots.batch(scheduler.ordered())
                 static.plan(self._batch)
                 scheduler.changed = False
-            slots.drew(self._batch, (static.step(self._weights),), self._version.number)
+            slots.drew(self._batch, (static.step(self._weights),), self.version.number)
             return self._drew(self._batch)
         if scheduler.changed or not self._passes.planned:  # else it is the batch of the step before
             self._batch = slots.batch(scheduler.ordered())
@@ -236,20 +233,20 @@ class EngineCore:
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
         """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
-        self._slots.draw(batch, logits, self._version.number)
+        self.slots.draw(batch, logits, self.version.number)
         return self._drew(batch)
 
     def _drew(self, batch: SlotBatch) -> Finished:
         if not self._late:
             return self._read()
-        self._scheduler.leave(self._slots.at_limit(batch))  # before it is known what they drew
+        self._scheduler.leave(self.slots.at_limit(batch))  # before it is known what they drew
         return []
 
     def _read(self, count: int | None = None) -> Finished:
         """Reads the tokens of the oldest draws, or of all, and ends the sequences that are done."""
         finished: Finished = []
-        for _ in range(len(self._slots.unread) if count is None else count):
-            batch, tokens, stopped, full = self._slots.record()
+        for _ in range(len(self.slots.unread) if count is None else count):
+            batch, tokens, stopped, full = self.slots.record()
             self._counters["generated_tokens"] += len(batch)
             ended = dict.fromkeys(full, StopReason.LENGTH) | dict.fromkeys(stopped, StopReason.STOP)
             for i, sequence in enumerate(batch):
@@ -260,7 +257,7 @@ class EngineCore:
 
     def _says_stop(self, sequence: Sequence, token: int) -> bool:
         assert sequence.stop_text is not None
-        count = self._slots.num_drawn(sequence)
+        count = self.slots.num_drawn(sequence)
         return sequence.stop_text.add(token) and count >= sequence.request.gconfig.min_new_tokens
 
     # ------------------------------------------------------------------ weights and memory
@@ -292,7 +289,7 @@ class EngineCore:
         # A recorded step reads the weights where they are: the new ones are copied there.
         if self.static is None or self._weights is None or not self._weights.take(staged.weights):
             self._weights = staged.weights
-        self._version = version
+        self.version = version
         scheduler = self._scheduler
         self._finished += self._read()
         if keep_kv:

@@ -41,7 +41,7 @@ class Decoder:
         self._tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for rope in architecture.rope:
             if rope is not None and id(rope) not in ropes:
-                ropes[id(rope)] = _rotary_table(rope, max_len, compute, device)
+                ropes[id(rope)] = rotary_table(rope, max_len, compute, device)
             self._tables.append(None if rope is None else ropes[id(rope)])
         # transformers rounds the scale to the weights' dtype
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
@@ -113,7 +113,7 @@ class Decoder:
             queries = self._norm(rotated[:, : a.num_heads], layer.norms["query"])
             rotated = torch.cat((queries, self._norm(rotated[:, a.num_heads :], layer.norms["key"])), dim=1)
         if rotation is not None:
-            rotated = _rotate(rotated, *rotation)
+            rotated = rotate(rotated, *rotation)
         return attend(index, a.sliding_windows[index], rotated[:, : a.num_heads], rotated[:, a.num_heads :], values)
 
     def _after_attention(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
@@ -132,14 +132,14 @@ class Decoder:
         return functional.rms_norm(x, (x.shape[-1],), weight, self._a.rms_eps)
 
 
-def _rotary_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine ``[length, 1, D]`` and sine ``[length, 1, D / 2]`` of every position, times the scaling."""
     angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.inv_freq)
     cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
     return torch.cat((cos, cos), dim=-1)[:, None].to(device, dtype), sin[:, None].to(device, dtype)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions on ``[T, heads, D]``, first half against second half; three passes and no copies of halves."""
     half = x.shape[-1] // 2
     out = x * cos

@@ -47,7 +47,7 @@ class Driver:
         deliver: Callable[[Sequence[Result]], None],
         progress: Callable[[Sequence[tuple[int, NewTokens]]], None],
     ):
-        self._core, self._threads, self._deterministic, self._keep_kv = core, threads, deterministic, keep_kv
+        self.core, self._threads, self._deterministic, self._keep_kv = core, threads, deterministic, keep_kv
         self._deliver, self._progress = deliver, progress
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class Driver:
 
     def _take_commands(self) -> None:
         """Runs all commands that wait; waits for one when there is nothing to compute."""
-        busy = not self._paused and (self._pending or self._core.has_work)
+        busy = not self._paused and (self._pending or self.core.has_work)
         with contextlib.suppress(queue.Empty):
             command = self._commands.get(not busy, self._patience())
             while True:
@@ -112,8 +112,8 @@ class Driver:
 
     def _step(self) -> None:
         results: list[Result] = self._admit()
-        if self._core.has_work:
-            results += self._core.step()
+        if self.core.has_work:
+            results += self.core.step()
         if self._told:
             self._tell()
         if results:
@@ -123,7 +123,7 @@ class Driver:
         """Hands over the newest tokens of requests that are streamed and go on."""
         drawn = []
         for number, told in self._told.items():
-            tokens, logprobs = self._core.drawn(number, told)
+            tokens, logprobs = self.core.drawn(number, told)
             if tokens:
                 self._told[number] = told + len(tokens)
                 drawn.append((number, NewTokens(tuple(tokens), tuple(logprobs))))
@@ -150,7 +150,7 @@ class Driver:
             if expires is not None:  # the core counts from now, the caller from its submission
                 request = replace(request, deadline_s=max(0.0, expires - time.monotonic()))
             try:
-                self._core.add(number, request)
+                self.core.add(number, request)
             except (EpisodeFailure, WrongWorkflow) as failure:
                 refused.append((number, failure))
         return refused
@@ -215,7 +215,7 @@ class Driver:
             if number in self._pending:
                 self._take(number)
             else:
-                self._core.cancel(number)
+                self.core.cancel(number)
 
         with contextlib.suppress(EngineDied):
             self._put(drop)
@@ -237,9 +237,9 @@ class Driver:
         between_steps: dict[str, Callable[..., Any]] = {
             "pause": partial(self._set_paused, True),
             "resume": partial(self._set_paused, False),
-            "flush": self._core.flush,
+            "flush": self.core.flush,
             "sleep": self._sleep,
-            "wake": self._core.wake,
+            "wake": self.core.wake,
             "statistics": self._statistics,
             "set_threads": self._set_threads,
         }
@@ -257,7 +257,7 @@ class Driver:
     def prepare_weights(self, update: WeightUpdate) -> None:
         """The work is done in the thread that calls."""
         self.discard_weights()
-        staged = stage_update(self._core, update)
+        staged = stage_update(self.core, update)
         with self._lock:
             self._staged = (update.version, staged)
 
@@ -276,7 +276,7 @@ class Driver:
 
     def _switch(self, staged: StagedWeights, version: WeightVersion) -> dict[str, float]:
         began = time.perf_counter()
-        recompute_s = self._core.swap(staged, version, keep_kv=self._keep_kv).get("recompute_s", 0.0)
+        recompute_s = self.core.swap(staged, version, keep_kv=self._keep_kv).get("recompute_s", 0.0)
         return {"pause_s": time.perf_counter() - began - recompute_s, "recompute_s": recompute_s}
 
     def discard_weights(self) -> None:
@@ -284,15 +284,15 @@ class Driver:
             self._staged = None
 
     def _sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        if self._pending or self._core.has_work:
+        if self._pending or self.core.has_work:
             raise RuntimeError(
                 f"sleep is refused while requests are under way ({len(self._pending)} not admitted yet); "
                 "wait for them or cancel them first"
             )
-        self._core.sleep(parts)
+        self.core.sleep(parts)
 
     def _statistics(self) -> dict[str, float]:
-        counters = self._core.statistics()
+        counters = self.core.statistics()
         return {**counters, "waiting": counters.get("waiting", 0.0) + len(self._pending)}
 
 

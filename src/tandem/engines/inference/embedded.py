@@ -41,16 +41,16 @@ class Embedded(Controlled):
         self, worker: Driver | Link, callers: Callers, version: WeightVersion, end: Callable[..., None], *ended: Any
     ):
         """``version`` is that of the weights which the core was made with; ``end`` is called once, with ``ended``."""
-        self._worker, self._callers, self._version = worker, callers, version
+        self.worker, self._callers, self._version = worker, callers, version
         # Also at the end of the interpreter: a thread that is still computing then would bring it down.
         self._finalize = weakref.finalize(self, end, *ended)
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        return await self._callers.wait(request, self._worker.submit, self._worker.cancel)
+        return await self._callers.wait(request, self.worker.submit, self.worker.cancel)
 
     def stream(self, request: LLMRequest) -> AsyncGenerator[NewTokens | LLMResponse, None]:
         """Like `agenerate`, but yields tokens as they are drawn, and last the whole response; close it to cancel."""
-        return self._callers.stream(request, partial(self._worker.submit, stream=True), self._worker.cancel)
+        return self._callers.stream(request, partial(self.worker.submit, stream=True), self.worker.cancel)
 
     @property
     def version(self) -> WeightVersion:
@@ -61,7 +61,7 @@ class Embedded(Controlled):
         return CAPABILITIES
 
     def control(self, name: str, *arguments: Any) -> dict[str, float]:
-        return self._worker.call(name, *arguments)
+        return self.worker.call(name, *arguments)
 
     def prepare_weights(self, update: WeightUpdate) -> None:
         self._callers.check()
@@ -125,8 +125,8 @@ class EmbeddedProcess(Embedded):
 
     @property
     def pid(self) -> int:
-        assert isinstance(self._worker, Link)
-        return self._worker.pid
+        assert isinstance(self.worker, Link)
+        return self.worker.pid
 
     @property
     def capabilities(self) -> frozenset[str]:

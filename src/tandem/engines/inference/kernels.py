@@ -29,7 +29,6 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Named one by one and not -march=native, so that an object in a shared cache folder runs on every CPU that may load it.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w", "-mfma", "-mf16c"]
 _FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
-_BUILD_S = 120
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Those that attention is compiled for."""
@@ -114,7 +113,7 @@ class Kernels:
 
 
 @functools.cache
-def kernels() -> Kernels | None:
+def kernels(build_timeout_s: float = 120) -> Kernels | None:
     """The kernels, built now if nobody has built them yet; None, and one line in the log, where that is impossible.
 
     Raises:
@@ -130,7 +129,7 @@ def kernels() -> Kernels | None:
         logger.warning("no C++ compiler: generation computes with torch's operators, a third slower; install g++")
         return None
     try:
-        return _loaded(compiler)
+        return _loaded(compiler, build_timeout_s)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error)
         logger.warning(
@@ -140,7 +139,7 @@ def kernels() -> Kernels | None:
         return None
 
 
-def _loaded(compiler: list[str]) -> Kernels:
+def _loaded(compiler: list[str], timeout_s: float) -> Kernels:
     """The kernels of the cache folder, built there if they are missing or cannot be loaded; where nothing can be written,
     built for this process alone."""
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([*compiler, *_FLAGS]).encode()).hexdigest()[:16]
@@ -158,20 +157,22 @@ def _loaded(compiler: list[str]) -> Kernels:
             "each process builds its kernels for itself; set TANDEM_CACHE to a folder that can be written: %s", error
         )
         with tempfile.TemporaryDirectory() as own:
-            return Kernels(_built(compiler, Path(own)))  # what is loaded stays, though its file goes
+            return Kernels(_built(compiler, Path(own), timeout_s))  # what is loaded stays, though its file goes
     with folder:
-        _built(compiler, Path(folder.name)).replace(path)  # at once: processes that build together never load half a file
+        _built(compiler, Path(folder.name), timeout_s).replace(
+            path
+        )  # at once: processes that build together never load half a file
     return Kernels(path)
 
 
-def _built(compiler: list[str], folder: Path) -> Path:
+def _built(compiler: list[str], folder: Path, timeout_s: float) -> Path:
     made = folder / "kernels.so"
     print("compiling the kernels of generation, once for this machine (up to a minute) …", file=sys.stderr, flush=True)
     command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as compiling:
         try:
-            out, err = compiling.communicate(timeout=_BUILD_S)
+            out, err = compiling.communicate(timeout=timeout_s)
         except BaseException:
             os.killpg(compiling.pid, signal.SIGKILL)  # also the programs that the compiler has started
             raise

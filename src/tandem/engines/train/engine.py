@@ -64,12 +64,12 @@ class SpreadEngine(TrainEngine):
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.ranks = form_ranks(config.backend, process_group, self.device, key)
         self.world_size = self.ranks.layout.ranks
-        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained, adapter, label)
-        self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
-        self._weights = named_weights(config, self._holder, self.model, self.ranks.team)
+        self.model, self.holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained, adapter, label)
+        self.optimizer = Optimizer(self.holder, config.optimizer, total_steps, self.ranks)
+        self._weights = named_weights(config, self.holder, self.model, self.ranks.team)
         self.adapter = self._weights.adapter
         lender: EngineMemory | None = None if trunk is None else trunk._memory
-        self._memory: EngineMemory = EngineMemory(self._holder, self._optimizer, self.device, resolve(config.path), lender)
+        self._memory: EngineMemory = EngineMemory(self.holder, self.optimizer, self.device, resolve(config.path), lender)
         self._require = self._memory.require
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
@@ -80,20 +80,20 @@ class SpreadEngine(TrainEngine):
         have no gradient: they are in the metrics, and cost a forward pass only.
         """
         self._require("parameters", "optimizer")
-        if not self._holder.masters:
+        if not self.holder.masters:
             raise RuntimeError("this engine was built with trained=False, so it has nothing that a step could change")
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         totals, weighted = Totals(), has_weight(batch)
         planned = self._micro_batches(batch, weighted)
         for number, indices in enumerate(planned, 1):
-            self._holder.accumulate(last=number == len(planned))
+            self.holder.accumulate(last=number == len(planned))
             loss = self._loss(batch, indices, loss_fn, entropy, totals)
-            self._holder.backward(loss * self.ranks.sums)  # gradients are averaged over ranks, the step needs their sum
+            self.holder.backward(loss * self.ranks.sums)  # gradients are averaged over ranks, the step needs their sum
         with torch.no_grad():
             for indices in self._micro_batches(batch, ~weighted):
                 self._loss(batch, indices, loss_fn, entropy, totals)
         metrics = self._gathered(totals)
-        return metrics | self._optimizer.step(metrics["loss"])
+        return metrics | self.optimizer.step(metrics["loss"])
 
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
@@ -141,9 +141,9 @@ class SpreadEngine(TrainEngine):
         if self.head == "scalar":
             if entropy:
                 raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")
-            return self._holder.compute(self.model.lay_out(*given, device=self.device))
+            return self.holder.compute(self.model.lay_out(*given, device=self.device))
         temperature = chosen["temperature"] if "temperature" in chosen.keys() else torch.ones(num_sequences(chosen))
-        return self._holder.compute(self.model.lay_out(*given, temperature, self.device), entropy)
+        return self.holder.compute(self.model.lay_out(*given, temperature, self.device), entropy)
 
     def _loss(self, batch: TensorDict, indices: list[int], loss_fn: LossFn, entropy: bool, totals: Totals) -> torch.Tensor:
         """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""
@@ -186,7 +186,7 @@ class SpreadEngine(TrainEngine):
 
     @contextlib.contextmanager
     def using(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        with self._holder.restored():
+        with self.holder.restored():
             self.load_weights(weights)
             yield
 
@@ -197,18 +197,18 @@ class SpreadEngine(TrainEngine):
         if self.dtype == torch.float32:
             yield True
             return
-        with self._holder.in_float32() as exact:
+        with self.holder.in_float32() as exact:
             yield exact
 
     def state_dict(self) -> dict[str, Any]:
         self._require("parameters", "optimizer")
-        masters = {name: self._holder.state_of(name, master.detach()) for name, master in self._holder.masters.items()}
-        return {"masters": masters, "optimizer": self._optimizer.state_dict(), "base": self._weights.base}
+        masters = {name: self.holder.state_of(name, master.detach()) for name, master in self.holder.masters.items()}
+        return {"masters": masters, "optimizer": self.optimizer.state_dict(), "base": self._weights.base}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._require("parameters", "optimizer")
         self._weights.load_masters(state["masters"], state.get("base"))
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
         return self._weights.writer(state["masters"], self.dtype)

@@ -26,25 +26,25 @@ class Optimizer:
         for name, p in holder.masters.items():
             (matrices if len(holder.shape(name)) >= 2 else vectors).append(p)
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
+        self.adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
         self._step = 0
         self._skips_in_a_row = 0
 
     def zero_grad(self) -> None:
         """Frees the gradients."""
-        self._adamw.zero_grad()
+        self.adamw.zero_grad()
 
     def move(self, device: torch.device) -> None:
         """Moves the moments, unless they step in host memory."""
         if self._holder.in_host_memory:
             return
-        for state in self._adamw.state.values():
+        for state in self.adamw.state.values():
             state.update({name: x.to(device) for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's part of the moments that there are, with their names."""
         for name, master in self._holder.masters.items():
-            for what, x in self._adamw.state.get(master, {}).items():
+            for what, x in self.adamw.state.get(master, {}).items():
                 if isinstance(x, torch.Tensor) and x.dim():
                     yield f"{name}/{what}", x.to_local() if isinstance(x, DTensor) else x
 
@@ -63,7 +63,7 @@ class Optimizer:
         self._step += 1
         report = {"grad_norm": norm, "lr": rate, "skipped": 0.0}
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._adamw.zero_grad()
+            self.adamw.zero_grad()
             self._skips_in_a_row += 1
             if self._skips_in_a_row >= options.max_consecutive_skips:
                 raise NonFinite(
@@ -76,16 +76,16 @@ class Optimizer:
             if options.max_grad_norm is not None and norm > options.max_grad_norm:
                 for gradient in self._holder.local_gradients():
                     gradient.mul_(options.max_grad_norm / norm)
-            for group in self._adamw.param_groups:
+            for group in self.adamw.param_groups:
                 group["lr"] = rate
-            self._adamw.step()
+            self.adamw.step()
             self._holder.publish()
-        self._adamw.zero_grad()
+        self.adamw.zero_grad()
         return report
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, and the moments of each master that has any; see `Holder.moments`."""
-        moments = self._holder.moments(self._adamw)
+        moments = self._holder.moments(self.adamw)
         return {"step": self._step, "skips_in_a_row": self._skips_in_a_row, "moments": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Optimizer:
         if unknown:
             raise ConfigError(f"the saved optimizer state is of another model, which has {unknown[0]!r}")
         self._step, self._skips_in_a_row = int(state["step"]), int(state["skips_in_a_row"])
-        self._holder.take_moments(self._adamw, state["moments"])
+        self._holder.take_moments(self.adamw, state["moments"])
 
     def _gradient_norm(self) -> float:
         """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""

@@ -46,16 +46,16 @@ class ZeroHolder(Holder):
         Raises:
             ConfigError: DeepSpeed is not installed.
         """
-        self._stage = layout.zero or 0
+        self.stage = layout.zero or 0
         self.model, self._dtype, self._device, self._ranks = model, dtype, device, layout.data
         self._deepspeed = import_deepspeed(device)
         form_group(device)
-        self._rank = dist.get_rank()
+        self.rank = dist.get_rank()
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         total = sum(shape.numel() for shape in self._shapes.values())
-        self._settings = settings_of(self._stage, dtype, total)
+        self._settings = settings_of(self.stage, dtype, total)
         self._exact: dict[str, torch.Tensor] = {}
-        for module in (*layers, model) if self._stage == 3 else (model,):
+        for module in (*layers, model) if self.stage == 3 else (model,):
             fill(module)
             self._divide(module)
         self.masters, self.frozen = dict(model.named_parameters()), {}
@@ -67,9 +67,9 @@ class ZeroHolder(Holder):
             for name, parameter in self.model.named_parameters():
                 if not parameter.is_meta and name not in self._exact:
                     whole = parameter.detach()
-                    self._exact[name] = self._part(whole).clone() if self._stage == 3 else whole
+                    self._exact[name] = self._part(whole).clone() if self.stage == 3 else whole
                     parameter.data = whole.to(self._dtype)
-        if self._stage == 3:
+        if self.stage == 3:
             with quiet(self._device):
                 self._deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(self._settings))
 
@@ -77,11 +77,11 @@ class ZeroHolder(Holder):
         """DeepSpeed's engine, around torch's AdamW over the flat pieces."""
         adamw = torch.optim.AdamW([group for group in groups if group["params"]], fused=True, **settings)
         with quiet(self._device):
-            self._engine, self._zero, *_ = self._deepspeed.initialize(
+            self._engine, self.zero, *_ = self._deepspeed.initialize(
                 model=self.model, optimizer=adamw, config=copy.deepcopy(self._settings)
             )
         rounded = self._dtype != torch.float32
-        self._shared = not rounded and share(self._zero, self._stage, self._rank, self._pieces())
+        self.shared = not rounded and share(self.zero, self.stage, self.rank, self.flat_pieces())
         for name in list(self._exact):
             self._set(name, self._exact.pop(name))
         self.publish()
@@ -106,10 +106,10 @@ class ZeroHolder(Holder):
 
     def drop_gradients(self) -> None:
         """Forgets gradients, whole ones and those of a step that was not finished, as DeepSpeed does where one overflows."""
-        zero = self._zero
+        zero = self.zero
         zero.zero_grad(set_to_none=True)
         zero._epilogue_ran_this_backward = False  # or the next backward pass would add to what is dropped
-        if self._stage == 3:
+        if self.stage == 3:
             zero.averaged_gradients, zero.micro_step_id = {}, 0
             # or parameters that a step's loss does not reach would keep the gradient of an older one
             zero.grad_partitions_flat_buffer.zero_()
@@ -119,7 +119,7 @@ class ZeroHolder(Holder):
 
     def named_local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's pieces, under the numbers of their groups: none of them is another rank's too."""
-        for group, pieces in self._zero.averaged_gradients.items():
+        for group, pieces in self.zero.averaged_gradients.items():
             for piece in pieces or ():
                 yield str(group), piece
 
@@ -127,12 +127,12 @@ class ZeroHolder(Holder):
         """DeepSpeed does it after a step; here after masters were overwritten."""
         if not self._changed:
             return
-        if self._stage < 3:
-            self._zero.update_lp_params()
+        if self.stage < 3:
+            self.zero.update_lp_params()
         else:
-            self._zero.parameter_offload.partition_all_parameters()  # what is gathered is of the old masters
-            for group in range(len(self._zero.fp16_groups)):
-                self._zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.zero.parameter_offload.partition_all_parameters()  # what is gathered is of the old masters
+            for group in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(group)
         self._changed = False
 
     def shape(self, name: str) -> torch.Size:
@@ -144,7 +144,7 @@ class ZeroHolder(Holder):
 
     def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         parameter, dtype = self.masters[name], dtype or torch.float32
-        if self._stage == 3:
+        if self.stage == 3:
             part = self._deepspeed.utils.safe_get_local_fp32_param(parameter).flatten().to(dtype)
             shape = self._shapes[name]
             (whole,) = gather_rows([part], [torch.Size((shape.numel(),))], dist.group.WORLD)
@@ -156,34 +156,34 @@ class ZeroHolder(Holder):
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
         whole = value.to(self._device, torch.float32)
-        self._set(name, self._part(whole) if self._stage == 3 else whole)
+        self._set(name, self._part(whole) if self.stage == 3 else whole)
 
     def _set(self, name: str, value: torch.Tensor, moment: str | None = None) -> None:
         """Overwrites a master, or one of its moments. ``value``: under stage 3 this rank's part, else the whole."""
         parameter, utils = self.masters[name], self._deepspeed.utils
         if moment is None:
-            set_it = utils.safe_set_local_fp32_param if self._stage == 3 else utils.safe_set_full_fp32_param
+            set_it = utils.safe_set_local_fp32_param if self.stage == 3 else utils.safe_set_full_fp32_param
             set_it(parameter, value)
             self._changed = True
         else:
-            set_it = utils.safe_set_local_optimizer_state if self._stage == 3 else utils.safe_set_full_optimizer_state
+            set_it = utils.safe_set_local_optimizer_state if self.stage == 3 else utils.safe_set_full_optimizer_state
             set_it(parameter, value, moment)
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a parameter that stage 3 gives this rank: equal pieces, the last one filled up with zeros."""
         size = -(-whole.numel() // self._ranks)
-        return pad(whole.flatten(), (0, size * self._ranks - whole.numel()))[size * self._rank : size * (self._rank + 1)]
+        return pad(whole.flatten(), (0, size * self._ranks - whole.numel()))[size * self.rank : size * (self.rank + 1)]
 
-    def _pieces(self) -> list[torch.Tensor]:
+    def flat_pieces(self) -> list[torch.Tensor]:
         """This rank's part of the masters, float32, one flat tensor a group."""
-        return self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+        return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
 
     def moments(self, adamw: "_Moved") -> dict[str, dict[str, Any]]:
         """Moments, as `Holder.moments` says. All masters have taken the same number of steps here."""
         if not adamw.state:
             return {}
         self._link_moments()
-        steps = adamw.state[self._pieces()[0]]["step"]
+        steps = adamw.state[self.flat_pieces()[0]]["step"]
         return {name: {"step": steps} | {what: self._moment(name, what) for what in _MOMENTS} for name in self.masters}
 
     def _moment(self, name: str, what: str) -> Parted:
@@ -193,10 +193,10 @@ class ZeroHolder(Holder):
         """This rank's part of a master, or of one of its moments: some of the row of its entries."""
         parameter: Any = self.masters[name]  # with attributes of DeepSpeed's
         shape, utils = self._shapes[name], self._deepspeed.utils
-        if self._stage == 3:
+        if self.stage == 3:
             state, master = utils.safe_get_local_optimizer_state, utils.safe_get_local_fp32_param
             values = master(parameter) if moment is None else state(parameter, moment)
-            start = -(-shape.numel() // self._ranks) * self._rank
+            start = -(-shape.numel() // self._ranks) * self.rank
             values = values.flatten()[: max(0, shape.numel() - start)]  # the last one is filled up
         else:
             fragment = parameter._hp_mapping  # none where all of it is another rank's
@@ -209,9 +209,9 @@ class ZeroHolder(Holder):
 
     def _link_moments(self) -> None:
         """Lets DeepSpeed find each master's moments in the flat ones, which it does by itself at its first step only."""
-        if self._stage < 3:
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
+        if self.stage < 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     @torch.no_grad()
     def take_moments(self, adamw: "_Moved", moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -230,23 +230,23 @@ class ZeroHolder(Holder):
         if not moments:
             return
         (count,) = steps
-        for piece in self._pieces():
+        for piece in self.flat_pieces():
             zeros = {what: torch.zeros_like(piece) for what in _MOMENTS}
             adamw.state[piece] = {"step": torch.tensor(count, device=piece.device)} | zeros
         self._link_moments()
         for name, found in moments.items():
             for what in _MOMENTS:
                 whole = found[what].to(self._device, torch.float32)
-                self._set(name, self._part(whole) if self._stage == 3 else whole, what)
+                self._set(name, self._part(whole) if self.stage == 3 else whole, what)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        before = [piece.detach().clone() for piece in self._pieces()]
+        before = [piece.detach().clone() for piece in self.flat_pieces()]
         try:
             yield
         finally:
             with torch.no_grad():
-                for piece, value in zip(self._pieces(), before, strict=True):
+                for piece, value in zip(self.flat_pieces(), before, strict=True):
                     piece.copy_(value)
             self._changed = True
             self.publish()
@@ -259,9 +259,9 @@ class ZeroHolder(Holder):
         """Moves parameters and masters to host memory."""
         states = self._deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
         kinds = [states.lp_params, states.hp_params]
-        if self._stage == 3:  # where DeepSpeed moves the masters of its own Adam only
+        if self.stage == 3:  # where DeepSpeed moves the masters of its own Adam only
             kinds = [states.lp_params, states.contiguous_grad_buffer]
-            for piece in self._pieces():
+            for piece in self.flat_pieces():
                 piece.data = piece.data.to("cpu")
         self._engine.offload_states(include=kinds, pin_memory=False)
         self._lay_together()
@@ -269,15 +269,15 @@ class ZeroHolder(Holder):
     def come_back(self) -> None:
         """Brings back what `leave` moved."""
         self._engine.reload_states()
-        if self._stage == 3 and not self._shared:
-            for piece in self._pieces():
+        if self.stage == 3 and not self.shared:
+            for piece in self.flat_pieces():
                 piece.data = piece.data.to(self._device)
         self._lay_together()
 
     def _lay_together(self) -> None:
         """After parameters were moved: masters that share their memory are there too."""
-        if self._shared:
-            lay(self._zero, self._stage, self._rank, self._pieces())
+        if self.shared:
+            lay(self.zero, self.stage, self.rank, self.flat_pieces())
 
 
 class _Moved:

@@ -12,12 +12,12 @@ from tandem.api.failures import RewardFailure, SandboxLost
 from tandem.api.program_tests import COLUMN, ProgramTests, StdinCase
 from tandem.api.sandbox import Limits, Sandbox
 from tandem.api.workflow import RewardFn, RewardResult
+from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.functions import complete, judge_functions
 from tandem.rewards.code.programs import judge_program
 from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict
-from tandem.workers.trees import usable_cores
 
 ATTEMPTS = 3
 """Number of times that a judgement is begun whose sandbox is lost."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from tandem.api.environment import StepResult
 from tandem.api.failures import DataFailure
+from tandem.config.cores import usable_cores
 from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
-from tandem.workers.trees import usable_cores
 
 log = logging.getLogger(__name__)
 

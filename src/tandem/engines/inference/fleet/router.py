@@ -53,7 +53,7 @@ class Router:
 
     def __init__(self, max_affinities: int = MAX_AFFINITIES):
         self._places: dict[str, _RoutedServer] = {}
-        self._affinities: OrderedDict[str, _RoutedServer] = OrderedDict()
+        self.affinities: OrderedDict[str, _RoutedServer] = OrderedDict()
         self._max_affinities = max_affinities
         self._stamps = 0
 
@@ -80,7 +80,7 @@ class Router:
 
         ``avoid``: servers that failed this request already.
         """
-        place = self._affinities.get(affinity) if affinity is not None else None
+        place = self.affinities.get(affinity) if affinity is not None else None
         if place is None or not place.live or place.name in avoid:
             place = self._least(avoid)
             if place is None:
@@ -114,10 +114,10 @@ class Router:
         return {name: place.requests for name, place in self._places.items()}
 
     def _remember(self, affinity: str, place: _RoutedServer) -> None:
-        self._affinities[affinity] = place
-        self._affinities.move_to_end(affinity)
-        if len(self._affinities) > self._max_affinities:
-            self._affinities.popitem(last=False)
+        self.affinities[affinity] = place
+        self.affinities.move_to_end(affinity)
+        if len(self.affinities) > self._max_affinities:
+            self.affinities.popitem(last=False)
 
     def _least(self, avoid: Collection[str]) -> _RoutedServer | None:
         places = (place for place in self._places.values() if place.name not in avoid)

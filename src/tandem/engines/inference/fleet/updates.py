@@ -48,7 +48,7 @@ class Updates:
         with roster.lock:
             members = roster.serving()
             starts = {member: member.health.incarnation for member in members}
-        outcomes = self._everywhere("prepare", starts, lambda engine: engine.prepare_weights(update) or {})
+        outcomes = self.everywhere("prepare", starts, lambda engine: engine.prepare_weights(update) or {})
         took = [member for member in members if isinstance(outcomes.get(member), dict)]
         refused = [o for o in outcomes.values() if isinstance(o, WeightUpdateFailed)]
         if refused and not took:
@@ -74,7 +74,7 @@ class Updates:
                 self._wait_for_running()
             with roster.lock:
                 starts = {m: i for m, i in self._prepared.items() if m.health.incarnation == i and m.health.state in SERVING}
-            outcomes = self._everywhere("commit", starts, lambda engine: engine.commit_weights(version))
+            outcomes = self.everywhere("commit", starts, lambda engine: engine.commit_weights(version))
             reports = [outcome for outcome in outcomes.values() if isinstance(outcome, dict)]
             refused = [outcome for outcome in outcomes.values() if isinstance(outcome, WeightUpdateFailed)]
             if refused and not reports:
@@ -93,7 +93,7 @@ class Updates:
         """Forgets what was prepared, everywhere."""
         starts = {member: start for member, start in self._prepared.items() if member.health.state in SERVING}
         self._pending, self._prepared = None, {}
-        self._everywhere("discard", starts, lambda engine: engine.discard_weights() or {})
+        self.everywhere("discard", starts, lambda engine: engine.discard_weights() or {})
 
     def everywhere_or_fence(self, what: str, action: Callable[[InferenceEngine], None]) -> None:
         """Does it to all members that serve; whoever fails is fenced. Raises what they raised where all of them failed."""
@@ -104,7 +104,7 @@ class Updates:
             action(engine)
             return {}
 
-        outcomes = self._everywhere(what, starts, act)
+        outcomes = self.everywhere(what, starts, act)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
         if errors and len(errors) == len(outcomes) and not isinstance(errors[0], EngineDied):
             raise errors[0]
@@ -149,7 +149,7 @@ class Updates:
             if isinstance(outcome, Exception):
                 self._roster.fence(member, starts[member], f"{what}: {first_line(outcome)}")
 
-    def _everywhere(
+    def everywhere(
         self, what: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
     ) -> dict[Member, Outcome]:
         """Does it to all members at the same time; returns what came of it, for each that was not fenced meanwhile.

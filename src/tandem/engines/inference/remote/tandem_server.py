@@ -326,7 +326,7 @@ def start_tandem_server(
     }
     if seat is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
-    fixed = [*_command(folder, config, dtype, device, run, Path(), weights_roots), *options]
+    fixed = [*server_command(folder, config, dtype, device, run, Path(), weights_roots), *options]
     settings = fingerprint(fixed, environment)
     if place is not None:
         found = take_over(place, settings, lambda facts, process: _attach_kept(facts, process, run, request_timeout_s))
@@ -344,7 +344,7 @@ def start_tandem_server(
         return _attach(private, run, request_timeout_s, end)
 
     try:
-        command = [*_command(folder, config, dtype, device, run, private, weights_roots), *options]
+        command = [*server_command(folder, config, dtype, device, run, private, weights_roots), *options]
         told = None if place is None else (place.pipe, place.file)
         process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=told)
         what = f"tandem serve {folder.name}"
@@ -359,7 +359,7 @@ def start_tandem_server(
         raise
 
 
-def _command(
+def server_command(
     folder: Path,
     config: EmbeddedEngineConfig,
     dtype: torch.dtype,

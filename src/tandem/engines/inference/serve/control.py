@@ -30,7 +30,7 @@ class ServiceControl:
 
     def __init__(self, service: EngineService):
         self._service = service
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._prepared: WeightVersion | None = None
         self._preparing: object | None = None
         self._initial_digests: dict[str, str] | None = None
@@ -269,14 +269,14 @@ class ServiceControl:
         async def change() -> T:
             try:
                 async with asyncio.timeout(limit):
-                    await self._turn.acquire()
+                    await self.turn.acquire()
             except TimeoutError:
                 message = f"the control request before this one did not end within {limit:g} s"
                 raise Refusal(409, message, code="busy") from None
             try:
                 return await act()
             finally:
-                self._turn.release()
+                self.turn.release()
 
         return await self._shielded(change())
 
@@ -312,7 +312,6 @@ class ServiceControl:
 
 
 RUN = text(256, 1, "The training run that asks; a server of another run refuses.")
-EMPTY = record({})
 
 
 def of_run(properties: Mapping[str, Schema] | None = None, required: tuple[str, ...] = ()) -> dict[str, Any]:

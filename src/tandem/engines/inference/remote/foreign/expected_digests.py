@@ -37,7 +37,7 @@ class HeldDigests:
             if missing:
                 held = torch.cat([held, held.new_zeros(missing, *held.shape[1:])])
             known = digest if held is tensor else None
-            self._digests[name] = known or hashlib.sha256(_bytes(held)).hexdigest()
+            self._digests[name] = known or hashlib.sha256(tensor_bytes(held)).hexdigest()
             return
         before, _, end = name.rpartition(".")
         before, _, part = before.rpartition(".")
@@ -46,7 +46,7 @@ class HeldDigests:
         if fused is None or whole not in self._names:
             return
         parts = self._parts.setdefault(whole, {})
-        parts[part] = _bytes(self._as_held(tensor))
+        parts[part] = tensor_bytes(self._as_held(tensor))
         if len(parts) == len(FUSED[fused]):
             together = hashlib.sha256()
             for one in FUSED[fused]:
@@ -63,7 +63,7 @@ class HeldDigests:
         return dict(self._digests)
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -21,12 +21,6 @@ from tandem.engines.inference.remote.foreign.protocol import ServerProtocol
 from tandem.engines.inference.remote.foreign.spool import Spool
 from tandem.engines.inference.staging import HASH_THREADS, verified
 
-VERIFY_BUDGET_S = 1.0
-"""While reading the server's checksums takes less than this they are compared at every update, else at the first and at
-every `VERIFY_EVERY`-th."""
-
-VERIFY_EVERY = 20
-
 CLOSE_PATIENCE_S = 5.0
 
 
@@ -40,6 +34,10 @@ class _Prepared:
 
 class InPlaceUpdates:
     """The weights of one server, and whether it computes. All methods may be called from any thread, one acts at a time."""
+
+    verify_budget_s, verify_every = 1.0, 20
+    """While reading the server's checksums takes less than this they are compared at every update, else at the first and at
+    every `verify_every`-th."""
 
     def __init__(
         self,
@@ -171,7 +169,7 @@ class InPlaceUpdates:
 
     def _due(self, update: int) -> bool:
         """True if the server's checksums are compared at this update, counted from 1."""
-        return self._verify_s <= VERIFY_BUDGET_S or update % VERIFY_EVERY == 0
+        return self._verify_s <= self.verify_budget_s or update % self.verify_every == 0
 
     def discard(self) -> None:
         with self._lock:

@@ -42,10 +42,6 @@ IN_SERVER = Path(__file__).with_name("in_server")
 _KEY = "key"
 """A kept server's key stands under this name among its facts, beside its address."""
 
-
-IDLE_PATIENCE_S = 10.0
-"""Seconds that a server which is to sleep may take to end its requests."""
-
 S = TypeVar("S", bound="ForeignServer")
 
 
@@ -72,6 +68,8 @@ class ForeignServer(InferenceEngine):
     """One server; made by `attach` or `start`. Subclasses name the protocol and the command."""
 
     protocol: ClassVar[type[ServerProtocol]]
+    idle_patience_s = 10.0
+    """Longest time for requests to end before `sleep`."""
 
     def __init__(
         self, protocol: ServerProtocol, facts: Facts, *, folder: Path, version: WeightVersion, request_timeout_s: float
@@ -94,7 +92,7 @@ class ForeignServer(InferenceEngine):
             cannot=self._cannot,
         )
         dtype: torch.dtype = getattr(torch, facts.dtype)
-        self._updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version, dtype=dtype)
+        self.updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version, dtype=dtype)
 
     # ------------------------------------------------------------------ how it comes about
 
@@ -233,7 +231,7 @@ class ForeignServer(InferenceEngine):
     def _begin(self, take: bool) -> None:
         """Checks what can only be seen by trying."""
         self._taken = take
-        (self._updates.begin if take else self._updates.look)()
+        (self.updates.begin if take else self.updates.look)()
         if take:
             self._protocol.give_whole_logprobs()
         self._whole = try_logprobs(self._protocol, self.name)
@@ -255,7 +253,7 @@ class ForeignServer(InferenceEngine):
 
     @property
     def version(self) -> WeightVersion:
-        return self._updates.version
+        return self.updates.version
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -336,7 +334,7 @@ class ForeignServer(InferenceEngine):
     def prepare_weights(self, update: WeightUpdate) -> None:
         """Prepares a folder that the server will read, verified; generation goes on."""
         self._check_taken()
-        self._updates.prepare(update)
+        self.updates.prepare(update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
         """In place. ``verify_s`` is the part of ``pause_s`` in which checksums were compared.
@@ -348,20 +346,20 @@ class ForeignServer(InferenceEngine):
             ServerFailed: anything on the way. The server stays paused, for nobody knows its weights.
         """
         self._check_taken()
-        return self._updates.commit(version)
+        return self.updates.commit(version)
 
     def discard_weights(self) -> None:
-        self._updates.discard()
+        self.updates.discard()
 
     def pause(self) -> None:
         """Requests that come meanwhile queue in the server."""
         self._check_taken()
-        self._updates.pause()
+        self.updates.pause()
 
     def resume(self) -> None:
         """Raises `ServerFailed` after an update that failed on the way."""
         self._check_taken()
-        self._updates.resume()
+        self.updates.resume()
 
     def _check_taken(self) -> None:
         if not self._taken:
@@ -376,17 +374,17 @@ class ForeignServer(InferenceEngine):
         """
         self._check_taken()
         self.check_sleep()
-        until = time.monotonic() + IDLE_PATIENCE_S
+        until = time.monotonic() + self.idle_patience_s
         while running := self._counters.all()["running"]:  # the fleet may have asked for a token, as a test
             if time.monotonic() > until:
                 raise RuntimeError(f"sleep is refused while {running:g} requests are under way")
             time.sleep(0.01)
-        self._updates.sleep(set(parts))
+        self.updates.sleep(set(parts))
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
         """The cache takes its memory again. The weights do with the delivery that brings them."""
         self._check_taken()
-        self._updates.wake(set(parts))
+        self.updates.wake(set(parts))
 
     def statistics(self) -> dict[str, float]:
         """Counted here, so of this client's requests. ``waiting`` is 0: the server does not say.
@@ -406,7 +404,7 @@ class ForeignServer(InferenceEngine):
         if self.process is not None:  # first, for an update may hang in it
             self._protocol.http.close()
             self.process.close()
-        self._updates.close(self.process is None, patience_s)
+        self.updates.close(self.process is None, patience_s)
         self._protocol.leave_group(tell=self.process is None)
         self._protocol.http.close()
 
@@ -415,4 +413,4 @@ class ForeignServer(InferenceEngine):
         self._closed = True
         self._protocol.leave_group(tell=False)
         self._protocol.http.close()
-        self._updates.close(leave_running=False)
+        self.updates.close(leave_running=False)
