@@ -26,6 +26,7 @@ POLICIES = {
     "ppo": ("PPO", "#2563eb"),
     "ppo_weak_kl": ("KL penalty of 0.05", "#dc2626"),
     "ppo_shuffled": ("control", "#a1a1aa"),
+    "ppo_turned": ("control, turned round", "#f59e0b"),
 }
 """Trial → its name in the page, and its colour."""
 BEFORE = "before: SmolLM2-135M-Instruct as it comes"
