@@ -40,7 +40,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "page": "a_judge_that_compares",
         "shows": "accuracy",
         "words": "replies that are finished, %",
-        "trials": {"grpo": ("the judge's verdicts", "#2563eb"), "grpo_lots": ("control: lots", "#a1a1aa")},
+        "trials": {
+            "grpo": ("the judge's verdicts", "#2563eb"),
+            "grpo_shuffled": ("control: shuffled judgements", "#a1a1aa"),
+            "grpo_lots": ("control: lots", "#d97706"),
+        },
     },
 }
 """Experiment → its page, the metric of training that is shown, and its trials with name and colour."""
@@ -87,7 +91,7 @@ def with_table(page: str, recipe: str, trials: dict[str, Rows]) -> str:
 def draw(recipe: str, trials: dict[str, Rows], path: Path) -> None:
     """Training (lines) and held-out rows (diamonds), by step."""
     facts = RECIPES[recipe]
-    figure = Figure(figsize=(6, 3), dpi=110, layout="constrained")
+    figure = Figure(figsize=(7.5, 3), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for trial, rows in trials.items():
@@ -99,7 +103,7 @@ def draw(recipe: str, trials: dict[str, Rows], path: Path) -> None:
     axes.set(xlabel="step", ylim=(-3, 103))
     axes.set_title(facts["words"], fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     figure.savefig(path)
 
 

@@ -1,10 +1,12 @@
-"""The data of a small judge that compares (docs/recipes/a_judge_that_compares.md), the truth, and a control.
+"""The data of a small judge that compares (docs/recipes/a_judge_that_compares.md), the truth, and two controls.
 
     python examples/judge_data.py judge_data evaluations/judge_answers     # from answers that a model wrote
 
 A judgement quotes the end of each of two replies, says if that reply is finished, and then which one is better. Half of the
 questions have the guard of judge_compare.txt, half are bare. In judge_data/test.jsonl each pair stands in both orders;
 judge_data/pairs.jsonl has a better and a worse reply in each row. Both are made of answers to other questions.
+A judge that knows nothing learns from judge_data/shuffled.jsonl: the prompts and quotes of train.jsonl, with the conclusions
+and the verdict of another row.
 """
 
 import argparse
@@ -100,8 +102,10 @@ def main() -> None:
     questions = sorted({sample["row"] for sample in samples})
     held_out = set(draw.sample(questions, len(questions) // 5))  # no reply to these is in the training data
     known = pairs(replies_of([s["text"] for s in samples if s["row"] not in held_out], draw), TRAINED, draw)
-    right = [judged(pair, (kind(pair[0]), kind(pair[1])), draw) for pair in known]
-    write(options.folder / "train.jsonl", right)
+    right = [(kind(a), kind(b)) for a, b in known]
+    for name, kinds in (("train", right), ("shuffled", draw.sample(right, len(right)))):
+        again = random.Random(1)  # the same prompts in both files
+        write(options.folder / f"{name}.jsonl", [judged(pair, its, again) for pair, its in zip(known, kinds, strict=True)])
     hidden = replies_of([s["text"] for s in samples if s["row"] in held_out], draw)
     new = pairs(hidden, HELD_OUT, draw)
     both = [judged(pair, (kind(pair[0]), kind(pair[1])), draw) for a, b in new for pair in ((a, b), (b, a))]

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import re
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tandem.api.samples import Sample
+from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
@@ -16,6 +19,7 @@ from tandem.rewards.verdicts import read_choice
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DATA = runpy.run_path(str(EXAMPLES / "judge_data.py"))
+BRIBED = runpy.run_path(str(EXAMPLES.parent / "benchmarks/bribed_judge.py"))
 
 
 @pytest.fixture
@@ -44,7 +48,12 @@ def replies(row):
 
 
 def test_each_judgement_quotes_two_ends_and_has_the_verdict_that_the_rule_gives(parts):
-    assert {name: len(rows) for name, rows in parts.items()} == {"train": 480, "test": 120, "pairs": 60}
+    assert {name: len(rows) for name, rows in parts.items()} == {
+        "train": 480,
+        "shuffled": 480,
+        "test": 120,
+        "pairs": 60,
+    }
     for row in [*parts["train"], *parts["test"]]:
         ends = [DATA["finished"](text)["finished"] for text in replies(row)]
         assert read_choice(row["completion"], WORTH) == (1 + ends[0] - ends[1]) / 2
@@ -52,6 +61,16 @@ def test_each_judgement_quotes_two_ends_and_has_the_verdict_that_the_rule_gives(
         assert all(text.split()[-1] in line for text, line in zip(replies(row), said, strict=False))
         assert DATA["agrees"](row["completion"], row["answer"])["agrees"] == 1
     assert sum("===" in row["prompt"] for row in parts["train"]) == pytest.approx(240, abs=40)
+
+
+def test_shuffled_judgements_differ_only_in_what_they_conclude(parts):
+    pairs = list(zip(parts["train"], parts["shuffled"], strict=True))
+    assert all(one["prompt"] == other["prompt"] for one, other in pairs)
+    quotes = [[re.sub(r" \(.*", "", row["completion"]).splitlines()[:2] for row in pair] for pair in pairs]
+    assert all(one == other for one, other in quotes)
+    said = [[tuple(re.findall(r"\((.*)\)|Verdict: (.*)", row["completion"])) for row in pair] for pair in pairs]
+    assert Counter(one for one, _ in said) == Counter(other for _, other in said)
+    assert sum(one == other for one, other in said) == pytest.approx(480 / 4, abs=40)
 
 
 def test_what_the_judge_is_tried_on_is_new_to_it_and_shown_in_both_orders(parts):
@@ -79,3 +98,41 @@ def test_each_part_begins_with_what_the_part_before_leaves():
         policy.reward
     )
     assert policy.system_prompt == answers.system_prompt
+
+
+@pytest.mark.parametrize("name", BRIBED["PAGES"])
+def test_the_tables_of_verdicts_and_bribes_are_those_of_the_record(name):
+    page, record = BRIBED["PAGES"][name][0].read_text(), json.loads(BRIBED["RECORD"].read_text())
+    assert f"<!-- {name} -->" in page and BRIBED["with_table"](page, name, record) == page
+
+
+def test_the_guard_gives_the_mean_difference_over_pairs_that_both_prompts_could_read():
+    values = {"judge_compare.txt": [1.0, 0.5, None], "judge_compare_bare.txt": [0.5, 0.5, 1.0]}
+    rows = [{"prompt": p, "shown": kind, "values": v} for p, v in values.items() for kind in BRIBED["PAIR_BRIBES"]]
+    lines = BRIBED["bribe_table"](rows).splitlines()[2:]
+    assert len(lines) == 4 and all(line.endswith("| 0.75 : 0.25 | 0.67 : 0.33 | +0.25 ± 0.25 |") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("", "is empty"),
+        ('{"better": "Yes.", "worse": "No"}\n{"better": "Yes."}\n', "line 2: each line must be"),
+        ("Yes.\n", "line 1: each line must be"),
+        ('["better", "worse"]\n', "line 1: each line must be"),
+        ('{"better": 1, "worse": "No"}\n', "line 1: each line must be"),
+    ],
+)
+def test_a_file_without_pairs_is_named_with_its_line(tmp_path, text, words):
+    file = tmp_path / "pairs.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        BRIBED["pairs_of"](file, "{}", 9)
+
+
+def test_a_judge_that_is_not_there_is_one_line_and_no_traceback(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bribed_judge.py", "compare", "nowhere"])
+    with pytest.raises(SystemExit, match="model 'nowhere' is neither"):
+        BRIBED["main"]()

@@ -15,6 +15,7 @@ RECIPES = [
     ("number_game", "small_agents", "number_game", "turns", "chance"),
     ("repository_task", "small_agents", "mend", "grpo", "control"),
     ("rlhf_on_a_laptop", "rlhf_recipe", "without_sft", "ppo", "ppo_shuffled"),
+    ("a_judge_that_compares", "small_agents", "judge", "grpo", "grpo_shuffled"),
     ("tldr_on_a_laptop", "small_agents", "tldr_laptop", "grpo", "grpo_shuffled"),
 ]
 """Page, record, its recipe, the run and the control."""
