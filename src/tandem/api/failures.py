@@ -169,7 +169,7 @@ class ServerFailed(InfrastructureFailure):
         """HTTP status; None where no whole answer came."""
 
 
-_LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 def described(error: BaseException, *, with_place: bool = True) -> str:
@@ -181,7 +181,7 @@ def described(error: BaseException, *, with_place: bool = True) -> str:
     place = ""
     if with_place and error.__traceback__ is not None:
         lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        file, line = ([one for one in lines if not one[0].startswith(_LIBRARIES)] or lines)[-1]
+        file, line = ([one for one in lines if not one[0].startswith(LIBRARIES)] or lines)[-1]
         place = f" ({os.path.basename(file)}:{line})"
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -11,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.api.failures import UserCodeFailed
+from tandem.api.failures import LIBRARIES, UserCodeFailed
 from tandem.api.plugins import Interrupted, interrupt, run_loop
 
 T = TypeVar("T")
@@ -105,12 +106,15 @@ class BackgroundLoop:
                 if silent == looks:
                     interrupt(thread, BlockedLoop)
                 elif silent == looks + -(-looks // 4):
-                    self._give_up(loop, silent * look_s)
+                    self._give_up(thread, silent * look_s)
             time.sleep(look_s)
 
-    def _give_up(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        task = asyncio.current_task(loop)
-        name = "a callback" if task is None else _chain(task)
+    def _give_up(self, thread: threading.Thread, seconds: float) -> None:
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+            frame = frame.f_back
+        code = None if frame is None else frame.f_code
+        name = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})" if code and frame else "a callback"
         error = UserCodeFailed(
             f"{name} has blocked the event loop for {seconds:.3g} s, cannot be interrupted, and {REMEDY}; mend it there and "
             "start again. Checkpoints that were saved stay"
