@@ -491,7 +491,7 @@ def test_a_run_proves_its_deliveries_and_says_so(overrides, tmp_path, more):
 
 def test_a_run_whose_engine_ignores_its_updates_ends_with_the_cause(overrides, monkeypatch):
     def swap(self, staged, version, keep_kv=False):
-        self._version = version
+        self.version = version
         return {"pause_s": 0.0, "recompute_s": 0.0}
 
     monkeypatch.setattr(EngineCore, "swap", swap)
