@@ -6,7 +6,6 @@ import inspect
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -19,6 +18,9 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
 """Longest time that coroutines have to end once they are cancelled."""
+
+ENDING = "end of the loop"
+"""Name of the task that waits for the others to end."""
 
 STOP_TIMEOUT_S = 1.0
 """Beyond that, for the thread of a loop that nothing blocks."""
@@ -58,6 +60,8 @@ class BackgroundLoop:
 
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._closed = threading.Event()
         self._lock = threading.Lock()
 
     def _get(self) -> asyncio.AbstractEventLoop:
@@ -66,8 +70,10 @@ class BackgroundLoop:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="rollout", daemon=True)
                 self._thread.start()
-                watched = (self._loop, self._thread)
-                threading.Thread(target=self._watch, args=watched, name="rollout-watch", daemon=True).start()
+                self._closed = threading.Event()
+                watched = (self._loop, self._thread, self._closed)
+                self._watcher = threading.Thread(target=self._watch, args=watched, name="rollout-watch", daemon=True)
+                self._watcher.start()
             return self._loop
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -91,23 +97,25 @@ class BackgroundLoop:
             future.cancel()
             raise
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, closed: threading.Event) -> None:
         """In a thread of its own, until the loop is closed. Looks are counted, because the whole process may stand still."""
         look_s = min(LOOK_S, self._blocked_after_s / 4)
         looks = round(self._blocked_after_s / look_s)
         turned = threading.Event()
-        while thread.is_alive() and self._loop is loop:
-            turned.clear()
-            with contextlib.suppress(RuntimeError):  # it was closed just now
-                loop.call_soon_threadsafe(turned.set)
-            silent = 0
-            while self._loop is loop and not turned.wait(look_s):
-                silent += 1
-                if silent == looks:
-                    interrupt(thread, BlockedLoop)
-                elif silent == looks + -(-looks // 4):
-                    self._give_up(thread, silent * look_s)
-            time.sleep(look_s)
+        turned.set()
+        silent = 0
+        while thread.is_alive() and not closed.wait(look_s):
+            if turned.is_set():
+                silent = 0
+                turned.clear()
+                with contextlib.suppress(RuntimeError):  # it was closed just now
+                    loop.call_soon_threadsafe(turned.set)
+                continue
+            silent += 1
+            if silent == looks:
+                interrupt(thread, BlockedLoop)
+            elif silent == looks + -(-looks // 4):
+                self._give_up(thread, silent * look_s)
 
     def _give_up(self, thread: threading.Thread, seconds: float) -> None:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -119,11 +127,11 @@ class BackgroundLoop:
             f"{name} has blocked the event loop for {seconds:.3g} s, cannot be interrupted, and {REMEDY}; mend it there and "
             "start again. Checkpoints that were saved stay"
         )
-        if not self._blocked.done():
-            self._blocked.set_exception(error)
         logger.error("%s", error)
         if self._on_blocked is not None:
             self._on_blocked(error)
+        if not self._blocked.done():
+            self._blocked.set_exception(error)
 
     def close(self) -> None:
         """Cancels every task and ends the thread. Idempotent.
@@ -132,9 +140,13 @@ class BackgroundLoop:
         with a warning that names it: what was done is done, whatever a user's coroutine does at the end.
         """
         with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is None or thread is None:
+            loop, thread, watcher = self._loop, self._thread, self._watcher
+            self._loop = self._thread = self._watcher = None
+        if loop is None or thread is None or watcher is None:
             return
+        self._closed.set()
+        if watcher is not threading.current_thread():
+            watcher.join(STOP_TIMEOUT_S)  # it refers to this object, and so to what the run has in memory
         ending: Future[list[asyncio.Task[Any]]] = Future()
         loop.call_soon_threadsafe(_cancel_all, loop, self._close_timeout_s, ending)
         try:
@@ -142,7 +154,8 @@ class BackgroundLoop:
         except TimeoutError:  # the loop is blocked
             ending.cancel()
             running = asyncio.current_task(loop)
-            left = list(asyncio.all_tasks(loop)) if running is None else [running]
+            waiting = [task for task in asyncio.all_tasks(loop) if task.get_name() != ENDING]
+            left = waiting if running is None else [running]
         if left:
             loop.set_exception_handler(lambda *_: None)  # the warning says it: asyncio need not, when they are collected
             _warn(left, self._close_timeout_s)
@@ -157,6 +170,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Futur
     own task for a new connection is given a socket. One that was cancelled before has half of the time to clean up: a second
     cancellation would cut that short.
     """
+    deadline = loop.time() + timeout_s
     tasks = asyncio.all_tasks(loop)
     new = {task for task in tasks if _is_new(task)}
     cleaning = {task for task in tasks if task.cancelling()}
@@ -170,14 +184,14 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Futur
             await asyncio.wait(cleaning, timeout=timeout_s / 2)
         for task in cleaning:
             task.cancel()
-        done, left = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
+        done, left = await asyncio.wait(tasks, timeout=max(0.0, deadline - loop.time())) if tasks else (set(), set())
         for task in done:
             with contextlib.suppress(asyncio.CancelledError):
                 task.exception()  # looked at, so that asyncio keeps quiet
         ending.set_result(list(left))
 
     if ending.set_running_or_notify_cancel():  # else nobody waits any more
-        loop.create_task(wait())
+        loop.create_task(wait(), name=ENDING)
 
 
 def _is_new(task: asyncio.Task[Any]) -> bool:
