@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -135,7 +136,8 @@ def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
-    before = signal.signal(signal.SIGALRM, late)
+    handler, (left_s, every_s) = signal.signal(signal.SIGALRM, late), signal.getitimer(signal.ITIMER_REAL)
+    started = time.monotonic()
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
@@ -148,7 +150,9 @@ def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
             "again. Checkpoints that were saved stay"
         ) from None
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        if left_s:  # an alarm that someone else has set: a test's limit, or the user's own
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - started), 1e-3), every_s)
 
 
 def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:

@@ -1,0 +1,30 @@
+"""User code that takes too long."""
+
+import signal
+import time
+
+import pytest
+
+from tandem.api.failures import UserCodeFailed
+from tandem.api.plugins import interrupted_after
+
+
+def test_an_alarm_that_someone_else_has_set_still_comes():
+    class Alarm(Exception):
+        pass
+
+    def ring(number, frame):
+        raise Alarm
+
+    handler, others = signal.signal(signal.SIGALRM, ring), signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        late = pytest.raises(UserCodeFailed, match=r"'mine.py:slow' took longer than 0.05 s")
+        with late, interrupted_after("mine.py:slow", 0.05):
+            time.sleep(5)
+        with interrupted_after("mine.py:quick", 60):
+            pass
+        with pytest.raises(Alarm):
+            time.sleep(5)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *others)  # the limit of this test
