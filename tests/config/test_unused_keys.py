@@ -119,6 +119,16 @@ def test_keys_of_reinforcement_learning_are_refused_in_supervised_runs(items, wo
         (PreferenceConfig, ["train_dataset.prompt_suffix=x"], "prompt_suffix=x is not used by learning from judged"),
         (PreferenceConfig, ["valid_dataset.columns.margin=m"], "valid_dataset.columns.margin=m is not used by preference"),
         (PreferenceConfig, ["loss=simpo", "reference.dtype=float32"], "this loss compares with no reference"),
+        (
+            PreferenceConfig,
+            ["loss=simpo", "memory_limit_gib=1"],
+            "not used because the actor is the only model",
+        ),
+        (
+            PreferenceConfig,
+            ["actor.lora.rank=4", "memory_limit_gib=1"],
+            "not used because the actor is the only model",
+        ),
         (RewardModelConfig, ["train_dataset.answer_column=x"], "name their columns with train_dataset.columns"),
         (RewardModelConfig, ["step_separator=;"], "step_separator=; is not used with supervision=pairs"),
         (RewardModelConfig, ["supervision=steps", "margin=1"], "margin=1 is not used with supervision=steps"),

@@ -154,6 +154,27 @@ def test_a_budget_that_cannot_hold_the_largest_stage_is_refused_with_the_arithme
     assert plan_of(config_of(tmp_path, "algorithm=ppo", f"memory_limit_gib={enough}")).sleeps
 
 
+ADAPTERS = ("actor.lora.rank=2", "critic.lora.rank=2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        ((), " (a LoRA actor, a LoRA critic)"),
+        (("actor.lora.rank=2",), " (a LoRA critic)"),
+        (ADAPTERS, ""),
+        (
+            ("actor.lora.rank=2", "critic.lora.rank=2", "rollout.engine.kv_cache_gib=1"),
+            " (a smaller rollout.engine.kv_cache_gib)",
+        ),
+    ],
+)
+def test_what_would_make_the_largest_stage_smaller_is_not_there_already(tmp_path, keys, advice):
+    with pytest.raises(ConfigError) as refused:
+        plan_of(config_of(tmp_path, "algorithm=ppo", "memory_limit_gib=0.00001", "gconfig.n_samples=128", *keys))
+    assert str(refused.value).endswith(f"make the models of that stage smaller{advice}")
+
+
 def test_a_reference_that_is_the_base_of_the_actor_does_not_sleep_by_itself(tmp_path):
     keys = ["actor.lora.rank=2", "algorithm.kl.coefficient=0.1", "memory_limit_gib=1"]
     plan = plan_of(config_of(tmp_path, *keys))

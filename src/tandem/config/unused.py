@@ -43,6 +43,13 @@ def _reference_free(loss: str) -> bool:
     return part.known and not part.needs_reference
 
 
+def _second_model(config: PreferenceConfig) -> bool:
+    """True if a preference loss compares with a reference that is not the actor's own base, below its adapters."""
+    return not _reference_free(config.loss.name) and (
+        config.actor.lora.rank is None or config.reference != type(config.reference)()
+    )
+
+
 def _no_procedural_rows(config: BaseConfig, valid: bool) -> bool:
     there = (paths(config.valid_dataset) if valid else ()) or paths(config.train_dataset)
     return not any(is_procedural(path) for path in there)
@@ -267,6 +274,11 @@ SUPERVISED = (
         ("reference.path", "reference.dtype", "reference.backend"),
         lambda config, _: isinstance(config, PreferenceConfig) and _reference_free(config.loss.name),
         "because this loss compares with no reference: leave it out, or set loss=dpo",
+    ),
+    Unused(
+        ("memory_limit_gib",),
+        lambda config, _: isinstance(config, PreferenceConfig) and not _second_model(config),
+        "because the actor is the only model in memory, and each step needs all of it: leave it out",
     ),
     Unused(
         ("margin",),

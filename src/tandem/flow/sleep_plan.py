@@ -5,7 +5,7 @@ is awake, something else goes to sleep first. So the most that is awake at once 
 models. Several orders of choosing are simulated over a few steps, and the one that moves the fewest bytes is taken.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -149,8 +149,9 @@ class SleepPlan:
         """Fewest bytes that the stage can do with."""
         return self._total(stage.awake) + self._beside(stage)
 
-    def check(self, remedy: str = "") -> None:
-        """Passes if the budget holds each stage by itself. ``remedy``: a further one for the message.
+    def check(self, remedy: str = "", *, whole: Collection[str] = ()) -> None:
+        """Passes if the budget holds each stage by itself. ``remedy``: a further one for the message. ``whole``: the models
+        that are trained without adapters, which these would make smaller.
 
         Raises:
             ConfigError: it does not; says what the largest stage needs.
@@ -158,11 +159,14 @@ class SleepPlan:
         needed = self.least(self.largest)
         if self.limit is None or needed <= self.limit:
             return
-        cache = ", a smaller rollout.engine.kv_cache_gib" * any(part.what == "kv_cache" for part in self.parts)
+        there = self.largest.awake
+        smaller = [f"a LoRA {name}" for name in sorted(whole) if any(part.resident == name for part in there)]
+        smaller += ["a smaller rollout.engine.kv_cache_gib"] * any(part.what == "kv_cache" for part in there)
+        how = f" ({', '.join(smaller)})" if smaller else ""
         raise ConfigError(
             f"{self.key}={self.limit / GIB:.4g} cannot hold the stage {self.largest.name!r}, which needs "
             f"{needed / GIB:.4g} GiB by itself: {self.arithmetic(self.largest)}; set {self.key} to at least "
-            f"{_rounded_up(needed)}, or make the models of that stage smaller (a LoRA actor{cache})"
+            f"{_rounded_up(needed)}, or make the models of that stage smaller{how}"
             f"{', or ' * bool(remedy)}{remedy}"
         )
 

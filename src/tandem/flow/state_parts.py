@@ -113,7 +113,8 @@ def sleep_plan(
     stages = _stages(config, plan, parts, gradients, where)
     stages = (replace(stage, passing=(*stage.passing, *always)) for stage in stages)
     made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB))
-    made.check(", or ".join(remedies))
+    whole = [one.name for one in plan.residents if one.trained and one.engine and one.engine.lora.rank is None]
+    made.check(", or ".join(remedies), whole=whole)
     return made
 
 
