@@ -105,7 +105,8 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be above 0, got {value}")
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
-    device_of(arguments)
+    if device_of(arguments) == "cpu" and arguments.cuda_graphs:
+        raise ConfigError("--cuda-graphs needs a GPU, and this server would run on a CPU; leave it out")
     for root in arguments.weights_root:
         if not root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {root}")
