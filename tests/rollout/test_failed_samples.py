@@ -152,6 +152,20 @@ def test_what_failed_before_the_group_itself_failed_is_counted_too():
             assert rollout.ledger.failed_samples == {"reward_raised": 1, **more}
 
 
+class CancelsOneSample(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        if engine.noise_key.sample == 2:
+            raise asyncio.CancelledError
+        return await OneAnswer().arun_episode(engine, data)
+
+
+def test_a_sample_that_cancels_itself_fails_alone():
+    with rollout_of(batch_size=1) as rollout:
+        assert len(prompts(rollout.rollout_batch(rows(1), Repeated(CancelsOneSample(), 4)))) == 3
+        [said] = rollout.last_groups[0].failure_words
+    assert said == "workflow_raised: CancelledError"
+
+
 class FinishEnds(SomeFail):
     reads_scores = True
 

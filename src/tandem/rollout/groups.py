@@ -216,7 +216,7 @@ class WithGreedyBaseline(RolloutWorkflow):
             raise group
         if not isinstance(group, Group):
             raise WrongWorkflow(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
-        if isinstance(baseline, (InfrastructureFailure, WrongWorkflow, asyncio.CancelledError)):
+        if isinstance(baseline, (InfrastructureFailure, WrongWorkflow)):
             raise baseline
         if isinstance(baseline, BaseException):
             failure = as_failure(baseline)
