@@ -1,17 +1,20 @@
 """Rewards that need a model, from a user's file: no line of the trainers knows them."""
 
+import asyncio
 import json
 import os
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.batch import pack
-from tandem.api.failures import UserCodeFailed, WrongWorkflow
+from tandem.api.failures import InfrastructureFailure, UserCodeFailed, WrongWorkflow
 from tandem.api.samples import Sample
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
@@ -19,9 +22,11 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
 from tandem.engines.train.build import build_train_engine
-from tandem.flow import draw
+from tandem.flow import draw, episode_scores
+from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
+from tandem.flow.scoring import ScoreRole
 from tandem.flow.sleep_plan import Part
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.models.tokenizer import load_tokenizer
@@ -311,6 +316,19 @@ def test_scores_that_hang_again_and_again_in_episodes_end_the_run(overrides, mod
     keys = [f"workflow={models}/mine.py:Asks", "reward_timeout_s=0.1", "rollout.max_data_failures=99"]
     with pytest.raises(WrongWorkflow, match=r"mine.py:AlwaysHangs' took .* and 8 calls of it hang in threads"):
         train(resolved(overrides, *keys, f"reward={models}/mine.py:AlwaysHangs(path={models}/tiny-llama-1)"))
+
+
+def test_a_score_that_is_asked_while_the_run_closes_fails_at_once(monkeypatch):
+    scores = EpisodeScores(SimpleNamespace(scores=[SimpleNamespace(name="helpful", in_episodes=True)]))
+    scores.start({"helpful": ScoreRole.__new__(ScoreRole)}, "cpu")
+
+    def closing():
+        scores.close()
+        return Future()
+
+    monkeypatch.setattr(episode_scores, "Future", closing)
+    with pytest.raises(InfrastructureFailure, match="'helpful' was asked when its model had been closed"):
+        asyncio.run(asyncio.wait_for(scores.ask("helpful", Sample((), 0.0), {}), 5.0))
 
 
 def test_what_a_score_reads_must_be_a_sequence_of_the_model(overrides, models):

@@ -88,6 +88,8 @@ class EpisodeScores:
         try:
             future: Future[float] = Future()
             queue.put((future, role, sample, row))
+            if self._asked is not queue and future.cancel():  # closed meanwhile: nobody reads behind the end
+                raise InfrastructureFailure("no_model", f"reward {name!r} was asked when its model had been closed")
             return await asyncio.wrap_future(future)
         except UserCodeFailed as error:
             raise WrongWorkflow(str(error)) from error
