@@ -86,6 +86,7 @@ async def stubborn(completion):
         except asyncio.CancelledError:
             if completion == "c": return 1.0
 async def fails(completion): raise ValueError("bad")
+async def fails_silently(completion): raise ValueError
 def needs(answr): return 1.0
 not_callable = 3
 """
@@ -166,6 +167,11 @@ def test_a_reward_that_raises_keeps_its_cause(reward, name, words):
 
     assert failure.reason == "reward_raised" and words in str(failure)
     assert failure.__cause__ is not None
+
+
+def test_an_error_names_its_place_also_in_an_async_reward_and_needs_no_text(reward):
+    line = SOURCE.splitlines().index("async def fails_silently(completion): raise ValueError") + 1
+    assert str(failure_of(reward("fails_silently"))).endswith(f"fails_silently: ValueError (my_rewards.py:{line})")
 
 
 @pytest.mark.parametrize(("name", "words"), [("exits", "exit code 3"), ("crashes", "SIGSEGV")])

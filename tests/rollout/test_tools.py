@@ -328,6 +328,7 @@ ERRORS = {
     "cancel": asyncio.CancelledError(),
     "interrupt": KeyboardInterrupt(),
     "stop": StopIteration(),
+    "plain": RuntimeError(),
 }
 
 
@@ -339,6 +340,11 @@ def test_a_tool_that_calls_for_the_end_of_the_process_is_a_call_that_raised(word
         sample, _ = play(made, call_of(name, word=word) + call_of("asleep", seconds=0.01), "408")
         assert type(ERRORS[word]).__name__ in observations(sample)[0] and sample.metrics["tools/tool_raised"] == 1
         assert observations(sample)[1] == '{"waited": 0.01}' and time.monotonic() - began < 2
+
+
+def test_a_call_whose_error_has_no_text_says_its_type():
+    sample, _ = play(workflow([ends_at_once]), call_of("ends_at_once", word="plain"), "408")
+    assert observations(sample)[0] == "Error: RuntimeError"
 
 
 def test_the_end_of_an_episode_cancels_its_tools():

@@ -26,7 +26,7 @@ import os
 import sysconfig
 import traceback
 
-from tandem.config.errors import ConfigError, TandemError
+from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 __all__ = [
     "BatchError",
@@ -172,18 +172,14 @@ class ServerFailed(InfrastructureFailure):
 LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
-def described(error: BaseException, *, with_place: bool = True) -> str:
+def described(error: BaseException) -> str:
     """An error of a user's code in words: its type, its text, and the last line of no library on the way there."""
-    try:
-        text = str(error)
-    except Exception:  # the boundary of a user's code: its own __str__ may raise
-        text = "it has a __str__ that raises"
     place = ""
-    if with_place and error.__traceback__ is not None:
+    if error.__traceback__ is not None:
         lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         file, line = ([one for one in lines if not one[0].startswith(LIBRARIES)] or lines)[-1]
         place = f" ({os.path.basename(file)}:{line})"
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+    return f"{kind_and_text(error)}{place}"
 
 
 def as_failure(error: BaseException) -> EpisodeFailure:

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from tandem.api.failures import UserCodeFailed, described
-from tandem.config.errors import ConfigError, TandemError
+from tandem.api.failures import UserCodeFailed
+from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 T = TypeVar("T")
 
@@ -216,4 +216,4 @@ def _raised(spec: str, error: BaseException) -> str:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
         line = frames[-1].lineno if frames else None
     place = f"{file}, line {line}" if line else file
-    return f"{spec!r} raised {described(error, with_place=False)} ({place})"
+    return f"{spec!r} raised {kind_and_text(error)} ({place})"

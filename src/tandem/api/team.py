@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from tandem.api.activity import OTHER_RANKS, waiting
 from tandem.api.failures import RankFailed, TandemError
 from tandem.api.portable import survives_pickling
+from tandem.config.errors import kind_and_text
 
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ class Team:
         """The error itself if it speaks to the user and can travel to another rank, otherwise one that quotes it."""
         if isinstance(error, TandemError) and survives_pickling(error):
             return error
-        return RankFailed(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+        return RankFailed(f"rank {dist.get_rank()} failed: {kind_and_text(error)}")
 
     def _send(self, make: Callable[[], T], place: int = 0) -> T:
         """One rank's object on all ranks; see `share`."""

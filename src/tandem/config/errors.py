@@ -24,3 +24,12 @@ def refuse(problems: Iterable[str]) -> None:
     found = list(dict.fromkeys(problems))
     if found:
         raise ConfigError(found[0] if len(found) == 1 else f"{len(found)} problems:\n" + "\n".join(f"- {p}" for p in found))
+
+
+def kind_and_text(error: BaseException) -> str:
+    """An error in words: its type and its text, or its type alone if it has no text."""
+    try:
+        text = str(error)
+    except Exception:  # the boundary of a user's code: its own __str__ may raise
+        text = "it has a __str__ that raises"
+    return f"{type(error).__name__}{': ' if text else ''}{text}"

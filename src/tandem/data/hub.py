@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.extras import install_extra
 
 
@@ -49,6 +49,6 @@ def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"data set {name} (split {split!r}) could not be loaded: there is no such file or folder, and the hub said: "
-            f" {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            f"{' '.join(kind_and_text(error).split())[:300]}"
         ) from error
     yield from rows

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from tandem.api.lines import json_line
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.evaluation import NOT_PART_OF_THE_RESULT, differences
 from tandem.evaluation.asking import Answer, Ask
 from tandem.state.existing import is_held
@@ -213,6 +213,4 @@ def read_answer(line: bytes, file: Path, number: int) -> Answer:
         found = json.loads(line)
         return Answer(**{field.name: found[field.name] for field in fields(Answer)})
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}:{number} is not a sample ({type(error).__name__}: {error}); move the folder away"
-        ) from error
+        raise ConfigError(f"{file}:{number} is not a sample ({kind_and_text(error)}); move the folder away") from error

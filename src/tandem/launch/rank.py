@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.config.errors import TandemError
+from tandem.config.errors import TandemError, kind_and_text
 from tandem.launch.kept_servers import KEPT
 from tandem.launch.local import ERROR, FAILED, LAUNCHER, RENDEZVOUS, RESTARTS, STACKS, STACKS_SIGNAL, TELL
 
@@ -116,7 +116,7 @@ def telling_errors() -> Iterator[None]:
         yield
     except BaseException as error:
         if has_launcher():
-            text = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, TandemError) else kind_and_text(error)
             words = {"kind": type(error).__name__, "text": text, "at": time.monotonic()}
             with contextlib.suppress(OSError):  # a full disk: the exit status says enough
                 _file(ERROR).write_text(json.dumps(words), encoding="utf-8")

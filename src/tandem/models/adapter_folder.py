@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.lora import LoRAConfig
 from tandem.models.adapter_beside import SETTINGS, WEIGHTS, digest_of_base
 from tandem.models.catalog import BUILT_IN, resolve
@@ -107,7 +107,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             self._scaling = float(settings["lora_alpha"]) / int(settings["r"])
             name = str(settings["base_model_name_or_path"])
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder / SETTINGS} cannot be read: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{folder / SETTINGS} cannot be read: {kind_and_text(error)}") from error
         base = resolve(name)
         with safe_open(folder / WEIGHTS, "pt") as file:
             about = file.metadata() or {}

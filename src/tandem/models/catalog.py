@@ -18,7 +18,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.lock import locked
 
 
@@ -174,7 +174,7 @@ def _from_hub(name: str, weights: bool) -> Path:
         return _checked(folder)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {name!r} is no folder here and could not be fetched from the hub ({type(error).__name__}: {error}). "
+            f"model {name!r} is no folder here and could not be fetched from the hub ({kind_and_text(error)}). "
             f"Check the name and the network, give a local folder, or take a built-in model: {', '.join(BUILT_IN)}"
         ) from error
 
@@ -194,7 +194,7 @@ def indexed(index: Path) -> list[str]:
     try:
         names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} is damaged ({type(error).__name__}: {error}); download the model anew") from error
+        raise ConfigError(f"{index} is damaged ({kind_and_text(error)}); download the model anew") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise ConfigError(f"{index} names {name!r}, which is not a file in that folder; download the model anew")

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.attention import NAME
 
 MAX_CONFIG_BYTES = 2**24
@@ -51,7 +51,7 @@ def error_words(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is not run here; give a model that transformers knows without"
     plain = isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError)) and not isinstance(error, RecursionError)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
+    return str(error) if plain else kind_and_text(error)
 
 
 def read_hf_config(place: str | os.PathLike[str]) -> PretrainedConfig:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from tandem.api.failures import DataFailure, EngineDied, ServerFailed
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 
 T = TypeVar("T")
 
@@ -166,11 +166,11 @@ class HttpClient:
             async with asyncio.timeout(deadline_s):
                 status, raw = await self._send(method, url, data, admin)
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: some answers that are no HTTP
-            raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
+            raise ServerFailed(f"{url}: {kind_and_text(error)}", url=url) from error
         except TimeoutError:
             raise ServerFailed(f"{url} gave no answer within {deadline_s:g} s", url=url) from None
         except OSError as error:
-            raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
+            raise ServerFailed(f"{url}: {kind_and_text(error)}", url=url) from error
         except asyncio.CancelledError as error:
             if error.args == (_CLOSED,):  # not by the caller, who would not hear it
                 raise EngineDied(f"the client of {self.base_url} was closed") from None
@@ -296,7 +296,7 @@ async def stream_events(
                     if event and not event.startswith(":"):
                         yield _parsed(url, event)
     except aiohttp.ClientError as error:
-        raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
+        raise ServerFailed(f"{url}: {kind_and_text(error)}", url=url) from error
     except TimeoutError:
         raise ServerFailed(f"{url} had not ended its answer within {deadline_s:g} s", url=url) from None
     raise ServerFailed(f"{url} ended its answer without {_END}", url=url, status=200)

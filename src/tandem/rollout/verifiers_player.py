@@ -47,7 +47,7 @@ async def play(taskset: str) -> None:
         try:
             line = json.dumps(await episode(env, tasks, asked))
         except Exception as error:  # the boundary of a taskset, which costs its own episode
-            line = json.dumps({"number": asked["number"], "error": f"{type(error).__name__}: {error}"})
+            line = json.dumps({"number": asked["number"], "error": f"{type(error).__name__}: {error}".removesuffix(": ")})
         print(line, flush=True)
 
     async with env.serving(), asyncio.TaskGroup() as group:

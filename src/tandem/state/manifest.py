@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tandem.api.activity import did
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.state.existing import checkpoints, step_of
 
 FORMAT = 1
@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         if isinstance(error, InvalidCheckpoint):
             raise
-        raise InvalidCheckpoint(f"has a {FILE} that cannot be read ({type(error).__name__}: {error})") from error
+        raise InvalidCheckpoint(f"has a {FILE} that cannot be read ({kind_and_text(error)})") from error
 
 
 def verify(folder: Path, step: int, run: str | None) -> Manifest:

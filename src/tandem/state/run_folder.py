@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.state.existing import is_held, last_metrics, run_info, times_resumed
 from tandem.state.machine import git_commit, machine, versions
 from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
@@ -210,7 +210,7 @@ class RunFolder:
         ended = {"status": status, "ended": now(), "seconds": round(time.monotonic() - self._began, 1)}
         self.info |= ended | {"steps": last_metrics(self.path).get("step", 0)}
         if error is not None:
-            self.info["error"] = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+            self.info["error"] = error if isinstance(error, str) else kind_and_text(error)
         try:
             self._write_info()
         finally:

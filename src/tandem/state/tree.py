@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api.activity import did
 from tandem.api.state import Parted, Stateful
 from tandem.api.team import Team
-from tandem.config.errors import ConfigError, TandemError
+from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
 MARK = "$tensor"
@@ -70,7 +70,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError, KeyError, SafetensorError) as error:
         if isinstance(error, StateDamaged):
             raise
-        raise StateDamaged(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
+        raise StateDamaged(f"{folder} cannot be read: {kind_and_text(error)}") from error
     if not isinstance(tree, dict):
         raise StateDamaged(f"{path} holds no state")
     return tree
@@ -156,4 +156,4 @@ def load_part(name: str, part: Stateful, tree: Mapping[str, Any], where: object)
     except TandemError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise StateDamaged(f"{where}: the state of {name!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise StateDamaged(f"{where}: the state of {name!r} cannot be read: {kind_and_text(error)}") from error

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from tandem.api.failures import EngineDied
+from tandem.config.errors import kind_and_text
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
 from tandem.engines.inference.link import (
@@ -98,7 +99,7 @@ class Child:
 
     def die(self, error: Exception) -> NoReturn:
         """Tells the parent why, and ends."""
-        self.send(Died(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))))
+        self.send(Died(kind_and_text(error), "".join(traceback.format_exception(error))))
         _vanish()
 
     def _answer(self, driver: Driver, call: MethodCall) -> None:

@@ -20,6 +20,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed, WrongWorkflow
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.errors import kind_and_text
 from tandem.engines.inference.callers import NewTokens, Result
 from tandem.engines.inference.core import EngineCore, StagedWeights
 from tandem.engines.inference.staging import stage_update
@@ -75,7 +76,7 @@ class Driver:
                 if not self._paused and not self._stopping:
                     self._step()
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = kind_and_text(error)
             raise
         finally:
             with self._lock:

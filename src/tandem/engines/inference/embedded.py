@@ -19,6 +19,7 @@ import torch
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.errors import kind_and_text
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.callers import Callers, NewTokens
 from tandem.engines.inference.controlled import Controlled
@@ -141,7 +142,7 @@ def _drive(driver: Driver, callers: Callers) -> None:
     try:
         driver.run()
     except Exception as error:  # the worker boundary: whoever waits gets the cause
-        callers.end(f"its thread raised {type(error).__name__}: {error}", error)
+        callers.end(f"its thread raised {kind_and_text(error)}", error)
 
 
 def _end(driver: Driver, callers: Callers, thread: threading.Thread) -> None:

@@ -25,6 +25,7 @@ from tandem.api.failures import EngineDied, WaitTimeout
 from tandem.api.portable import survives_pickling
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightVersion
+from tandem.config.errors import kind_and_text
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.callers import Callers, NewTokens, Result
 from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
@@ -235,7 +236,7 @@ class Link:
         try:
             reason, cause = self._listen(), None
         except Exception as error:  # the worker boundary: whoever waits gets the cause
-            reason, cause = f"its pipe broke: {type(error).__name__}: {error}", error
+            reason, cause = f"its pipe broke: {kind_and_text(error)}", error
         if not self._closing:
             self._end(reason, cause)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.config.engine_memory import GATHERED_TOKENS, key_bucket, row_bucket
+from tandem.config.errors import kind_and_text
 from tandem.engines.inference.arena import Arena
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.decoder import Decoder
@@ -202,7 +203,7 @@ class StaticDecode:
         try:
             return self.capture(run)
         except Exception as error:  # the boundary to the driver: what cannot be recorded still runs
-            self.refused[bucket.way] = f"{type(error).__name__}: {error}"
+            self.refused[bucket.way] = kind_and_text(error)
             sampling = ", ".join(name for name, value in bucket.way._asdict().items() if value) or "plain"
             logger.warning(
                 "a decode step of %d rows and %d keys (sampling: %s) could not be recorded as a CUDA graph, so such steps "

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.api.activity import did
 from tandem.api.failures import ConfigError
+from tandem.config.errors import kind_and_text
 
 
 def write_folder(
@@ -86,7 +87,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{index} cannot be read as an index: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{index} cannot be read as an index: {kind_and_text(error)}") from error
     for name in files.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(f"{index} names {name!r}, which is not a safetensors file in that folder")

@@ -92,7 +92,7 @@ def run_tests() -> None:
     except NotComparable as error:
         send({"not_comparable": str(error)})
     except Exception as error:  # the boundary of the reward: the data set's own code is broken
-        send({"broken": f"{type(error).__name__}: {error}"[:500]})
+        send({"broken": f"{type(error).__name__}: {error}".removesuffix(": ")[:500]})
 
 
 def run_case(code: types.CodeType, module: types.ModuleType) -> dict[str, Any]:
@@ -100,5 +100,5 @@ def run_case(code: types.CodeType, module: types.ModuleType) -> dict[str, Any]:
     try:
         exec(code, module.__dict__)
     except Exception as error:  # the boundary of a test
-        return {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
+        return {"passed": False, "error": f"{type(error).__name__}: {error}".removesuffix(": ")[:500]}
     return {"passed": True}

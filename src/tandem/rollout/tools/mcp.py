@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from tandem.api.failures import InfrastructureFailure
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure
 
 VERSION = "2025-06-18"
@@ -177,7 +177,7 @@ class McpServer:
                 except BaseException as error:
                     connection.kill()
                     if isinstance(error, ServerGone | OSError | ToolFailure):
-                        words = "; ".join(filter(None, (f"{type(error).__name__}: {error}", connection.words)))
+                        words = "; ".join(filter(None, (kind_and_text(error), connection.words)))
                         raise InfrastructureFailure("mcp_server", f"{self._name} did not start: {words}") from error
                     raise
                 self._connection, self.starts = connection, self.starts + 1
@@ -333,7 +333,7 @@ class Posted(Connection):
                 return await self._answer(answer, message) if "id" in message else {}
         except (aiohttp.ClientError, ServerGone, OSError, ValueError) as error:
             self.gone = True
-            raise ServerGone(f"{self._url}: {type(error).__name__}: {error}") from error
+            raise ServerGone(f"{self._url}: {kind_and_text(error)}") from error
 
     async def _answer(self, answer: aiohttp.ClientResponse, message: dict[str, Any]) -> dict[str, Any]:
         if answer.content_type != "text/event-stream":

@@ -17,7 +17,7 @@ from tandem.api.requests import StopReason
 from tandem.api.samples import Sample
 from tandem.api.services import Services, factory_of
 from tandem.api.workflow import GeneratesTokens, RewardFn
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.generation import GenerationConfig
 from tandem.config.terms import Term, read_term, spelled
 from tandem.protocol.tool_calls import CallReader
@@ -173,7 +173,7 @@ class Talk:
                 raise
             if limit.expired():
                 return self._fault("tool_timeout", f"Error: {call.name} was not done after {seconds:.3g} s.")
-            return self._fault("tool_raised", f"Error: {type(error).__name__}: {error}")
+            return self._fault("tool_raised", f"Error: {kind_and_text(error)}")
 
     def _fault(self, name: str, words: str) -> str:
         self.faults[name] += 1

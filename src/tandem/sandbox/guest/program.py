@@ -63,7 +63,7 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
         os.chdir(work)
         _begin(message["op"], message["limits"]["file_mib"] * _MIB)
     except BaseException as error:  # boundary: this process may never go on as the session that it was forked from
-        text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}".removesuffix(": ")
         with contextlib.suppress(OSError):
             os.write(_REASON, text.encode(errors="replace")[:4000])
     os._exit(1)

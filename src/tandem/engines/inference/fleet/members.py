@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, EpisodeFailure, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.engines.inference.fleet.health import Health
 from tandem.engines.inference.fleet.router import Lease
 
@@ -120,7 +120,7 @@ class Attempt:
         server's fault, and the request moves."""
         if isinstance(error, EpisodeFailure) or not isinstance(error, Exception):
             return error
-        failure = InfrastructureFailure("server", f"{self.member.name}: {type(error).__name__}: {error}")
+        failure = InfrastructureFailure("server", f"{self.member.name}: {kind_and_text(error)}")
         failure.__cause__ = error
         return failure
 
@@ -181,6 +181,5 @@ class Member:
 
 def first_line(error: Exception) -> str:
     """An error in one line; of one that is not ours also its kind."""
-    text = str(error).partition("\n")[0] or type(error).__name__
     ours = isinstance(error, EngineDied | InfrastructureFailure | WeightUpdateFailed | ConfigError)
-    return text if ours else f"{type(error).__name__}: {text}"
+    return ((str(error) if ours else "") or kind_and_text(error)).partition("\n")[0]

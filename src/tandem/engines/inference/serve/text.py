@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.config.errors import kind_and_text
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
 from tandem.models.tokenizer import load_tokenizer
@@ -118,7 +119,7 @@ class _Encoder:
             given: list[dict[Any, Any] | Callable[..., Any]] | None = None if tools is None else [*tools]
             text = self._tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
-            message = f"the model's chat template does not take these messages: {type(error).__name__}: {error}"
+            message = f"the model's chat template does not take these messages: {kind_and_text(error)}"
             raise Refusal(400, message, param="messages") from error
         return str(text)
 

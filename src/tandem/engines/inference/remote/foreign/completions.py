@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.config.errors import kind_and_text
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.folder import eos_ids
 from tandem.engines.inference.noise import stream_of
@@ -184,7 +185,7 @@ class Completions:
             piece = self._protocol.piece(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ServerFailed(
-                f"{self._url} answered what is no completion: {type(error).__name__}: {error}", url=self._url
+                f"{self._url} answered what is no completion: {kind_and_text(error)}", url=self._url
             ) from error
         if not all(_LOWEST_LOGPROB < value < 0.01 for value in piece.logprobs):
             raise ServerFailed(f"{self._url} gave log-probabilities that are none: {piece.logprobs}", url=self._url)
