@@ -14,17 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
-from tandem.flow.sleep_plan import GIB
+from tandem.flow.plan import Resident
+from tandem.flow.process import Process
+from tandem.flow.residency import Residency
+from tandem.flow.sleep_plan import GIB, Part, PartCost, SleepPlan, StageNeeds
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import waking
 from tandem.planning.job import job_of
 from tandem.planning.plan import make_plan
 from tandem.planning.seconds import SWITCH_FACTOR
+from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.lengths import known_lengths
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
@@ -109,13 +114,48 @@ def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     begun = sum(done.begun for done in job.sleeping.steady())
     assert begun and last["memory/ahead_gib"] == pytest.approx(begun / GIB)
     seconds = [value for name, value in last.items() if name.startswith("time/switch_s/")]
-    assert sum(seconds) == pytest.approx(last["time/switch_s"], rel=0.05)
+    assert sum(seconds) == pytest.approx(last["time/switch_s"])
     assert 0 < last["time/switch_optimizer_s"] < last["time/switch_s"]
     switches = {phase.name: phase.seconds for phase in plan.phases if phase.name.startswith("switch to ")}
     assert switches == {
         f"switch to {name}": pytest.approx(SWITCH_FACTOR * 1024 * gib) for name, gib in plan.moved_gib_by_stage.items()
     }
     assert plan.step_s == pytest.approx(sum(phase.seconds for phase in plan.phases)) and plan.score_s > 0
+
+
+class Moves:
+    """A model of which this rank has so many bytes."""
+
+    def __init__(self, num_bytes, seconds):
+        self.num_bytes, self.seconds = num_bytes, seconds
+
+    def offload(self, parts, scratch=None):
+        return 0
+
+    def onload(self, parts):
+        time.sleep(self.seconds)
+        return self.num_bytes
+
+
+@pytest.mark.parametrize(("one_memory", "moved"), [(True, 2), (False, 1.5)])
+def test_what_the_other_ranks_move_counts_too(tmp_path, one_memory, moved):
+    def rank(num_bytes, seconds, gather):
+        parts = {Part(name, "parameters"): PartCost(GIB, 0, GIB) for name in ("judge", "other")}
+        stages = tuple(StageNeeds(part.resident, frozenset({part})) for part in parts)
+        plan = SleepPlan(parts, stages, GIB, one_memory=one_memory)
+        team = Team.alone()
+        team.gather = gather
+        made = Residency(plan, tmp_path, PhaseTimer(), lambda *_, **__: Moves(num_bytes, seconds), team)
+        for name in ("judge", "other"):
+            made.open(Resident(name), Process("cpu", 1))
+        made.enter("judge")
+        return made
+
+    told = []
+    rank(int(1.5 * GIB), 0.02, lambda own: [told.append(own) or own]).metrics()
+    found = rank(GIB // 2, 0.0, lambda own: [own, *told]).metrics()
+    assert found["memory/moved_gib"] == found["memory/moved_gib/judge"] == moved
+    assert found["time/switch_s"] >= found["time/switch_s/judge"] >= 0.02
 
 
 def test_the_measured_rate_of_waking_says_how_long_models_take_to_sleep_and_wake(tmp_path):

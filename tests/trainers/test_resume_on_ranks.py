@@ -9,10 +9,14 @@ from safetensors.torch import load_file
 
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
+from tandem.flow.plan import plan_run
+from tandem.flow.sleep_plan import GIB
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.trainers import rl
 from tandem.trainers.sft import train
 from tests.engines_train.steps import distance
 from tests.ranks import on_two
+from tests.trainers.colocated import rows
 
 
 def longer(items, root, ranks):
@@ -47,6 +51,9 @@ def test_two_ranks_go_on_to_the_bit_and_one_goes_on_from_two(model, tmp_path):
     assert 0 < distance(found["whole"], load_file(alone.checkpoint / "model.safetensors")) < 2 * moved
 
 
+LIMIT = "memory_limit_gib=0.00145"
+
+
 def generating(items, root, ranks):
     """The weights after four steps: made at once, made two and two, and with engines that sleep."""
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(torch.distributed.get_rank()), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -58,7 +65,7 @@ def generating(items, root, ranks):
     run("whole")
     run("resumed", until=2)
     run("resumed")
-    run("sleepy", "memory_limit_gib=0.00145")
+    run("sleepy", LIMIT)
     folders = {name: root / f"tandem/{name}/checkpoints" for name in ("whole", "resumed", "sleepy")}
     found = {name: load_file(folder / "step_4/model.safetensors") for name, folder in folders.items()}
     return found | {"half": load_file(folders["whole"] / "step_2/model.safetensors")}
@@ -76,3 +83,8 @@ def test_ranks_that_generate_go_on_and_sleep_to_the_bit(model, tmp_path):
     for found in on_two(generating, [*items, "tracking.plot_every_steps=null"], tmp_path, out=tmp_path / "out"):
         assert distance(found["resumed"], found["whole"]) == distance(found["sleepy"], found["whole"]) == 0
         assert distance(found["half"], found["whole"]) > 0
+    config = load_config(TrainConfig, None, [*items, LIMIT]).config
+    plan, last = sleep_plan_here(config, plan_run(config)), rows(tmp_path / "tandem/sleepy")[-1]
+    moved = {done.stage.name: done.total / GIB for done in plan.steady() if done.stage.each_step}
+    assert sum(moved.values()) > 0  # of both ranks; their parts of a tensor may be padded
+    assert {name: last[f"memory/moved_gib/{name.replace(' ', '_')}"] for name in moved} == pytest.approx(moved, rel=0.01)

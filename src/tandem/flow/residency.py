@@ -25,19 +25,31 @@ if TYPE_CHECKING:
 START = "start"
 """The name under which moves are counted while the models are opened."""
 
+TOTALS = (
+    "memory/moved_gib",
+    "memory/moved_optimizer_gib",
+    "memory/ahead_gib",
+    "time/switch_s",
+    "time/switch_optimizer_s",
+)
+"""Metrics that are sums over the stages."""
+
 
 @dataclass
 class _Switch:
     """The moves before a stage."""
 
     moved: int = 0
+    delivered: int = 0
+    """The bytes that were delivered again: by the plan, so of all ranks that share a memory."""
+
     seconds: float = 0.0
     optimizer_moved: int = 0
     """The bytes of optimizer state among ``moved``."""
 
     optimizer_s: float = 0.0
     ahead: int = 0
-    """The bytes that there was room for, and that began to wake beside the stage, for the next one."""
+    """The bytes that there was room for, and that began to wake beside the stage, for the next one; by the plan."""
 
 
 class Residency:
@@ -137,7 +149,7 @@ class Residency:
                 self._do(moves.again)
                 with mapped_blocks():
                     self._deliver_again()
-                switch.moved += self.plan.parts[Part(ENGINE, "weights")].coming
+                switch.delivered += self.plan.parts[Part(ENGINE, "weights")].coming
             self._do(moves)
             for part, size in self.plan.ahead(name, self._state):
                 model = self._models.get(part.resident)
@@ -166,19 +178,23 @@ class Residency:
 
     def metrics(self) -> dict[str, float]:
         """Seconds and bytes since the last call, by stage, and of optimizer state alone; empty without a budget that
-        anything must sleep for."""
+        anything must sleep for. Seconds are those of the slowest rank, bytes those of all ranks, or of the busiest GPU.
+        Collective."""
         if self.plan is None:
             return {}
-        switches, self._switches = self._switches, {}
-        found = {
-            "memory/moved_gib": sum(switch.moved for switch in switches.values()) / GIB,
-            "memory/moved_optimizer_gib": sum(switch.optimizer_moved for switch in switches.values()) / GIB,
-            "memory/ahead_gib": sum(switch.ahead for switch in switches.values()) / GIB,
-            "time/switch_optimizer_s": sum(switch.optimizer_s for switch in switches.values()),
-        }
-        for name, switch in switches.items():
-            stage = name.replace(": ", "_").replace(" ", "_")
-            found |= {f"memory/moved_gib/{stage}": switch.moved / GIB, f"time/switch_s/{stage}": switch.seconds}
+        own, self._switches = self._switches, {}
+        of_ranks, counted = self._team.gather(own), sum if self.plan.one_memory else max
+        found = dict.fromkeys(TOTALS, 0.0)
+        for name in own:
+            stage, ranks = name.replace(": ", "_").replace(" ", "_"), [switches[name] for switches in of_ranks]
+            moved = (counted(rank.moved for rank in ranks) + own[name].delivered) / GIB
+            seconds = max(rank.seconds for rank in ranks)
+            found |= {f"memory/moved_gib/{stage}": moved, f"time/switch_s/{stage}": seconds}
+            found["memory/moved_gib"] += moved
+            found["time/switch_s"] += seconds
+            found["memory/moved_optimizer_gib"] += counted(rank.optimizer_moved for rank in ranks) / GIB
+            found["time/switch_optimizer_s"] += max(rank.optimizer_s for rank in ranks)
+            found["memory/ahead_gib"] += own[name].ahead / GIB
         return found
 
     def _do(self, moves: Moves) -> None:

@@ -125,6 +125,8 @@ class SleepPlan:
     """Most bytes awake at once; None: everything stays awake but what a stage wants away."""
 
     key: str = "memory_limit_gib"
+    one_memory: bool = True
+    """All ranks share the memory that the limit is for, as the processes of a CPU do. False: each has a GPU of its own."""
 
     def stage(self, name: str) -> StageNeeds:
         """The stage of this name; one that needs nothing if the plan has none."""

@@ -112,7 +112,7 @@ def sleep_plan(
         remedies.append("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))")
     stages = _stages(config, plan, parts, gradients, where)
     stages = (replace(stage, passing=(*stage.passing, *always)) for stage in stages)
-    made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB))
+    made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB), one_memory=where.cpu)
     whole = [one.name for one in plan.residents if one.trained and one.engine and one.engine.lora.rank is None]
     made.check(", or ".join(remedies), whole=whole)
     return made
@@ -134,7 +134,7 @@ def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callabl
         )
         for stage in _stages(config, plan, parts, defaultdict(int), where)
     )
-    return SleepPlan(parts, tuple(stages))
+    return SleepPlan(parts, tuple(stages), one_memory=False)
 
 
 def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:

@@ -68,10 +68,9 @@ class WritingModel:
 
     def onload(self, parts: Iterable[str]) -> int:
         """Wakes; returns the bytes that were read."""
-        if "parameters" not in parts:
+        if "parameters" not in parts or not self.member:
             return 0
-        if self.member:
-            self.engine()
+        self.engine()
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
     def offload(self, parts: Iterable[str], scratch: Path | None = None) -> int:

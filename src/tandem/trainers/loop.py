@@ -121,7 +121,7 @@ def loop(
         with session.team.together():  # every rank, for only rank 0 has found anything
             if tracker is not None and found:
                 tracker.log(0, found)
-    timer.metrics()  # what came before the first step is not part of it
+    timer.metrics(), session.residency.metrics()  # what came before the first step is not part of it
     for number in progress.remaining(last):
         enter("between", number)
         if control is not None:
