@@ -53,15 +53,16 @@ def test_a_coroutine_that_swallows_its_cancellation_is_left_behind_and_named(cap
     assert done, "one that ends in time does what it has to do"
 
 
-async def computes_forever():
-    while True:
+async def computes(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         pass
 
 
 def test_a_coroutine_that_blocks_the_loop_is_interrupted_and_says_why():
     loop = BackgroundLoop(blocked_after_s=0.3)
     with pytest.raises(BlockedLoop, match=r"blocked the event loop, and all episodes share it: use await asyncio.sleep"):
-        loop.run(computes_forever())
+        loop.run(computes(60))
     assert loop.run(asyncio.sleep(0, "it goes on")) == "it goes on"
     loop.close()
 

@@ -103,19 +103,21 @@ class BackgroundLoop:
         looks = round(self._blocked_after_s / look_s)
         turned = threading.Event()
         turned.set()
-        silent = 0
+        silent, interrupted = 0, False
         while thread.is_alive() and not closed.wait(look_s):
             if turned.is_set():
-                silent = 0
+                silent, interrupted = 0, False
                 turned.clear()
                 with contextlib.suppress(RuntimeError):  # it was closed just now
                     loop.call_soon_threadsafe(turned.set)
                 continue
             silent += 1
-            if silent == looks:
+            if silent >= looks and not interrupted and asyncio.current_task(loop) is not None:
+                interrupted = True
                 interrupt(thread, BlockedLoop)
-            elif silent == looks + -(-looks // 4):
+            if silent == looks + -(-looks // 4):
                 self._give_up(thread, silent * look_s)
+                interrupt(thread, BlockedLoop)  # the run ends, and its coroutine with it as soon as it can
 
     def _give_up(self, thread: threading.Thread, seconds: float) -> None:
         frame = sys._current_frames().get(thread.ident or 0)
