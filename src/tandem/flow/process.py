@@ -213,12 +213,12 @@ def backend_line(resolved: Resolved[TrainConfig | DistillConfig]) -> str:
 
 
 def kernels_here(config: TrainConfig, device: str) -> str | None:
-    """``compiled`` or ``torch``: the kernels of our own engine in bfloat16 on a CPU; None where there is no choice."""
+    """``compiled`` or ``torch``: the kernels of our own engine on a CPU; None where there is no choice."""
     ours = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
     if device != "cpu" or not ours:
         return None
     dtype = compute_dtype(resolve_dtype(config.rollout.dtype, device), torch.device(device))
-    return None if dtype != torch.bfloat16 else "compiled" if kernels() is not None else "torch"
+    return "compiled" if kernels(dtype) is not None else "torch"
 
 
 def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None) -> None:

@@ -134,8 +134,8 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "kernels": where == "cpu" and kernels() is not None,
-        "measures": 7,  # counts up when what is measured changes
+        "kernels": [str(one) for one in (torch.bfloat16, torch.float32) if where == "cpu" and kernels(one) is not None],
+        "measures": 8,  # counts up when what is measured changes
     }
 
 
@@ -285,7 +285,7 @@ def _attention(dtype: torch.dtype, device: torch.device, length: int = 512, head
 def _decode_attention(dtype: torch.dtype, device: torch.device, rows: int = 32, length: int = 128) -> float:
     """Bytes/s of keys and values under the engine's attention of one new token a row, by the path that the engine takes."""
     kernel = Kernel(heads=8, kv_heads=4, head_dim=64, scale=0.125, softcap=None, dtype=dtype, device=device)
-    compiled = kernels() if attends(kernel) else None
+    compiled = kernels(dtype) if attends(kernel) else None
     if compiled is not None:
         cache = KVCache(1, 4, 64, dtype, device, 0.1)
         own = [cache.allocate("whole", cache.capacity_for(length)) for _ in range(rows)]

@@ -33,7 +33,7 @@ def decode_step(device: torch.device) -> float:
         config.save_pretrained(folder)
         settings = EmbeddedEngineConfig(kv_cache_gib=0.1)
         # in the dtype of the compiled kernels where there are any: their steps have less overhead
-        dtype = torch.bfloat16 if device.type == "cpu" and kernels() is not None else torch.float32
+        dtype = torch.bfloat16 if device.type == "cpu" and kernels(torch.bfloat16) is not None else torch.float32
         core = EngineCore(Path(folder), settings, dtype, device, WeightVersion(0))
     gconfig = GenerationConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     for number in range(PROMPTS * SAMPLES):

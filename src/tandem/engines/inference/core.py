@@ -72,9 +72,9 @@ class EngineCore:
         compute = compute_dtype(dtype, device)
         static = takes_graphs(config, device.type, deterministic)
         self._cache = make_cache(a, config, compute, device, Arena if static else KVCache)
-        self.slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
-        self._scheduler = Scheduler(self._cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         passes = self._passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
+        self.slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device, passes.decoder.kernels)
+        self._scheduler = Scheduler(self._cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         self.static: StaticDecode | None = None
         """Decode steps over static tables, which a GPU records; on a CPU they only show that they draw the same."""
 

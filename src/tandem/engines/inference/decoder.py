@@ -35,7 +35,7 @@ class Decoder:
         kernels: Kernels | None = None,
     ):
         self._a = architecture
-        self._kernels = kernels
+        self.kernels = kernels
         self.windows = set(architecture.sliding_windows)
         ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -90,9 +90,9 @@ class Decoder:
         return self._norm(x, weights.norm)
 
     def logits(self, weights: FusedWeights, hidden: torch.Tensor) -> torch.Tensor:
-        """``[B, hidden]`` → ``[B, V]`` float32, or bfloat16 for the compiled draw."""
+        """``[B, hidden]`` → ``[B, V]`` float32, or what the compiled draw takes."""
         logits, cap = weights.head(hidden), self._a.final_softcap
-        if self._kernels is not None and cap is None:
+        if self.kernels is not None and cap is None:
             return logits
         logits = logits.float()
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -127,8 +127,8 @@ class Decoder:
         return down.add_to(x, self._gated(layer.projections["gate_up"](self._norm(x, layer.norms["mlp"]))))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self._kernels is not None:
-            return self._kernels.rms_norm(x, weight, self._a.rms_eps)
+        if self.kernels is not None and x.dim() == 2:  # else of the heads of a model whose attention torch computes
+            return self.kernels.rms_norm(x, weight, self._a.rms_eps)
         return functional.rms_norm(x, (x.shape[-1],), weight, self._a.rms_eps)
 
 

@@ -1,8 +1,9 @@
-// Kernels of the embedded engine for CPUs with AVX-512 and bfloat16 dot products; `kernels.py` builds and calls them.
+// Kernels of the embedded engine for CPUs with AVX-512 or AVX2; `kernels.py` builds and calls them.
 //
 // Everything but the matrix products of a layer: norms, the gate, rotation and attention over the cache, and the draw. Numbers
-// are stored as bfloat16 and computed in float32. Every output number is computed by one thread in one order, which depends on
-// nothing but its own row: what a sequence gets is the same to the bit whatever runs beside it.
+// are stored as bfloat16 where the compiler may use its dot products, else as float32, and computed in float32. Every output
+// number is computed by one thread in one order, which depends on nothing but its own row: what a sequence gets is the same to
+// the bit whatever runs beside it.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -11,58 +12,38 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
-
-using bf16 = uint16_t;
 
 namespace {
 
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr int kKeys = 32;     // keys that are scored at once: two registers of one key a lane
 constexpr int kQueries = 48;  // most queries (tokens · heads of a group) that share a pass over keys
 constexpr int kBlock = 256;   // tokens of the vocabulary whose probabilities are summed first
 
-inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-inline __m512 load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-inline __m512 load(const bf16* p, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, p)); }
-inline void store(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x)); }
-inline void store(bf16* p, __m512 x, __mmask16 lanes) { _mm256_mask_storeu_epi16(p, lanes, (__m256i)_mm512_cvtneps_pbh(x)); }
-inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
-inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#ifdef __AVX512F__
 
-// 2^x with a relative error of 1e-7; 0 and infinity far out.
-inline __m512 exp2(__m512 x) {
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(1.5252733804e-5f);
-  for (const float c : {1.5403530393e-4f, 1.3333558146e-3f, 9.6181291076e-3f, 5.5504108665e-2f, 2.4022650696e-1f, 6.9314718056e-1f, 1.0f})
-    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(y, whole);
-}
+using Vec = __m512;
+using Bits = __m512i;
+using Lanes = __mmask16;  // some of the lanes of a register
+constexpr int kLanes = 16;
 
-// x / sqrt(mean(x²) + eps) · weight
-void norm_row(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < size; i += 16) {
-    const __m512 v = load(x + i, first_lanes(size - i));
-    squares = _mm512_fmadd_ps(v, v, squares);
-  }
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
-  for (int64_t i = 0; i < size; i += 16) {
-    const __mmask16 lanes = first_lanes(size - i);
-    store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(x + i, lanes), scale), load(weight + i, lanes)), lanes);
-  }
-}
-
-// Rotary positions on one head in place, first half against second half; cosine [dim], sine [dim / 2].
-template <int D>
-void rotate(bf16* x, const bf16* cos, const bf16* sin) {
-  for (int i = 0; i < D / 2; i += 16) {
-    const __m512 a = load(x + i), b = load(x + D / 2 + i), s = load(sin + i);
-    store(x + i, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, load(cos + i))));
-    store(x + D / 2 + i, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, load(cos + D / 2 + i))));
-  }
-}
+inline Vec all(float x) { return _mm512_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec pick(Lanes lanes, Vec yes, Vec no) { return _mm512_mask_mov_ps(no, lanes, yes); }
+inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
+inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
+inline Lanes first_lanes(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<Lanes>((1u << count) - 1); }
+inline Lanes lanes_of(int64_t from, int64_t to) { return first_lanes(to) & ~first_lanes(from); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const float* p, Lanes lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void store(float* p, Vec x, Lanes lanes) { _mm512_mask_storeu_ps(p, lanes, x); }
+inline Bits load_bits(const void* p) { return _mm512_loadu_si512(p); }
+inline Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec scale(Vec x, Vec power) { return _mm512_scalef_ps(x, power); }
+inline Vec within(Vec x) { return x; }  // `scale` knows what to do far out
 
 // 16 × 16 numbers of 32 bits, rows to columns: pairs, quadruples, then 128-bit lanes twice.
 inline void transpose(__m512i r[16]) {
@@ -95,13 +76,102 @@ inline void transpose(__m512i r[16]) {
   }
 }
 
+#else
+
+using Vec = __m256;
+using Bits = __m256i;
+using Lanes = __m256i;  // all bits of a lane set, or none
+constexpr int kLanes = 8;
+
+inline Vec all(float x) { return _mm256_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec pick(Lanes lanes, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, (__m256)lanes); }
+inline float sum(Vec x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+inline float largest(Vec x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+inline Lanes lanes_of(int64_t from, int64_t to) {
+  const auto bound = [](int64_t x) { return _mm256_set1_epi32(static_cast<int>(std::min<int64_t>(std::max<int64_t>(x, 0), kLanes))); };
+  const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_andnot_si256(_mm256_cmpgt_epi32(bound(from), number), _mm256_cmpgt_epi32(bound(to), number));
+}
+inline Lanes first_lanes(int64_t count) { return lanes_of(0, count); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const float* p, Lanes lanes) { return _mm256_maskload_ps(p, lanes); }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline void store(float* p, Vec x, Lanes lanes) { _mm256_maskstore_ps(p, lanes, x); }
+inline Bits load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec scale(Vec x, Vec power) {  // by halves of the power: each is a number of its own, the whole need not be
+  const __m256i whole = _mm256_cvtps_epi32(power), half = _mm256_srai_epi32(whole, 1);
+  const auto two_to = [](__m256i n) { return (__m256)_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23); };
+  return x * two_to(half) * two_to(_mm256_sub_epi32(whole, half));
+}
+inline Vec within(Vec x) { return _mm256_max_ps(all(-160.0f), _mm256_min_ps(all(160.0f), x)); }  // not a number: stays so
+
+// 8 × 8 numbers of 32 bits, rows to columns: pairs, quadruples, then halves.
+inline void transpose(__m256i r[8]) {
+  __m256i t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+  }
+  std::copy(t, t + 8, r);
+}
+
+#endif
+
+constexpr int kKeys = 2 * kLanes;  // keys that are scored at once: two registers of one key a lane
+
+// 2^x with a relative error of 1e-7; 0 and infinity far out.
+inline Vec exp2(Vec x) {
+  x = within(x);
+  const Vec whole = round(x), rest = x - whole;
+  Vec y = all(1.5252733804e-5f);
+  for (const float c : {1.5403530393e-4f, 1.3333558146e-3f, 9.6181291076e-3f, 5.5504108665e-2f, 2.4022650696e-1f, 6.9314718056e-1f, 1.0f})
+    y = fma(y, rest, all(c));
+  return scale(y, whole);
+}
+
+#ifdef __AVX512BF16__
+
+using Number = uint16_t;
+
+inline Vec widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline Vec load(const Number* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Vec load(const Number* p, Lanes lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, p)); }
+inline void store(Number* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x)); }
+inline void store(Number* p, Vec x, Lanes lanes) { _mm256_mask_storeu_epi16(p, lanes, (__m256i)_mm512_cvtneps_pbh(x)); }
+inline Vec dot(Vec sum, Bits a, Bits b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
 // Up to 32 keys and values, laid out for dot products of pairs; what is beyond the last key is 0.
 template <int D>
 struct Block {
+  static constexpr int kTogether = D <= 64 ? 4 : D <= 128 ? 2 : 1;  // as many sums as there are registers
   __m512i keys[D / 2][2];           // dimensions 2r and 2r + 1 of one key in each lane
   __m512i values[kKeys / 2][D / 16];  // keys 2j and 2j + 1 of one dimension in each lane, dimensions in `unpack`'s order
 
-  void read(const bf16* k, const bf16* v, int count) {
+  void read(const Number* k, const Number* v, int count, bool) {
     const __m512i zero = _mm512_setzero_si512();
     for (int half = 0; half < 2; ++half)
       for (int c = 0; c < D / 32; ++c) {
@@ -123,109 +193,215 @@ struct Block {
         values[j][2 * c + 1] = _mm512_unpackhi_epi16(a, b);
       }
   }
-};
-
-// Queries that share keys, with what they have attended to so far: a softmax that is continued from block to block.
-template <int D>
-struct Tile {
-  alignas(64) __m512 sums[kQueries][D / 16];
-  alignas(64) bf16 weights[kQueries][kKeys];
-  float peak[kQueries], total[kQueries];  // largest score (in powers of 2), sum of 2^(score - peak)
-  const int32_t* query[kQueries];         // dimensions in pairs
-  int first[kQueries], stop[kQueries];    // keys of the current span that each query sees
-  int count = 0;
-
-  void add(const bf16* q) {
-    for (auto& sum : sums[count]) sum = _mm512_setzero_ps();
-    peak[count] = -INFINITY;
-    total[count] = 0;
-    query[count++] = reinterpret_cast<const int32_t*>(q);
-  }
 
   template <int N>
-  void score(const Block<D>& block, int q, int start, float scale) {
-    __m512 s[N][2];
-    for (int n = 0; n < N; ++n) s[n][0] = s[n][1] = _mm512_setzero_ps();
+  void score(const Number* const* query, Vec s[N][2]) const {
     for (int r = 0; r < D / 2; ++r)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        const __m512i pair = _mm512_set1_epi32(query[q + n][r]);
-        s[n][0] = dot(s[n][0], block.keys[r][0], pair);
-        s[n][1] = dot(s[n][1], block.keys[r][1], pair);
+        const Bits pair = _mm512_set1_epi32(reinterpret_cast<const int32_t*>(query[n])[r]);
+        s[n][0] = dot(s[n][0], keys[r][0], pair);
+        s[n][1] = dot(s[n][1], keys[r][1], pair);
       }
-    for (int n = 0; n < N; ++n) weigh(q + n, s[n], start, scale);
-  }
-
-  void weigh(int q, const __m512 s[2], int start, float scale) {
-    const int from = std::max(first[q] - start, 0), to = std::min(stop[q] - start, kKeys);
-    const uint32_t seen = to <= from ? 0 : static_cast<uint32_t>((((uint64_t)1 << to) - 1) & ~(((uint64_t)1 << from) - 1));
-    if (!seen) {  // all weights 0, and no -inf - -inf
-      std::memset(weights[q], 0, sizeof weights[q]);
-      return;
-    }
-    const __mmask16 low = seen & 0xffff, high = seen >> 16;
-    const __m512 never = _mm512_set1_ps(-INFINITY), by = _mm512_set1_ps(scale);
-    const __m512 a = _mm512_mask_mul_ps(never, low, s[0], by), b = _mm512_mask_mul_ps(never, high, s[1], by);
-    const float top = std::max(peak[q], _mm512_reduce_max_ps(_mm512_max_ps(a, b)));
-    const __m512 tops = _mm512_set1_ps(top);
-    const __m512 x = _mm512_maskz_mov_ps(low, exp2(_mm512_sub_ps(a, tops)));
-    const __m512 y = _mm512_maskz_mov_ps(high, exp2(_mm512_sub_ps(b, tops)));
-    if (top != peak[q]) {
-      const float shrink = std::exp2f(peak[q] - top);
-      total[q] *= shrink;
-      for (auto& sum : sums[q]) sum = _mm512_mul_ps(sum, _mm512_set1_ps(shrink));
-      peak[q] = top;
-    }
-    total[q] += _mm512_reduce_add_ps(_mm512_add_ps(x, y));
-    _mm512_store_si512(weights[q], (__m512i)_mm512_cvtne2ps_pbh(y, x));
   }
 
   template <int N>
-  void accumulate(const Block<D>& block, int q, int pairs) {
-    __m512 s[N][D / 16];
+  void add(const Number (*weights)[kKeys], int count, Vec (*sums)[D / 16]) const {
+    Vec s[N][D / 16];
     for (int n = 0; n < N; ++n)
-      for (int c = 0; c < D / 16; ++c) s[n][c] = sums[q + n][c];
-    for (int j = 0; j < pairs; ++j)
+      for (int c = 0; c < D / 16; ++c) s[n][c] = sums[n][c];
+    for (int j = 0; j < (count + 1) / 2; ++j)
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         int32_t both;
-        std::memcpy(&both, &weights[q + n][2 * j], sizeof both);
-        const __m512i pair = _mm512_set1_epi32(both);
+        std::memcpy(&both, &weights[n][2 * j], sizeof both);
+        const Bits pair = _mm512_set1_epi32(both);
 #pragma GCC unroll 16
-        for (int c = 0; c < D / 16; ++c) s[n][c] = dot(s[n][c], block.values[j][c], pair);
+        for (int c = 0; c < D / 16; ++c) s[n][c] = dot(s[n][c], values[j][c], pair);
       }
     for (int n = 0; n < N; ++n)
-      for (int c = 0; c < D / 16; ++c) sums[q + n][c] = s[n][c];
+      for (int c = 0; c < D / 16; ++c) sums[n][c] = s[n][c];
   }
 
-  // Queries [q, end) attend to the keys of one row; `first` and `stop` say which ones.
-  void attend(const bf16* k, const bf16* v, int q, int end, float scale) {
-    constexpr int kTogether = D <= 64 ? 4 : D <= 128 ? 2 : 1;  // as many sums as there are registers
-    const int begin = *std::min_element(first + q, first + end) / kKeys * kKeys;  // blocks of a row begin at the same keys always
-    const int last = *std::max_element(stop + q, stop + end);
-    Block<D> block;
-    for (int start = begin; start < last; start += kKeys) {
-      const int count = std::min(kKeys, last - start);
-      block.read(k + (int64_t)start * D, v + (int64_t)start * D, count);
-      int i = q;
-      for (; i + 4 <= end; i += 4) score<4>(block, i, start, scale);
-      if (end - i == 3) score<3>(block, i, start, scale);
-      if (end - i == 2) score<2>(block, i, start, scale);
-      if (end - i == 1) score<1>(block, i, start, scale);
-      for (i = q; i + kTogether <= end; i += kTogether) accumulate<kTogether>(block, i, (count + 1) / 2);
-      for (; i < end; ++i) accumulate<1>(block, i, (count + 1) / 2);
-    }
-  }
+  static void keep(Number* weights, Vec x, Vec y) { _mm512_store_si512(weights, (Bits)_mm512_cvtne2ps_pbh(y, x)); }
 
-  void write(int q, bf16* out) const {
-    const __m512 by = _mm512_set1_ps(1.0f / total[q]);
+  static void write(const Vec* sums, Vec by, Number* out) {
     for (int c = 0; c < D / 32; ++c) {  // undoes the order that `unpack` made within 128 bits
-      const __m512 a = _mm512_mul_ps(sums[q][2 * c], by), b = _mm512_mul_ps(sums[q][2 * c + 1], by);
-      const __m512 low = _mm512_shuffle_f32x4(a, b, 0x44), high = _mm512_shuffle_f32x4(a, b, 0xee);
+      const Vec a = sums[2 * c] * by, b = sums[2 * c + 1] * by;
+      const Vec low = _mm512_shuffle_f32x4(a, b, 0x44), high = _mm512_shuffle_f32x4(a, b, 0xee);
       store(out + 32 * c, _mm512_shuffle_f32x4(low, low, 0xd8));
       store(out + 32 * c + 16, _mm512_shuffle_f32x4(high, high, 0xd8));
     }
   }
+};
+
+#else
+
+using Number = float;
+
+inline void fetch(const float* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// Up to `kKeys` keys, transposed, and their values; a key beyond the last is 0. The next ones are fetched meanwhile: alone,
+// arithmetic and memory take equally long, and neither would wait for the other.
+template <int D>
+struct Block {
+  static constexpr int kTogether = 4;
+  Bits keys[D][2];  // a dimension of one key in each lane
+  const float *values, *next_keys, *next_values;
+
+  void read(const float* k, const float* v, int count, bool more) {
+    for (int half = 0; half < 2; ++half)
+      for (int c = 0; c < D; c += kLanes) {
+        Bits r[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          const int key = kLanes * half + i;
+          r[i] = key < count ? load_bits(k + key * D + c) : Bits{};
+        }
+        transpose(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) keys[c + i][half] = r[i];
+      }
+    values = v;
+    next_keys = more ? k + kKeys * D : k;
+    next_values = more ? v + kKeys * D : v;
+  }
+
+  template <int N>
+  void score(const float* const* query, Vec s[N][2]) const {
+    for (int d = 0; d < D; ++d) {
+      fetch(next_keys + d * kKeys);
+      fetch(next_keys + d * kKeys + kKeys / 2);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const Vec q = all(query[n][d]);
+        s[n][0] = fma((Vec)keys[d][0], q, s[n][0]);
+        s[n][1] = fma((Vec)keys[d][1], q, s[n][1]);
+      }
+    }
+  }
+
+  template <int N>
+  void add(const float (*weights)[kKeys], int count, Vec (*sums)[D / kLanes]) const {
+    for (int c = 0; c < D / kLanes; c += 2) {
+      Vec s[N][2];
+      for (int n = 0; n < N; ++n) s[n][0] = sums[n][c], s[n][1] = sums[n][c + 1];
+      for (int j = 0; j < count; ++j) {
+        fetch(next_values + j * D + c * kLanes);
+        fetch(next_values + j * D + (c + 1) * kLanes);
+        const Vec a = load(values + j * D + c * kLanes), b = load(values + j * D + (c + 1) * kLanes);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          const Vec w = all(weights[n][j]);
+          s[n][0] = fma(w, a, s[n][0]);
+          s[n][1] = fma(w, b, s[n][1]);
+        }
+      }
+      for (int n = 0; n < N; ++n) sums[n][c] = s[n][0], sums[n][c + 1] = s[n][1];
+    }
+  }
+
+  static void keep(float* weights, Vec x, Vec y) {
+    store(weights, x);
+    store(weights + kLanes, y);
+  }
+
+  static void write(const Vec* sums, Vec by, float* out) {
+    for (int c = 0; c < D / kLanes; ++c) store(out + c * kLanes, sums[c] * by);
+  }
+};
+
+#endif
+
+// x / sqrt(mean(x²) + eps) · weight
+void norm_row(const Number* x, const Number* weight, Number* out, int64_t size, float eps) {
+  Vec squares = all(0);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Vec v = load(x + i, first_lanes(size - i));
+    squares = fma(v, v, squares);
+  }
+  const Vec by = all(1.0f / std::sqrt(sum(squares) / size + eps));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Lanes lanes = first_lanes(size - i);
+    store(out + i, load(x + i, lanes) * by * load(weight + i, lanes), lanes);
+  }
+}
+
+// Rotary positions on one head in place, first half against second half; cosine [dim], sine [dim / 2].
+template <int D>
+void rotate(Number* x, const Number* cos, const Number* sin) {
+  for (int i = 0; i < D / 2; i += kLanes) {
+    const Vec a = load(x + i), b = load(x + D / 2 + i), s = load(sin + i);
+    store(x + i, fma(-b, s, a * load(cos + i)));
+    store(x + D / 2 + i, fma(a, s, b * load(cos + D / 2 + i)));
+  }
+}
+
+// Calls f with N queries at a time, and with what is left: f(number of queries, the first).
+template <int N, class F>
+void together(int q, int end, F&& f) {
+  for (; q + N <= end; q += N) f(std::integral_constant<int, N>(), q);
+  if constexpr (N > 1)
+    if (q < end) together<N - 1>(q, end, f);
+}
+
+// Queries that share keys, with what they have attended to so far: a softmax that is continued from block to block.
+template <int D>
+struct Tile {
+  alignas(64) Vec sums[kQueries][D / kLanes];
+  alignas(64) Number weights[kQueries][kKeys];
+  float peak[kQueries], total[kQueries];  // largest score (in powers of 2), sum of 2^(score - peak)
+  const Number* query[kQueries];
+  int first[kQueries], stop[kQueries];    // keys of the current span that each query sees
+  int count = 0;
+
+  void add(const Number* q) {
+    for (auto& one : sums[count]) one = all(0);
+    peak[count] = -INFINITY;
+    total[count] = 0;
+    query[count++] = q;
+  }
+
+  void weigh(int q, const Vec s[2], int start, float scale) {
+    const int from = std::max(first[q] - start, 0), to = std::min(stop[q] - start, kKeys);
+    if (to <= from) {  // all weights 0, and no -inf - -inf
+      std::memset(weights[q], 0, sizeof weights[q]);
+      return;
+    }
+    const Lanes low = lanes_of(from, to), high = lanes_of(from - kLanes, to - kLanes);
+    const Vec never = all(-INFINITY), by = all(scale);
+    const Vec a = pick(low, s[0] * by, never), b = pick(high, s[1] * by, never);
+    const float top = std::max(peak[q], largest(larger(a, b)));
+    const Vec tops = all(top), none = all(0);
+    const Vec x = pick(low, exp2(a - tops), none), y = pick(high, exp2(b - tops), none);
+    if (top != peak[q]) {
+      const float shrink = std::exp2f(peak[q] - top);
+      total[q] *= shrink;
+      for (auto& one : sums[q]) one = one * all(shrink);
+      peak[q] = top;
+    }
+    total[q] += sum(x + y);
+    Block<D>::keep(weights[q], x, y);
+  }
+
+  // Queries [q, end) attend to the keys of one row; `first` and `stop` say which ones.
+  void attend(const Number* k, const Number* v, int q, int end, float scale) {
+    const int begin = *std::min_element(first + q, first + end) / kKeys * kKeys;  // blocks of a row begin at the same keys always
+    const int last = *std::max_element(stop + q, stop + end);
+    Block<D> block;
+    for (int start = begin; start < last; start += kKeys) {
+      const int keys = std::min(kKeys, last - start);
+      block.read(k + (int64_t)start * D, v + (int64_t)start * D, keys, start + kKeys < last);
+      together<4>(q, end, [&](auto size, int i) {
+        Vec s[size][2] = {};
+        block.template score<size>(query + i, s);
+        for (int n = 0; n < size; ++n) weigh(i + n, s[n], start, scale);
+      });
+      together<Block<D>::kTogether>(q, end, [&](auto size, int i) { block.template add<size>(weights + i, keys, sums + i); });
+    }
+  }
+
+  void write(int q, Number* out) const { Block<D>::write(sums[q], all(1.0f / total[q]), out); }
 };
 
 }  // namespace
@@ -249,15 +425,15 @@ struct Plan {
 
 // What differs from layer to layer. A missing table of cosines: no rotation; a missing norm: none of queries and keys.
 struct Layer {
-  bf16* qkv;                // [T, heads + 2 · kv_heads, dim]; queries and keys are overwritten
-  bf16* out;                // [T, heads · dim]
+  Number* qkv;                // [T, heads + 2 · kv_heads, dim]; queries and keys are overwritten
+  Number* out;                // [T, heads · dim]
   const int64_t* keys;      // address of each slab's keys [rows, kv_heads, capacity, dim], and of its values
   const int64_t* values;
   const int64_t* position;  // [T]
-  const bf16* cos;
-  const bf16* sin;
-  const bf16* query_norm;
-  const bf16* key_norm;
+  const Number* cos;
+  const Number* sin;
+  const Number* query_norm;
+  const Number* key_norm;
   float eps;
   int64_t window;           // 0: every token before
 };
@@ -271,26 +447,26 @@ void attend_all(const Plan& p, const Layer& layer, int threads) {
   const int64_t width = p.heads + 2 * p.kv_heads, group = p.heads / p.kv_heads;
   const float scale = p.scale * kLog2E;
   const auto place = [&](const int64_t* bases, int slab, int64_t row, int64_t head) {
-    return reinterpret_cast<bf16*>(bases[slab]) + (row * p.kv_heads + head) * p.capacity[slab] * D;
+    return reinterpret_cast<Number*>(bases[slab]) + (row * p.kv_heads + head) * p.capacity[slab] * D;
   };
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < p.tokens; ++i) {
       const int64_t t = p.token[i], position = layer.position[t];
-      bf16* heads = layer.qkv + t * width * D;
+      Number* heads = layer.qkv + t * width * D;
       for (int64_t h = 0; h < p.heads + p.kv_heads; ++h) {
-        const bf16* norm = h < p.heads ? layer.query_norm : layer.key_norm;
+        const Number* norm = h < p.heads ? layer.query_norm : layer.key_norm;
         if (norm) norm_row(heads + h * D, norm, heads + h * D, D, layer.eps);
         if (layer.cos) rotate<D>(heads + h * D, layer.cos + position * D, layer.sin + position * (D / 2));
       }
       for (int64_t h = 0; h < p.kv_heads; ++h) {
         const int64_t at = (p.own_length[i] - 1) * D;
-        std::memcpy(place(layer.keys, p.own_slab[i], p.own_row[i], h) + at, heads + (p.heads + h) * D, D * sizeof(bf16));
-        std::memcpy(place(layer.values, p.own_slab[i], p.own_row[i], h) + at, heads + (p.heads + p.kv_heads + h) * D, D * sizeof(bf16));
+        std::memcpy(place(layer.keys, p.own_slab[i], p.own_row[i], h) + at, heads + (p.heads + h) * D, D * sizeof(Number));
+        std::memcpy(place(layer.values, p.own_slab[i], p.own_row[i], h) + at, heads + (p.heads + p.kv_heads + h) * D, D * sizeof(Number));
       }
     }  // all keys are there before any query looks at them
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, p.tiles >= 8 * threads ? p.kv_heads : 1)  // the heads of a row are neighbours in memory
     for (int64_t unit = 0; unit < p.tiles * p.kv_heads; ++unit) {
       const int64_t head = unit % p.kv_heads;
       const int begin = p.tile[unit / p.kv_heads], end = p.tile[unit / p.kv_heads + 1];
@@ -326,23 +502,25 @@ void attend_all(const Plan& p, const Layer& layer, int threads) {
 
 // The token at which the cumulative sum of 2^((logit - top) · scale) passes u of the whole. Tokens `banned` cannot be drawn; the
 // log-probability is that of the whole distribution.
-void draw_row(const bf16* logits, int64_t size, float temperature, double u, bool greedy, const int64_t* banned, int64_t bans,
+void draw_row(const Number* logits, int64_t size, float temperature, double u, bool greedy, const int64_t* banned, int64_t bans,
               int64_t* token, float* logprob) {
-  __m512 tops = _mm512_set1_ps(-INFINITY);
-  const __m512 never = tops;
-  for (int64_t i = 0; i < size; i += 16)
-    tops = _mm512_max_ps(_mm512_mask_mov_ps(never, first_lanes(size - i), load(logits + i, first_lanes(size - i))), tops);
-  const float top = _mm512_reduce_max_ps(tops), scale = kLog2E / temperature;
+  const Vec never = all(-INFINITY);
+  const auto top_of = [&](int64_t start, int64_t stop) {
+    Vec tops = never;
+    for (int64_t i = start; i < stop; i += kLanes)
+      tops = larger(pick(first_lanes(stop - i), load(logits + i, first_lanes(stop - i)), never), tops);
+    return largest(tops);
+  };
+  const float top = top_of(0, size), by = kLog2E / temperature;
   const auto weights = [&](int64_t i) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(load(logits + i, lanes), _mm512_set1_ps(top)), _mm512_set1_ps(scale));
-    return _mm512_maskz_mov_ps(lanes, exp2(x));
+    const Lanes lanes = first_lanes(size - i);
+    return pick(lanes, exp2((load(logits + i, lanes) - all(top)) * all(by)), all(0));
   };
   float each[kBlock];  // weights of one block
   const auto fill = [&](int64_t start) {
     double sum = 0;
     const int64_t stop = std::min(start + kBlock, size);
-    for (int64_t i = start; i < stop; i += 16) _mm512_storeu_ps(each + (i - start), weights(i));
+    for (int64_t i = start; i < stop; i += kLanes) store(each + (i - start), weights(i));
     for (int64_t i = 0; i < bans; ++i)
       if (banned[i] >= start && banned[i] < stop) each[banned[i] - start] = 0;
     for (int64_t i = start; i < stop; ++i) sum += each[i - start];
@@ -350,13 +528,13 @@ void draw_row(const bf16* logits, int64_t size, float temperature, double u, boo
   };
   thread_local std::vector<double> sums;  // cumulative, block by block, of those that may be drawn
   sums.clear();
-  double all = 0, whole = 0;
+  double every = 0, whole = 0;
   for (int64_t block = 0; block < size; block += kBlock) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = block; i < std::min(block + kBlock, size); i += 16) sum = _mm512_add_ps(sum, weights(i));
-    const double total = _mm512_reduce_add_ps(sum);
+    Vec part = all(0);
+    for (int64_t i = block; i < std::min(block + kBlock, size); i += kLanes) part = part + weights(i);
+    const double total = sum(part);
     const bool cut = std::any_of(banned, banned + bans, [&](int64_t t) { return t >= block && t < block + kBlock; });
-    all += total;
+    every += total;
     sums.push_back(whole += cut ? fill(block) : total);
   }
   // Never beyond the last entry that has a probability, however sums are rounded.
@@ -364,19 +542,22 @@ void draw_row(const bf16* logits, int64_t size, float temperature, double u, boo
   double target = inside(u * whole, whole);
   const int64_t block = std::upper_bound(sums.begin(), sums.end(), target) - sums.begin();
   const int64_t start = std::min<int64_t>(block, sums.size() - 1) * kBlock, stop = std::min(start + kBlock, size);
-  const double sum = fill(start);
-  target = inside(target - (start ? sums[start / kBlock - 1] : 0.0), sum);
+  target = inside(target - (start ? sums[start / kBlock - 1] : 0.0), fill(start));
   int64_t found = start;
   for (double so_far = each[0]; so_far <= target && found + 1 < stop;) so_far += each[++found - start];
-  const auto value = [&](int64_t i) { return _mm512_cvtss_f32(load(logits + i, 1)); };
+  const auto value = [&](int64_t i) { return load(logits + i, first_lanes(1))[0]; };
   if (greedy) {
     found = -1;
-    for (int64_t i = 0; i < size; ++i)
-      if ((found < 0 || value(i) > value(found)) && std::find(banned, banned + bans, i) == banned + bans) found = i;
+    for (int64_t block = 0; block < size; block += kBlock) {
+      const int64_t end = std::min(block + kBlock, size);
+      if (found >= 0 && top_of(block, end) <= value(found)) continue;
+      for (int64_t i = block; i < end; ++i)
+        if ((found < 0 || value(i) > value(found)) && std::find(banned, banned + bans, i) == banned + bans) found = i;
+    }
     found = std::max<int64_t>(found, 0);
   }
   *token = found;
-  *logprob = static_cast<float>((value(found) - top) / temperature - std::log(all));
+  *logprob = static_cast<float>((value(found) - top) / temperature - std::log(every));
 }
 
 }  // namespace
@@ -395,25 +576,24 @@ int attend(const Plan* plan, const Layer* layer, int threads) {
   }
 }
 
-void rms_norm(const bf16* x, const bf16* weight, bf16* out, int64_t rows, int64_t size, float eps, int threads) {
+void rms_norm(const Number* x, const Number* weight, Number* out, int64_t rows, int64_t size, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < rows; ++i) norm_row(x + i * size, weight, out + i * size, size, eps);
 }
 
 // silu(gate) · up of [rows, 2 · size]
-void silu_gate(const bf16* both, bf16* out, int64_t rows, int64_t size, int threads) {
+void silu_gate(const Number* both, Number* out, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 lanes = first_lanes(size - i);
-      const __m512 gate = load(both + row * 2 * size + i, lanes), up = load(both + row * 2 * size + size + i, lanes);
-      const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp2(_mm512_mul_ps(gate, _mm512_set1_ps(-kLog2E))));
-      store(out + row * size + i, _mm512_mul_ps(_mm512_div_ps(gate, below), up), lanes);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Lanes lanes = first_lanes(size - i);
+      const Vec gate = load(both + row * 2 * size + i, lanes), up = load(both + row * 2 * size + size + i, lanes);
+      store(out + row * size + i, gate / (all(1) + exp2(gate * all(-kLog2E))) * up, lanes);
     }
 }
 
 // Row i may not draw banned[bans[i]] … banned[bans[i + 1] - 1].
-void draw(const bf16* logits, const float* temperatures, const double* uniforms, const uint8_t* greedy, const int64_t* banned,
+void draw(const Number* logits, const float* temperatures, const double* uniforms, const uint8_t* greedy, const int64_t* banned,
           const int64_t* bans, int64_t* tokens, float* logprobs, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t i = 0; i < rows; ++i)

@@ -1,7 +1,9 @@
-"""Compiled kernels for CPUs with AVX-512 and bfloat16 dot products (`kernels.cpp`): everything of a step but the products.
+"""Compiled kernels for CPUs (`kernels.cpp`): everything of a step but the products.
 
-They are built once with the machine's own compiler into the cache folder. Without a compiler or the instructions the engine
-computes the same with torch's operators, which stay the reference. ``TANDEM_KERNELS=0`` turns the kernels off.
+There are two libraries: one computes with bfloat16 numbers, which needs AVX-512 with bfloat16 dot products, the other with
+float32 numbers, which needs AVX2. They are built once with the machine's own compiler into the cache folder. Without a
+compiler or the instructions the engine computes the same with torch's operators, which stay the reference.
+``TANDEM_KERNELS=0`` turns the kernels off.
 """
 
 import ctypes
@@ -28,7 +30,7 @@ logger = logging.getLogger("tandem.engine")
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Named one by one and not -march=native, so that an object in a shared cache folder runs on every CPU that may load it.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w", "-mfma", "-mf16c"]
-_FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
+_AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")]
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Those that attention is compiled for."""
@@ -57,9 +59,10 @@ class Layer(ctypes.Structure):
 
 
 class Kernels:
-    """Calls into the library. Tensors are contiguous bfloat16 on the CPU unless said otherwise."""
+    """Calls into the library. Tensors are contiguous, on the CPU and of ``dtype`` unless said otherwise."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, dtype: torch.dtype):
+        self.dtype = dtype
         # torch has loaded its OpenMP before, under the same name, so both share one pool of threads.
         library = ctypes.CDLL(str(path))
         pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -112,9 +115,19 @@ class Kernels:
             raise ValueError(f"attention is compiled for head dimensions {HEAD_DIMS}, got {plan.dim}")
 
 
+def _instructions(dtype: torch.dtype) -> list[str] | None:
+    """The compiler's names of the instructions that kernels for ``dtype`` use here; None: this CPU lacks some."""
+    if dtype == torch.bfloat16:
+        return [*_AVX512, "-mavx512bf16"] if torch.cpu._is_avx512_bf16_supported() else None
+    if dtype != torch.float32:
+        return None
+    return _AVX512 if torch.cpu._is_avx512_supported() else ["-mavx2"] if torch.cpu._is_avx2_supported() else None
+
+
 @functools.cache
-def kernels(build_timeout_s: float = 120) -> Kernels | None:
-    """The kernels, built now if nobody has built them yet; None, and one line in the log, where that is impossible.
+def kernels(dtype: torch.dtype, build_timeout_s: float = 120) -> Kernels | None:
+    """The kernels for numbers of ``dtype``, built now if nobody has built them yet; None, and one line in the log, where
+    that is impossible.
 
     Raises:
         ConfigError: ``TANDEM_KERNELS`` is neither 0 nor 1.
@@ -122,14 +135,15 @@ def kernels(build_timeout_s: float = 120) -> Kernels | None:
     wanted = os.environ.get("TANDEM_KERNELS") or "1"
     if wanted not in ("0", "1"):
         raise ConfigError(f"TANDEM_KERNELS must be 0, which turns the compiled kernels off, or 1, got {wanted!r}")
-    if wanted == "0" or platform.system() != "Linux" or not torch.cpu._is_avx512_bf16_supported():
+    instructions = _instructions(dtype)
+    if wanted == "0" or platform.system() != "Linux" or instructions is None:
         return None
     compiler = shlex.split(os.environ.get("CXX", "")) or [path for path in map(shutil.which, ("g++", "c++")) if path][:1]
     if not compiler:
         logger.warning("no C++ compiler: generation computes with torch's operators, a third slower; install g++")
         return None
     try:
-        return _loaded(compiler, build_timeout_s)
+        return _loaded([*compiler, *_FLAGS, *instructions], dtype, build_timeout_s)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error)
         logger.warning(
@@ -139,14 +153,14 @@ def kernels(build_timeout_s: float = 120) -> Kernels | None:
         return None
 
 
-def _loaded(compiler: list[str], timeout_s: float) -> Kernels:
+def _loaded(command: list[str], dtype: torch.dtype, timeout_s: float) -> Kernels:
     """The kernels of the cache folder, built there if they are missing or cannot be loaded; where nothing can be written,
     built for this process alone."""
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([*compiler, *_FLAGS]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"{key}.so"
     if path.exists():
         try:
-            return Kernels(path)
+            return Kernels(path, dtype)
         except OSError as error:
             logger.warning("the kernels are built again: %s", error)
     try:
@@ -157,18 +171,18 @@ def _loaded(compiler: list[str], timeout_s: float) -> Kernels:
             "each process builds its kernels for itself; set TANDEM_CACHE to a folder that can be written: %s", error
         )
         with tempfile.TemporaryDirectory() as own:
-            return Kernels(_built(compiler, Path(own), timeout_s))  # what is loaded stays, though its file goes
+            return Kernels(_built(command, Path(own), timeout_s), dtype)  # what is loaded stays, though its file goes
     with folder:
-        _built(compiler, Path(folder.name), timeout_s).replace(
+        _built(command, Path(folder.name), timeout_s).replace(
             path
         )  # at once: processes that build together never load half a file
-    return Kernels(path)
+    return Kernels(path, dtype)
 
 
-def _built(compiler: list[str], folder: Path, timeout_s: float) -> Path:
+def _built(command: list[str], folder: Path, timeout_s: float) -> Path:
     made = folder / "kernels.so"
     print("compiling the kernels of generation, once for this machine (up to a minute) …", file=sys.stderr, flush=True)
-    command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+    command = [*command, "-o", str(made), str(_SOURCE)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as compiling:
         try:

@@ -29,7 +29,7 @@ class Passes:
         """``plain``: by torch's own operations, whatever is compiled."""
         self._device = device
         self.kernel = Kernel.of(architecture, compute, device)
-        compiled = kernels() if compute == torch.bfloat16 and device.type == "cpu" and not plain else None
+        compiled = kernels(compute) if device.type == "cpu" and not plain else None
         self._compiled = compiled if attends(self.kernel) else None  # attention, too
         self.decoder = Decoder(architecture, dtype, compute, device, max_len, compiled)
         self._plan: DecodePlan | RowAttention | None = None

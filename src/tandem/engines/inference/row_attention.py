@@ -18,9 +18,9 @@ _TILE_QUERIES = 48
 
 
 def attends(kernel: Kernel) -> bool:
-    """True if the compiled kernel computes this model's attention."""
+    """True if compiled kernels, where there are any, compute this model's attention."""
     known = kernel.head_dim in HEAD_DIMS and kernel.group <= _TILE_QUERIES
-    return known and kernel.softcap is None and kernel.dtype == torch.bfloat16 and kernel.device.type == "cpu"
+    return known and kernel.softcap is None and kernel.device.type == "cpu"
 
 
 class RowAttention:

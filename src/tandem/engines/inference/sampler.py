@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.engines.inference.drawing import draw_most_probable, draw_tokens
-from tandem.engines.inference.kernels import kernels
+from tandem.engines.inference.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -59,25 +59,25 @@ def sample(
     uniforms: torch.Tensor,
     rows: SamplingRows,
     forbidden: Forbidden | None = None,
+    compiled: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token a row.
 
     Args:
-        logits: ``[B, V]``, float32 (overwritten), or bfloat16.
+        logits: ``[B, V]``, float32 (overwritten), or what ``compiled`` takes.
         uniforms: ``[B]`` float64 in (0, 1), the noise.
         rows: how each row samples.
         forbidden: what may not be drawn now.
+        compiled: kernels that draw where no row truncates; None: torch does.
 
     Returns:
         tokens ``[B]`` int64, and log-probabilities ``[B]`` float32 of softmax(logits / temperature), before top-p, top-k and
         forbidden tokens.
     """
-    if logits.dtype == torch.bfloat16:
-        compiled = kernels()
-        if compiled is not None and rows.top_p is None:
-            banned = None if forbidden is None else (forbidden.rows, forbidden.tokens)
-            return compiled.draw(logits, rows.temperatures, uniforms, rows.greedy, banned)
-        logits = logits.float()
+    if compiled is not None and compiled.dtype == logits.dtype and rows.top_p is None:
+        banned = None if forbidden is None else (forbidden.rows, forbidden.tokens)
+        return compiled.draw(logits, rows.temperatures, uniforms, rows.greedy, banned)
+    logits = logits.float()
     if not rows.uniform_temperature:
         logits.div_(rows.temperatures[:, None])
     whole = torch.empty(0)

@@ -13,6 +13,7 @@ import torch
 
 from tandem.api.failures import NonFinite
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestClock, StopReason
+from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.kv_cache import Row
 from tandem.engines.inference.noise import stream_of, uniform
 from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
@@ -134,12 +135,11 @@ class DrawnTokens:
 
 
 class Slots:
-    """State of up to ``count`` running sequences."""
+    """State of up to ``count`` running sequences. ``compiled``: kernels that draw; None: torch does."""
 
-    def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device):
-        self._vocab_size = vocab_size
-        self._eos = tuple(eos)
-        self._device = device
+    def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device, compiled: Kernels | None):
+        self._vocab_size, self._eos = vocab_size, tuple(eos)
+        self._device, self._compiled = device, compiled
         self._free = list(range(count - 1, -1, -1))
 
         def table(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Slots:
                 rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
             )
         uniforms = self._there(uniform(self._streams[slots], positions))
-        found = sample(logits, uniforms, rows, forbidden)
+        found = sample(logits, uniforms, rows, forbidden, self._compiled)
         self.last[batch.places] = found[0]
         sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
         self.drew(batch, sent, version)
