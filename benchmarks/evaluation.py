@@ -23,17 +23,13 @@ from typing import Any
 
 import torch
 
-from tandem.api.services import Services
 from tandem.api.workflow import RewardFn
 from tandem.config.evaluation import EvaluationConfig, load_evaluation
-from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Ask, AskingTerms, ask_together
 from tandem.evaluation.folder import EvaluationFolder
-from tandem.evaluation.questions import make_judges, open_questions
-from tandem.evaluation.run import conclude, make_engine, plan, settings, settle_machine
-from tandem.flow.services import make_workflow
+from tandem.evaluation.questions import make_judges
+from tandem.evaluation.run import check_evaluation, conclude, make_engine, plan, settings
 from tandem.models.catalog import resolve
-from tandem.models.tokenizer import load_tokenizer
 
 Row = Mapping[str, Any]
 
@@ -47,16 +43,17 @@ class Ours:
     name = "tandem"
 
     def __init__(self, config: EvaluationConfig):
-        self.config, self.machine, self.model = config, settle_machine(config), resolve(config.model)
+        checked = check_evaluation(config)
+        self.config, self.machine, self.model = config, checked.machine, resolve(config.model)
+        self.workflow = checked.workflow
         torch.set_num_threads(self.machine.threads)
-        self.tokenizer = load_tokenizer(self.model)
-        found = open_questions(config)[0]
+        found = checked.questions[0]
         self.spare = found.rows[-SPARE:]
         self.questions = [replace(found, rows=found.rows[:-SPARE], digests=found.digests[:-SPARE])]
+        self.checked = replace(checked, questions=self.questions)
         self.judges = make_judges(self.questions, config.reward_timeout_s)
         self.engine = make_engine(config, self.machine, self.model)
-
-        self.workflow = make_workflow(TrainConfig(), Services(tokenizer=self.tokenizer), self.judges, config.gconfig)
+        checked.services.get("engine").start(self.engine)
 
     def warm_up(self) -> None:
         """The first requests, on rows that are not measured."""
@@ -68,7 +65,7 @@ class Ours:
         before = self.engine.statistics()
         answers = []
         with tempfile.TemporaryDirectory() as scratch:
-            found = settings(self.config, self.questions, self.model, self.machine)
+            found = settings(self.config, self.checked, self.model)
             with EvaluationFolder.open(Path(scratch) / "evaluation", found) as folder:
                 waves = plan(self.questions, self.config)
                 folder.recorded(waves)
@@ -86,6 +83,7 @@ class Ours:
         """Ends the engine and the reward's workers."""
         self.engine.close()
         self.judges.close()
+        self.checked.services.close()
 
 
 class VLLM:
