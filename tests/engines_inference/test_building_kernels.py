@@ -71,3 +71,14 @@ def test_a_broken_file_is_built_again_and_an_unwritable_folder_is_not_needed(bui
     found, log = build(TANDEM_CACHE=library)
 
     assert found is not None and "set TANDEM_CACHE to a folder that can be written" in log
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_compiler_that_uses_all_instructions_of_the_machine_builds_for_the_numbers_that_were_asked_for(build):
+    found, log = build(CXX="g++ -march=native")
+    x = torch.randn(3, 50)
+
+    torch.testing.assert_close(found.rms_norm(x, torch.ones(50), 1e-5), torch.nn.functional.rms_norm(x, (50,), eps=1e-5))
+    assert not log

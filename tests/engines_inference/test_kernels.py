@@ -193,6 +193,17 @@ def test_every_token_is_drawn_as_often_as_it_is_probable(compiled):
     assert torch.equal(tokens, draw_tokens(torch.softmax(logits.float(), dim=-1), uniforms))
 
 
+def test_the_others_are_drawn_as_without_it_where_a_token_that_may_not_be_drawn_has_all_the_probability(compiled):
+    logits = torch.zeros(2, 1000)
+    logits[:, 1], logits[0, 2], logits[1, 2] = 1.0, 12.0, 110.0
+    temperatures, uniforms = torch.tensor([0.1, 1.0]), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    forbidden = torch.tensor([0, 1]), torch.tensor([2, 2])
+    tokens, logprobs = compiled.draw(logits.to(compiled.dtype), temperatures, uniforms, None, forbidden)
+
+    assert tokens.tolist() == [1, 499]
+    assert logprobs.tolist() == [-110, -110]
+
+
 def test_logits_that_are_not_numbers_give_a_log_probability_that_is_none(compiled):
     logits = normal(3, 300, dtype=compiled.dtype)
     logits[1, 7] = torch.nan

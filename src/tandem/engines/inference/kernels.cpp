@@ -153,7 +153,7 @@ inline Vec exp2(Vec x) {
   return scale(y, whole);
 }
 
-#ifdef __AVX512BF16__
+#ifdef BFLOAT16  // asked for: a compiler may have the instructions on by itself
 
 using Number = uint16_t;
 
@@ -500,7 +500,7 @@ void attend_all(const Plan& p, const Layer& layer, int threads) {
   }
 }
 
-// The token at which the cumulative sum of 2^((logit - top) · scale) passes u of the whole. Tokens `banned` cannot be drawn; the
+// The token at which the cumulative sum of 2^((logit - highest) · scale) passes u of the whole. Tokens `banned` cannot be drawn; the
 // log-probability is that of the whole distribution.
 void draw_row(const Number* logits, int64_t size, float temperature, double u, bool greedy, const int64_t* banned, int64_t bans,
               int64_t* token, float* logprob) {
@@ -511,16 +511,25 @@ void draw_row(const Number* logits, int64_t size, float temperature, double u, b
       tops = larger(pick(first_lanes(stop - i), load(logits + i, first_lanes(stop - i)), never), tops);
     return largest(tops);
   };
+  const auto value = [&](int64_t i) { return load(logits + i, first_lanes(1))[0]; };
+  const auto allowed = [&](int64_t i) { return std::find(banned, banned + bans, i) == banned + bans; };
   const float top = top_of(0, size), by = kLog2E / temperature;
-  const auto weights = [&](int64_t i) {
+  float drawn_top = top;  // of those that may be drawn: beside a banned one far above them their weights would all be 0
+  if (std::any_of(banned, banned + bans, [&](int64_t t) { return value(t) == top; })) {
+    drawn_top = -INFINITY;
+    for (int64_t i = 0; i < size; ++i)
+      if (value(i) > drawn_top && allowed(i)) drawn_top = value(i);
+    if (drawn_top == -INFINITY) drawn_top = top;
+  }
+  const auto weights = [&](int64_t i, float most) {
     const Lanes lanes = first_lanes(size - i);
-    return pick(lanes, exp2((load(logits + i, lanes) - all(top)) * all(by)), all(0));
+    return pick(lanes, exp2((load(logits + i, lanes) - all(most)) * all(by)), all(0));
   };
   float each[kBlock];  // weights of one block
   const auto fill = [&](int64_t start) {
     double sum = 0;
     const int64_t stop = std::min(start + kBlock, size);
-    for (int64_t i = start; i < stop; i += kLanes) store(each + (i - start), weights(i));
+    for (int64_t i = start; i < stop; i += kLanes) store(each + (i - start), weights(i, drawn_top));
     for (int64_t i = 0; i < bans; ++i)
       if (banned[i] >= start && banned[i] < stop) each[banned[i] - start] = 0;
     for (int64_t i = start; i < stop; ++i) sum += each[i - start];
@@ -530,12 +539,15 @@ void draw_row(const Number* logits, int64_t size, float temperature, double u, b
   sums.clear();
   double every = 0, whole = 0;
   for (int64_t block = 0; block < size; block += kBlock) {
-    Vec part = all(0);
-    for (int64_t i = block; i < std::min(block + kBlock, size); i += kLanes) part = part + weights(i);
-    const double total = sum(part);
+    const auto total_of = [&](float most) {
+      Vec part = all(0);
+      for (int64_t i = block; i < std::min(block + kBlock, size); i += kLanes) part = part + weights(i, most);
+      return sum(part);
+    };
+    const double total = total_of(top);
     const bool cut = std::any_of(banned, banned + bans, [&](int64_t t) { return t >= block && t < block + kBlock; });
     every += total;
-    sums.push_back(whole += cut ? fill(block) : total);
+    sums.push_back(whole += cut ? fill(block) : drawn_top == top ? total : total_of(drawn_top));
   }
   // Never beyond the last entry that has a probability, however sums are rounded.
   const auto inside = [](double target, double last) { return std::min(std::max(target, 0.0), std::nextafter(last, 0.0)); };
@@ -545,14 +557,13 @@ void draw_row(const Number* logits, int64_t size, float temperature, double u, b
   target = inside(target - (start ? sums[start / kBlock - 1] : 0.0), fill(start));
   int64_t found = start;
   for (double so_far = each[0]; so_far <= target && found + 1 < stop;) so_far += each[++found - start];
-  const auto value = [&](int64_t i) { return load(logits + i, first_lanes(1))[0]; };
   if (greedy) {
     found = -1;
     for (int64_t block = 0; block < size; block += kBlock) {
       const int64_t end = std::min(block + kBlock, size);
       if (found >= 0 && top_of(block, end) <= value(found)) continue;
       for (int64_t i = block; i < end; ++i)
-        if ((found < 0 || value(i) > value(found)) && std::find(banned, banned + bans, i) == banned + bans) found = i;
+        if ((found < 0 || value(i) > value(found)) && allowed(i)) found = i;
     }
     found = std::max<int64_t>(found, 0);
   }

@@ -116,9 +116,9 @@ class Kernels:
 
 
 def _instructions(dtype: torch.dtype) -> list[str] | None:
-    """The compiler's names of the instructions that kernels for ``dtype`` use here; None: this CPU lacks some."""
+    """The compiler's flags for kernels for ``dtype``: instructions, and the kind of numbers. None: this CPU lacks some."""
     if dtype == torch.bfloat16:
-        return [*_AVX512, "-mavx512bf16"] if torch.cpu._is_avx512_bf16_supported() else None
+        return [*_AVX512, "-mavx512bf16", "-DBFLOAT16"] if torch.cpu._is_avx512_bf16_supported() else None
     if dtype != torch.float32:
         return None
     return _AVX512 if torch.cpu._is_avx512_supported() else ["-mavx2"] if torch.cpu._is_avx2_supported() else None
