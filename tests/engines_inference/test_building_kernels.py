@@ -76,7 +76,7 @@ def test_a_broken_file_is_built_again_and_an_unwritable_folder_is_not_needed(bui
 @NEEDS
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_compiler_that_uses_all_instructions_of_the_machine_builds_for_the_numbers_that_were_asked_for(build):
+def test_a_compiler_told_to_use_all_instructions_builds_for_the_numbers_asked_for(build):
     found, log = build(CXX="g++ -march=native")
     x = torch.randn(3, 50)
 

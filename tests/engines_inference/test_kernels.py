@@ -193,7 +193,7 @@ def test_every_token_is_drawn_as_often_as_it_is_probable(compiled):
     assert torch.equal(tokens, draw_tokens(torch.softmax(logits.float(), dim=-1), uniforms))
 
 
-def test_the_others_are_drawn_as_without_it_where_a_token_that_may_not_be_drawn_has_all_the_probability(compiled):
+def test_others_are_drawn_where_a_token_that_is_banned_has_all_the_probability(compiled):
     logits = torch.zeros(2, 1000)
     logits[:, 1], logits[0, 2], logits[1, 2] = 1.0, 12.0, 110.0
     temperatures, uniforms = torch.tensor([0.1, 1.0]), torch.tensor([0.5, 0.5], dtype=torch.float64)

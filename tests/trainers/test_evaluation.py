@@ -317,6 +317,14 @@ def test_known_formats_find_question_answer_and_judge():
     make_judges(list(found.values()), 5.0).close()
 
 
+def test_a_number_of_rows_on_the_command_line_overrules_the_file(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("model: m\ndata:\n  - path: one\n    max_rows: 128\nmax_rows: 5\n")
+    for overrides, most in ([], (128, 5)), (["max_rows=300"], (None, 300)):
+        config = load_evaluation(file, overrides).config
+        assert (config.data[0].max_rows, config.max_rows) == most
+
+
 def test_the_command_takes_short_options_and_keys(model, tmp_path, capsys):
     keys = settings(model, tmp_path)[2:]
     more = [item for item in keys if not item.startswith(("gconfig.", "max_rows", "label"))]

@@ -29,3 +29,13 @@ def test_a_run_goes_on_with_the_kernels_it_began_with(tmp_path, monkeypatch, cap
         assert remedy in caplog.text and json.loads((folder.path / "run.json").read_text())["kernels"] == before
         with pytest.raises(ConfigError, match=remedy):
             keep_kernels(replace(config, deterministic=True), process, folder)
+
+
+def test_a_run_that_began_before_float32_had_kernels_is_told_of_the_change(tmp_path, monkeypatch):
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", "deterministic=true"]).config
+    monkeypatch.setattr("tandem.flow.process.kernels_here", lambda *_: "compiled")
+    with RunFolder.open(tmp_path, "one", "run", config_text="") as folder:
+        (folder.checkpoints / "step_1").mkdir(parents=True)
+        folder.info["resumed"] = []
+        with pytest.raises(ConfigError, match=r"has generated with torch's operators so far.*set TANDEM_KERNELS=0"):
+            keep_kernels(config, Process("cpu", threads=1), folder)

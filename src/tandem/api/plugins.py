@@ -136,8 +136,8 @@ def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
-    handler, (left_s, every_s) = signal.signal(signal.SIGALRM, late), signal.getitimer(signal.ITIMER_REAL)
-    started = time.monotonic()
+    left_s, every_s = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    handler, started = signal.signal(signal.SIGALRM, late), time.monotonic()
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:

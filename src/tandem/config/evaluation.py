@@ -15,7 +15,7 @@ from tandem.config.parts import KnobRule
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.config.terms import Spec
 from tandem.config.tree import Draft
-from tandem.config.yaml_file import Assignment, read_file, read_override
+from tandem.config.yaml_file import COMMAND_LINE, Assignment, read_file, read_override
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 NOT_PART_OF_THE_RESULT = ("out", "label")
@@ -180,6 +180,8 @@ def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | As
     refuse(draft.errors)
     config: EvaluationConfig = draft.build()
     written = dict(draft.sources)
+    if written.get("max_rows") == COMMAND_LINE != written.get("data"):  # it overrules what the file says of single data sets
+        config = replace(config, data=tuple(replace(data, max_rows=None) for data in config.data))
     if "gconfig.greedy" not in written:
         sampled = any(f"gconfig.{key}" in written for key in ("temperature", "top_p", "top_k"))
         config = replace(config, gconfig=replace(config.gconfig, greedy=config.gconfig.n_samples == 1 and not sampled))

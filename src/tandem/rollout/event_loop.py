@@ -130,10 +130,12 @@ class BackgroundLoop:
             "start again. Checkpoints that were saved stay"
         )
         logger.error("%s", error)
-        if self._on_blocked is not None:
-            self._on_blocked(error)
-        if not self._blocked.done():
-            self._blocked.set_exception(error)
+        try:
+            if self._on_blocked is not None:
+                self._on_blocked(error)
+        finally:
+            if not self._blocked.done():
+                self._blocked.set_exception(error)
 
     def close(self) -> None:
         """Cancels every task and ends the thread. Idempotent.
@@ -144,9 +146,9 @@ class BackgroundLoop:
         with self._lock:
             loop, thread, watcher = self._loop, self._thread, self._watcher
             self._loop = self._thread = self._watcher = None
+            self._closed.set()
         if loop is None or thread is None or watcher is None:
             return
-        self._closed.set()
         if watcher is not threading.current_thread():
             watcher.join(STOP_TIMEOUT_S)  # it refers to this object, and so to what the run has in memory
         ending: Future[list[asyncio.Task[Any]]] = Future()

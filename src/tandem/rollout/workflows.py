@@ -85,9 +85,9 @@ class RLVRWorkflow(ChatWorkflow):
 class Repeated(RolloutWorkflow):
     """Runs a workflow of one sample ``n`` times, each on its own copy of the data: the group.
 
-    A sample that fails because of its data leaves a ragged group, down to ``min_group_size`` (None: half of ``n``, rounded
-    up); below that the group fails with the commonest reason. So does one that cancels itself. The first failure of each
-    reason is logged with its cause. A failure of the infrastructure fails the whole episode, which is then run again.
+    A sample that fails because of its data, or cancels itself, leaves a ragged group, down to ``min_group_size`` (None: half
+    of ``n``, rounded up); below that the group fails with the commonest reason. The first failure of each reason is logged
+    with its cause. A failure of the infrastructure fails the whole episode, which is then run again.
     """
 
     def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int | None = None, *, finish_later: bool = False):

@@ -35,8 +35,9 @@ class Growth:
     """Lengths of rows.
 
     ``whole``: every row is as long as its sequence can ever get, so that none moves and none gives way. What a sequence
-    computes is then the same whatever runs beside it: to the bit in bfloat16 with the compiled kernels, otherwise within
-    rounding (float32: about 1e-6), for a matrix product may sum in another order for another number of rows.
+    computes is then the same whatever runs beside it: to the bit in bfloat16 with the compiled kernels and without top-p
+    and top-k, otherwise within rounding (float32: about 1e-6), for a matrix product may sum in another order for another
+    number of rows.
     """
 
     def __init__(self, cache: KVCache, slots: Slots, whole: bool):
