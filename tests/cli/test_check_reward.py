@@ -50,7 +50,11 @@ def test_a_good_reward_has_no_problems(data, capsys):
         ("gullible", "forged answers pass: row 1, a claim"),
         ("blind", "3 references pass for another row: row 1, the reference of another row (1,"),
         ("strict", "3 references are not right: row 1, the reference (0,"),
-        ("stuck", "answers hang, or reach the deadline of 2 s: row 1, a million spaces (reward_timeout"),
+        pytest.param(
+            "stuck",
+            "answers hang, or reach the deadline of 2 s: row 1, a million spaces (reward_timeout",
+            marks=[pytest.mark.slow, pytest.mark.invariant],
+        ),
     ],
 )
 def test_a_bad_reward_is_told_what_is_wrong_with_it(data, capsys, name, says):

@@ -128,6 +128,8 @@ def test_a_servers_command_names_its_devices_and_their_share():
     assert "--gpu-memory-utilization" not in command(VllmServer, None)
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_options_of_servers_are_asked_of_their_own_command():
     assert option_words({"enforce-eager": True, "quick": False, "seed": 3}) == ["--enforce-eager", "--seed", "3"]
     with pytest.raises(ConfigError, match=r"options\.max-reqests is no option of tandem servers; did you mean"):

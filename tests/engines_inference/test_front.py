@@ -263,6 +263,8 @@ def test_an_unknown_backend_is_refused(folder):
         build(folder, "colocate", rollout=replace(ROLLOUT, backend="warp"))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 class TestProcess:
     """What only an engine in a process of its own must withstand."""
 

@@ -77,6 +77,8 @@ def test_a_second_request_or_the_end_of_the_grace_ends_it_at_once(sft, fault, mo
     assert info(folder)["status"] == "interrupted" and info(folder)["steps"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_request_that_is_delivered_twice_is_one(sft):
     status, said, folder = sft("asked", "before the optimizer step", "delivered twice", 2)
     assert status == 130 and "the run ends after step 2, within 30 s, and is saved" in said

@@ -154,7 +154,8 @@ def test_everything_that_a_run_can_remember_comes_back(zygote, overrides, tmp_pa
     assert state["constraint"]["multiplier"] not in (0.0, 1.0)  # it moved, and ended the same as in the whole run
 
 
-@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("preference", "reward"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.invariant), "preference", "reward"])
 def test_what_learns_from_rows_goes_on_too(zygote, model, tmp_path, kind):
     data = "addition" if kind == "sft" else "addition_pairs"
     items = [f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", f"train_dataset.path={data}"]
