@@ -36,6 +36,6 @@ def test_a_run_that_began_before_float32_had_kernels_is_told_of_the_change(tmp_p
     monkeypatch.setattr("tandem.flow.process.kernels_here", lambda *_: "compiled")
     with RunFolder.open(tmp_path, "one", "run", config_text="") as folder:
         (folder.checkpoints / "step_1").mkdir(parents=True)
-        folder.info["resumed"] = []
+        folder.info["resumed"] = [{"was": "interrupted"}]
         with pytest.raises(ConfigError, match=r"has generated with torch's operators so far.*set TANDEM_KERNELS=0"):
             keep_kernels(config, Process("cpu", threads=1), folder)

@@ -231,8 +231,9 @@ def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None
         now = None if folder is None else kernels_here(config, process.device)
         if folder is None or now is None:
             return
-        # Runs in float32 that began before there were kernels for it have written nothing down.
-        goes_on = "resumed" in folder.info and any(folder.checkpoints.glob("step_*"))
+        # A run in float32 that began before there were kernels for it has a `run.json` that does not name any.
+        resumed = folder.info.get("resumed")
+        goes_on = resumed and resumed[-1]["was"] != "unknown" and any(folder.checkpoints.glob("step_*"))
         if (before := folder.remember("kernels", "torch" if goes_on else now)) == now:
             return
         remedy = "set TANDEM_KERNELS=0" if before == "torch" else "install g++ (or set CXX), and leave TANDEM_KERNELS=0 out"
