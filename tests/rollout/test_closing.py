@@ -60,11 +60,13 @@ async def computes(seconds):
 
 
 def test_a_coroutine_that_blocks_the_loop_is_interrupted_and_says_why():
+    before = set(threading.enumerate())
     loop = BackgroundLoop(blocked_after_s=0.3)
     with pytest.raises(BlockedLoop, match=r"blocked the event loop, and all episodes share it: use await asyncio.sleep"):
         loop.run(computes(60))
     assert loop.run(asyncio.sleep(0, "it goes on")) == "it goes on"
     loop.close()
+    assert set(threading.enumerate()) <= before, "no thread of it keeps what the run had in memory"
 
 
 def test_a_coroutine_that_cannot_be_interrupted_ends_whoever_waits():

@@ -314,7 +314,7 @@ def test_a_score_that_hangs_in_an_episode_fails_its_sample_alone(overrides, mode
 
 def test_scores_that_hang_again_and_again_in_episodes_end_the_run(overrides, models):
     keys = [f"workflow={models}/mine.py:Asks", "reward_timeout_s=0.1", "rollout.max_data_failures=99"]
-    with pytest.raises(WrongWorkflow, match=r"mine.py:AlwaysHangs' took .* and \d+ calls of it hang in threads"):
+    with pytest.raises(WrongWorkflow, match=r"mine.py:AlwaysHangs' took .* and (8|9|\d\d) calls of it hang in threads"):
         train(resolved(overrides, *keys, f"reward={models}/mine.py:AlwaysHangs(path={models}/tiny-llama-1)"))
 
 

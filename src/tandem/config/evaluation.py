@@ -86,7 +86,8 @@ class EvaluationConfig:
     """A reward call that takes longer is killed, and its sample counts as failed."""
 
     max_rows: int | None = None
-    """Use only the first rows of each data set; null uses all."""
+    """Use only the first rows of each data set; null uses all. On the command line it replaces the `data[].max_rows` of the
+    file."""
 
     workflow: Spec = "rlvr"
     """Registered workflow of one sample, such as `multi_turn(max_turns=5)`, or `my_file.py:ClassOrFunction`."""
@@ -180,7 +181,7 @@ def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | As
     refuse(draft.errors)
     config: EvaluationConfig = draft.build()
     written = dict(draft.sources)
-    if written.get("max_rows") == COMMAND_LINE != written.get("data"):  # it overrules what the file says of single data sets
+    if written.get("max_rows") == COMMAND_LINE and written.get("data") != COMMAND_LINE:  # the file's own numbers give way
         config = replace(config, data=tuple(replace(data, max_rows=None) for data in config.data))
     if "gconfig.greedy" not in written:
         sampled = any(f"gconfig.{key}" in written for key in ("temperature", "top_p", "top_k"))

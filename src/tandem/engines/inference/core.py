@@ -43,7 +43,7 @@ nearly the same for few sequences as for many."""
 class EngineCore:
     """Continuous batching over a slab cache.
 
-    ``deterministic``: what a request gets depends on what runs beside it by rounding at most, for more memory (`Growth`).
+    ``deterministic``: what runs beside a request changes its numbers by rounding at most, for more memory (`Growth`).
     ``reads_late``: the host sees the tokens of a step once the next one is on its way, so that the device never waits.
     A sequence that has ended draws one token more, which is dropped. By default on a GPU.
 
