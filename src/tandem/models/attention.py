@@ -1,11 +1,12 @@
 """Attention over packed sequences, registered with transformers as ``tandem_packed``.
 
-Each token sees its own sequence only, causally. On a CPU each sequence is one call of the fused kernel, neighbours of
-equal length go together; on a GPU one variable-length kernel takes all of them, and a second one the completions that
-share a prompt (see prefixes.py). All this arrives as the keyword argument ``packing``, which transformers hands down
-to every layer.
+Each token sees its own sequence only, causally. On a CPU one compiled kernel takes all sequences and the prompts that they
+share (see cpu_attention.py); where it cannot, each sequence is one call of torch's fused kernel, and neighbours of equal
+length go together. On a GPU one variable-length kernel takes all of them, and a second one the completions that share a
+prompt (see prefixes.py). All this arrives as the keyword argument ``packing``, which transformers hands down to every layer.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,9 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from tandem.models import short_attention
+from tandem.models import cpu_attention
 from tandem.models.context_parallel import Context
+from tandem.models.cpu_attention import Segment, Segments
 from tandem.models.prefixes import PromptCompletions
 from tandem.models.upload import upload
 from tandem.models.varlen import KERNEL, Varlen, takes_kernel
@@ -68,6 +70,26 @@ class Packing:
         """Prompts with their completions; ``cu_seqlens`` is that of the batch that they came from."""
         longest = max(prompt.length + max(prompt.completions) for prompt in prompts)
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
+
+    @functools.cached_property
+    def segments(self) -> Segments:
+        """What the CPU's kernel computes."""
+        groups, start = [], 0
+        for run in self.runs:
+            if isinstance(run, LengthRun):
+                for _ in range(run.count):
+                    own = range(start, start + run.length)
+                    groups.append([Segment(own, own)])
+                    start = own.stop
+                continue
+            prompt = range(start, start + run.length)
+            group, start = [Segment(prompt, prompt)] if prompt else [], prompt.stop
+            for length in run.completions:
+                own = range(start, start + length)
+                group += [Segment(own, own, prompt)] if own else []
+                start = own.stop
+            groups.append(group)
+        return Segments.of(groups)
 
     def on(self, device: torch.device) -> "Packing":
         """The same for a device; a GPU that has a kernel for them gets the calls that it attends by."""
@@ -196,6 +218,10 @@ def _attend(
     if packing.calls and query.is_cuda and fast and KERNEL is not None:
         return attend_by_calls(query, key, value, packing.calls, scale, window, KERNEL)
 
+    if softcap is None and cpu_attention.takes(query):
+        given = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return cpu_attention.attend(*given, packing.segments, scale, window)[None]
+
     sizes = [run.tokens for run in packing.runs]
     # `split` and `cat` have each other as gradients; slices would each make a gradient of the size of the whole
     tensors = [tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)]
@@ -228,6 +254,15 @@ def _attend_with_own(
     # of each sequence: how many tokens are this rank's, and where the last of them ends
     stops = [min(end, own.stop) - (end - length) for end, length in zip(ends, lengths, strict=True)]
     mine = [max(0, min(end, own.stop) - max(end - length, own.start)) for end, length in zip(ends, lengths, strict=True)]
+    if softcap is None and cpu_attention.takes(query):
+        starts = itertools.accumulate(mine, initial=0)
+        segments = Segments.of([
+            [Segment(range(start, start + count), range(end - length, end - length + max(stop, 0)))]
+            for start, count, end, length, stop in zip(starts, mine, ends, lengths, stops, strict=False)
+            if count
+        ])  # fmt: skip
+        given = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return cpu_attention.attend(*given, segments, scale, sliding_window)[None]
     outputs = []
     keys, values = key.split(lengths, 2), value.split(lengths, 2)
     for q, k, v, stop in zip(query.split(mine, 2), keys, values, stops, strict=True):
@@ -271,8 +306,6 @@ def causal_attention(
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None:
         return _capped(q, k, v, scale, window, softcap)
-    if short_attention.takes(q, keys):
-        return short_attention.attend(q, k, v, visible_keys(queries, keys, window, q.device), scale)
     if queries == keys and (window is None or window >= keys):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     mask = visible_keys(queries, keys, window, q.device)

@@ -16,7 +16,7 @@ from tandem.models.logprobs import chunked_logprobs
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 
 _PRODUCTS = ("mm", "addmm", "bmm")
-_ATTENTION = ("_scaled_dot_product", "short_attention", "_varlen_attn", "_flash_attn_varlen_forward")
+_ATTENTION = ("_scaled_dot_product", "packed_attention", "_varlen_attn", "_flash_attn_varlen_forward")
 """Operators of torch's kernel and ours for a CPU, of torch's for a GPU, and of flash-attn's."""
 
 

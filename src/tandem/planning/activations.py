@@ -7,15 +7,13 @@ rank computes with (`Shape.piece`); where ranks share tokens each has a part of 
 
 from dataclasses import dataclass
 
+from tandem.models.cpu_attention import fits
 from tandem.models.footprint import Adapters
 from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.batches import MicroBatch
 from tandem.planning.planned_model import PlannedModel
 
 FLOAT32 = 4
-
-SHORT_KEYS = 256
-"""Keys up to which a CPU makes whole matrices of scores in bfloat16; see `models/short_attention.py`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class ActivationSettings:
     """They gather keys and values, and do not exchange heads."""
 
     on_cpu: bool = False
-    """Short sequences in bfloat16 are attended to by whole matrices of scores (`models/short_attention.py`)."""
+    """Attention is one call of all sequences where the kernel takes heads of this dimension (`models/cpu_attention.py`)."""
 
     @classmethod
     def of(cls, model: PlannedModel) -> "ActivationSettings":
@@ -99,6 +97,8 @@ def _kept_by_attention(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Ac
         return size * 2 * repeated * shape.query + scores * shape.heads * batch.squares()
     joined = spread.adapters is None or spread.adapters.has("o_proj")  # the input of the next projection
     extra = FLOAT32 * shape.heads * batch.tokens  # log-sum-exps
+    if spread.on_cpu and fits(shape.head_dim):
+        return extra
     if batch.shared:
         extra += size * batch.behind_prompts * 2 * shape.key  # keys and values behind copies of their prompts
         extra += size * batch.predicted * 2 * shape.query  # their gathered queries, and their outputs
@@ -150,18 +150,17 @@ def _results_of_layer(shape: Shape, dtype: Dtype, spread: ActivationSettings) ->
 
 
 def passing(shape: Shape, batch: MicroBatch, dtype: Dtype, *, backward: bool, spread: ActivationSettings = WHOLE) -> float:
-    """Bytes that one layer needs for a moment: the widest part of the MLP and its neighbours, or the scores of short
-    sequences; gradients in the backward pass."""
+    """Bytes that one layer needs for a moment: the widest part of the MLP and its neighbours, or the gradients of keys and
+    values of each head in float32; gradients in the backward pass."""
     seen = spread.seen(batch)
     width = 3 * shape.intermediate + 4 * shape.hidden
     scores = 0.0
     if shape.attention_softcap:
         scores = (FLOAT32 + 2 * BYTES[dtype]) * shape.heads * seen.squares()
     widest = BYTES[dtype] * width * seen.tokens * (2 if backward else 1) + scores
-    if spread.on_cpu and dtype == "bfloat16" and not shape.attention_softcap:
-        # scores and their softmax; backwards the softmax, its gradient, and that once more, rounded
-        a_pair = 2 * FLOAT32 + (BYTES[dtype] if backward else 0)
-        widest = max(widest, float(a_pair * shape.heads * seen.pairs_of_a_call(SHORT_KEYS)))
+    if backward and spread.on_cpu and fits(shape.head_dim) and not shape.attention_softcap:
+        sums = 2 * FLOAT32 * shape.query
+        widest = max(widest, (sums + BYTES[dtype] * (2 * shape.query + 2 * shape.key)) * seen.tokens)
     return widest / spread.context
 
 

@@ -47,19 +47,6 @@ class MicroBatch:
         """Keys that are laid out anew, each completion's behind a copy of its prompt's; 0 where prompts are not shared."""
         return sum(count * (prompt + self.length) for prompt, count in self.groups) if self.shared else 0
 
-    def pairs_of_a_call(self, most_keys: int) -> int:
-        """Pairs of a query and a key in the largest call of attention with at most so many keys. Sequences of one length are
-        one call, and so are the completions behind a prompt."""
-        calls: Counter[tuple[int, int]] = Counter()
-        for prompt, count in self.groups:
-            whole = prompt + self.length
-            if self.shared:
-                calls[prompt, prompt] = max(1, calls[prompt, prompt])
-                calls[self.length, whole] = max(count, calls[self.length, whole])
-            else:
-                calls[whole, whole] += count
-        return max((rows * keys * count for (rows, keys), count in calls.items() if keys <= most_keys), default=0)
-
     def scores(self, window: int | None = None) -> float:
         """Pairs of a query and a key that attention computes in one head: half a square each sequence where the kernel
         skips what the causal mask hides; whole rectangles where a mask hides it."""

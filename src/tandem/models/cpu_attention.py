@@ -1,0 +1,183 @@
+"""Attention of packed sequences on a CPU, forward and backward, by a compiled kernel (`cpu_attention.cpp`).
+
+It takes all sequences of a batch in one call, and a prompt that several of them share once. Without a compiler or the
+instructions torch's kernel computes the same, sequence by sequence; it stays the reference.
+"""
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tandem.models.native import load
+
+STEP, LARGEST = 32, 512
+"""Head dimensions are multiples of the one, and at most the other."""
+
+
+class Segment(NamedTuple):
+    """Queries, and what they see: all of ``prompt``, and ``keys`` up to their own; the last query's own key is the last."""
+
+    queries: range
+    keys: range
+    prompt: range = range(0)
+
+
+class Segments(NamedTuple):
+    """What one call computes. Every query is in one segment; every key in one group."""
+
+    segments: torch.Tensor
+    """``[segments, 6]`` int64: first and number of queries, of keys, of the prompt's keys."""
+
+    groups: torch.Tensor
+    """``[groups + 1]`` int64: first segment of each group. Segments that share keys are one group."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Segment]]) -> "Segments":
+        """From lists of segments that share keys."""
+        rows = [[number for part in segment for number in (part.start, len(part))] for group in groups for segment in group]
+        bounds = itertools.accumulate(map(len, groups), initial=0)
+        return cls(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6), torch.tensor(list(bounds), dtype=torch.int64))
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of `cpu_attention.cpp`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "groups", "query_tokens", "key_tokens", "window")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("group", "segment", "q", "k", "v")),
+        *((f"{name}_{of}", ctypes.c_int64) for name in ("q", "k", "v") for of in ("token", "head")),
+        *((name, ctypes.c_void_p) for name in ("out", "peak", "grad")),
+        *((name, ctypes.c_int64) for name in ("grad_token", "grad_head")),
+        *((name, ctypes.c_void_p) for name in ("q_grad", "k_grad", "v_grad", "sums")),
+    ]
+
+
+class _Library:
+    def __init__(self, path: Path, dtype: torch.dtype):
+        library = ctypes.CDLL(str(path))
+        self.attend, self.backward = library.attend, library.attend_backward
+        for function in (self.attend, self.backward):
+            function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_int], None
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> _Library | None:
+    return load(Path(__file__).with_name("cpu_attention.cpp"), dtype, _Library)
+
+
+def takes(query: torch.Tensor) -> bool:
+    """True if `attend` computes this: ``query [..., D]``."""
+    return query.device.type == "cpu" and fits(query.shape[-1]) and _library(query.dtype) is not None
+
+
+def fits(head_dim: int) -> bool:
+    """True if there is a kernel for such heads."""
+    return head_dim % STEP == 0 and head_dim <= LARGEST
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, window: int | None
+) -> torch.Tensor:
+    """Output ``[Q, heads, D]`` of ``q [Q, heads, D]`` and ``k``, ``v [K, kv_heads, D]``.
+
+    Causal. ``window``: keys that a query sees at most, its own included. The softmax is computed in float32; its weights and
+    the gradients of scores are rounded to the tensors' dtype before they are multiplied, as in torch's kernel.
+    """
+    return _attention(q, k, v, *segments, scale, window or 0)[0]
+
+
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, groups: torch.Tensor, **rest) -> _Call:
+    """``rest``: the fields that are left; tensors by their address."""
+    call = _Call(
+        heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2], groups=len(groups) - 1,
+        query_tokens=len(q), key_tokens=len(k), group=groups.data_ptr(), segment=segments.data_ptr(),
+    )  # fmt: skip
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
+        setattr(call, name, tensor.data_ptr())
+        setattr(call, f"{name}_token", tensor.stride(0))
+        setattr(call, f"{name}_head", tensor.stride(1))
+    for name, value in rest.items():
+        setattr(call, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+    return call
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where numbers of one head are not neighbours, or words of two of them would be torn."""
+    return x if x.stride(2) == 1 and x.stride(0) % 2 == x.stride(1) % 2 == 0 else x.contiguous()
+
+
+# One operator for autograd and for checkpoints, which keep its results.
+@torch.library.custom_op("tandem::packed_attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    groups: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    library = _library(q.dtype)
+    assert library is not None, "asked `takes` before"
+    q, k, v = map(_dense, (q, k, v))
+    out, peak = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    call = _call(q, k, v, segments, groups, scale=scale, window=window, out=out, peak=peak)
+    library.attend(ctypes.byref(call), torch.get_num_threads())
+    return out, peak
+
+
+@_attention.register_fake
+def _(q, k, v, segments, groups, scale, window):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("tandem::packed_attention_backward", mutates_args=())
+def _gradients(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: torch.Tensor,
+    groups: torch.Tensor,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+    peak: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    library = _library(q.dtype)
+    assert library is not None, "the forward pass had it"
+    grad, q, k, v = map(_dense, (grad, q, k, v))
+    grads = [x.new_empty(x.shape) for x in (q, k, v)]
+    sums = q.new_empty(2, q.shape[1], len(k), q.shape[2], dtype=torch.float32)
+    call = _call(
+        q, k, v, segments, groups, scale=scale, window=window, out=out, peak=peak, sums=sums,
+        grad=grad, grad_token=grad.stride(0), grad_head=grad.stride(1),
+        q_grad=grads[0], k_grad=grads[1], v_grad=grads[2],
+    )  # fmt: skip
+    library.backward(ctypes.byref(call), torch.get_num_threads())
+    return grads[0], grads[1], grads[2]
+
+
+@_gradients.register_fake
+def _(grad, q, k, v, segments, groups, scale, window, out, peak):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grad: torch.Tensor, _: torch.Tensor):
+    q, k, v, segments, groups, out, peak = ctx.saved_tensors
+    return *_gradients(grad, q, k, v, segments, groups, ctx.scale, ctx.window, out, peak), None, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_keep)
