@@ -9,33 +9,34 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.models import cpu_attention
 from tandem.models.attention import Packing, packed_attention, visible_keys
-from tandem.models.cpu_attention import Segment, Segments, attend
-from tandem.models.native import _instructions
+from tandem.models.cpu_attention import QueryRange, QueryRanges, attend
 from tandem.models.packed import PackedCausalLM, keeping_products
 from tandem.models.prefixes import PromptCompletions
 from tests.models.test_packed import random_pack
 from tests.tiny import tiny_model
 
-
-def numbers(dtype, limit):
-    """A case that is left out where the CPU lacks the instructions."""
-    return pytest.param(dtype, limit, marks=pytest.mark.skipif(_instructions(dtype) is None, reason="no such instructions"))
+DTYPES = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)])
 
 
-DTYPES = pytest.mark.parametrize(("dtype", "limit"), [numbers(torch.float32, 2e-6), numbers(torch.bfloat16, 6e-3)])
-pytestmark = pytest.mark.skipif(cpu_attention._library(torch.float32) is None, reason="needs a C++ compiler")
+@pytest.fixture(autouse=True)
+def has_kernel(request):
+    """Leaves out what this machine has no instructions or no compiler for."""
+    case = getattr(request.node, "callspec", None)
+    if cpu_attention.kernel(case.params.get("dtype", torch.float32) if case else torch.float32) is None:
+        pytest.skip("no kernel for such numbers here")
+
 
 PROMPT = range(37)
 ALONE = [range(138, 339), range(339, 340), range(340, 372), range(372, 405)]
 GROUPS = [
-    [Segment(PROMPT, PROMPT), *(Segment(own, own, PROMPT) for own in (range(37, 38), range(38, 138)))],
-    *([Segment(own, own)] for own in ALONE),
+    [QueryRange(PROMPT, PROMPT), *(QueryRange(own, own, PROMPT) for own in (range(37, 38), range(38, 138)))],
+    *([QueryRange(own, own)] for own in ALONE),
 ]
 """A prompt with completions of 1 and 100; sequences of 201, 1, 32 and 33."""
 
 
 def reference(q, k, v, groups, scale, window):
-    """Segment by segment, with a mask."""
+    """QueryRange by segment, with a mask."""
     outputs = []
     for segment in itertools.chain(*groups):
         rows = [*segment.prompt, *segment.keys]
@@ -59,7 +60,7 @@ def random_tensors(dtype, heads, kv_heads, dim, queries=405, keys=405):
 def same_as_reference(given, groups, window, limit):
     exact = [x.detach().float().requires_grad_() for x in given]
     upstream = torch.randn(given[0].shape).to(given[0].dtype)
-    out = attend(*given, Segments.of(groups), 0.2, window)
+    out = attend(*given, QueryRanges.of(groups), 0.2, window)
     expected = reference(*exact, groups, 0.2, window)
     out.backward(upstream)
     expected.backward(upstream.float())
@@ -77,9 +78,9 @@ def test_output_and_gradients_are_those_of_torch(dtype, limit, heads, kv_heads, 
 @DTYPES
 def test_queries_that_are_the_last_of_more_keys_see_all_before_them(dtype, limit, window):
     groups = [
-        [Segment(range(7), range(31))],
-        [Segment(range(7, 8), range(31, 100))],
-        [Segment(range(8, 78), range(100, 171))],
+        [QueryRange(range(7), range(31))],
+        [QueryRange(range(7, 8), range(31, 100))],
+        [QueryRange(range(8, 78), range(100, 171))],
     ]
     same_as_reference(random_tensors(dtype, 4, 2, 32, 78, 171), groups, window, limit)
 
@@ -91,7 +92,7 @@ def test_the_number_of_threads_and_the_neighbours_change_no_bit(dtype, limit):
         torch.set_num_threads(threads)
         count = groups[-1][-1].queries.stop
         given = [x[:count].detach().requires_grad_() for x in random_tensors(dtype, 9, 3, 64)]
-        out = attend(*given, Segments.of(groups), 0.2, None)
+        out = attend(*given, QueryRanges.of(groups), 0.2, None)
         out.backward(out.detach())
         results.append([x[:339] for x in (out.detach(), *(x.grad for x in given))])
     assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
@@ -103,8 +104,8 @@ def test_tensors_laid_out_by_head_with_gaps_and_by_odd_numbers_are_read_as_they_
     by_head = q.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     gaps = torch.cat([k.detach()] * 2, 2)[:, :, :32].requires_grad_()
     odd = torch.cat([v.detach(), v.detach()[:, :, :1]], 2)[:, :, :32].requires_grad_()
-    expected = attend(q, k, v, Segments.of(GROUPS), 0.2, None)
-    found = attend(by_head, gaps, odd, Segments.of(GROUPS), 0.2, None)
+    expected = attend(q, k, v, QueryRanges.of(GROUPS), 0.2, None)
+    found = attend(by_head, gaps, odd, QueryRanges.of(GROUPS), 0.2, None)
     expected.backward(expected.detach())
     found.backward(expected.detach())
 
@@ -115,20 +116,23 @@ def test_tensors_laid_out_by_head_with_gaps_and_by_odd_numbers_are_read_as_they_
 @pytest.mark.parametrize("factor", [1e-20, 1e4])
 def test_equal_scores_and_scores_far_apart_give_the_weights_of_torch(factor):
     q, k, v = (x.detach() for x in random_tensors(torch.float32, 4, 2, 32))
-    out, expected = attend(q * factor, k, v, Segments.of(GROUPS), 0.2, None), reference(q * factor, k, v, GROUPS, 0.2, None)
+    out, expected = (
+        attend(q * factor, k, v, QueryRanges.of(GROUPS), 0.2, None),
+        reference(q * factor, k, v, GROUPS, 0.2, None),
+    )
     assert gap(out, expected) <= 1e-3  # a score of 10,000 has steps of a thousandth
 
 
 def test_what_is_not_a_number_stays_in_its_sequence_and_reaches_all_who_see_it():
     q, k, v = (x.detach() for x in random_tensors(torch.float32, 4, 2, 32))
     v[200] = float("nan")
-    wrong = attend(q, k, v, Segments.of(GROUPS), 0.2, None).isnan().flatten(1).any(1)
+    wrong = attend(q, k, v, QueryRanges.of(GROUPS), 0.2, None).isnan().flatten(1).any(1)
     assert wrong[200:339].all() and not wrong[:138].any() and not wrong[339:].any()
 
 
 def test_no_tokens_give_an_empty_output_and_gradient():
     given = [torch.zeros(0, heads, 32, requires_grad=True) for heads in (4, 2, 2)]
-    out = attend(*given, Segments.of([]), 0.2, None)
+    out = attend(*given, QueryRanges.of([]), 0.2, None)
     out.sum().backward()
     assert out.shape == given[0].grad.shape == (0, 4, 32)
 
@@ -161,11 +165,11 @@ def test_a_model_gives_the_values_and_gradients_that_it_gives_with_torchs_kernel
 def test_a_checkpoint_that_keeps_attention_does_not_attend_again():
     given = random_tensors(torch.float32, 4, 2, 32)
     calls = []
-    library = cpu_attention._library(torch.float32)
+    library = cpu_attention.kernel(torch.float32)
     forward = library.attend
     library.attend = lambda *arguments: (calls.append(1), forward(*arguments))
     try:
-        run = lambda *x: attend(*x, Segments.of(GROUPS), 0.2, None) * 1.0  # noqa: E731
+        run = lambda *x: attend(*x, QueryRanges.of(GROUPS), 0.2, None) * 1.0  # noqa: E731
         checkpoint(run, *given, use_reentrant=False, context_fn=keeping_products).sum().backward()
     finally:
         library.attend = forward

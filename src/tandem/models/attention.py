@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tandem.models import cpu_attention
 from tandem.models.context_parallel import Context
-from tandem.models.cpu_attention import Segment, Segments
+from tandem.models.cpu_attention import QueryRange, QueryRanges
 from tandem.models.prefixes import PromptCompletions
 from tandem.models.upload import upload
 from tandem.models.varlen import KERNEL, Varlen, takes_kernel
@@ -72,24 +72,24 @@ class Packing:
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
 
     @functools.cached_property
-    def segments(self) -> Segments:
-        """What the CPU's kernel computes."""
+    def segments(self) -> QueryRanges:
+        """The same for the kernel of a CPU."""
         groups, start = [], 0
         for run in self.runs:
             if isinstance(run, LengthRun):
                 for _ in range(run.count):
                     own = range(start, start + run.length)
-                    groups.append([Segment(own, own)])
+                    groups.append([QueryRange(own, own)])
                     start = own.stop
                 continue
             prompt = range(start, start + run.length)
-            group, start = [Segment(prompt, prompt)] if prompt else [], prompt.stop
+            group, start = [QueryRange(prompt, prompt)] if prompt else [], prompt.stop
             for length in run.completions:
                 own = range(start, start + length)
-                group += [Segment(own, own, prompt)] if own else []
+                group += [QueryRange(own, own, prompt)] if own else []
                 start = own.stop
             groups.append(group)
-        return Segments.of(groups)
+        return QueryRanges.of(groups)
 
     def on(self, device: torch.device) -> "Packing":
         """The same for a device; a GPU that has a kernel for them gets the calls that it attends by."""
@@ -256,8 +256,8 @@ def _attend_with_own(
     mine = [max(0, min(end, own.stop) - max(end - length, own.start)) for end, length in zip(ends, lengths, strict=True)]
     if softcap is None and cpu_attention.takes(query):
         starts = itertools.accumulate(mine, initial=0)
-        segments = Segments.of([
-            [Segment(range(start, start + count), range(end - length, end - length + max(stop, 0)))]
+        segments = QueryRanges.of([
+            [QueryRange(range(start, start + count), range(end - length, end - length + max(stop, 0)))]
             for start, count, end, length, stop in zip(starts, mine, ends, lengths, stops, strict=False)
             if count
         ])  # fmt: skip

@@ -168,7 +168,7 @@ struct Span {
 extern "C" {
 
 // Queries, the last of their own keys, and a prompt before these keys that other queries may share.
-struct Segment {
+struct QueryRange {
   int64_t query, queries, key, keys, prompt, prompt_keys;
 };
 
@@ -177,7 +177,7 @@ struct Call {
   int64_t window;  // keys that a query sees, itself included; 0: all before it
   float scale;
   const int64_t* group;    // [groups + 1]: first segment; keys of a group are no other group's
-  const Segment* segment;
+  const QueryRange* segment;
   const Number *q, *k, *v;  // [tokens, heads or kv_heads, dim], the last dimension dense
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
   Number* out;  // [query_tokens, heads, dim]
@@ -238,7 +238,7 @@ class Unit {
     Number* columns = columns_room.of(blocks * dim * kKeys);
     lay_blocks(p.v, p.v_token, p.v_head, columns);
     float* sums = sums_room.of(dim * kQueries);
-    each_tile([&](const Segment& s, int64_t first, int count) {
+    each_tile([&](const QueryRange& s, int64_t first, int count) {
       thread_local Room<Bits> words_room;
       Bits* words = words_room.of(dim / kPair * 2);
       lay_words(queries(p.q, p.q_token, p.q_head, s.query + first, count), dim, words);
@@ -300,7 +300,7 @@ class Unit {
       std::fill_n(k_sums + span.start * dim, span.count * dim, 0.0f);
       std::fill_n(v_sums + span.start * dim, span.count * dim, 0.0f);
     }
-    each_tile([&](const Segment& s, int64_t first, int count) {
+    each_tile([&](const QueryRange& s, int64_t first, int count) {
       const int64_t query = s.query + first;
       const Rows q = queries(p.q, p.q_token, p.q_head, query, count), grad = queries(p.grad, p.grad_token, p.grad_head, query, count);
       const Rows out = queries(p.out, p.heads * dim, dim, query, count);
@@ -375,7 +375,7 @@ class Unit {
 
   // f(keys, values, number of the block, its first key, which queries see key j in a half) for blocks that a tile sees.
   template <class F>
-  void each_block(const Segment& s, int64_t first, int count, F&& f) const {
+  void each_block(const QueryRange& s, int64_t first, int count, F&& f) const {
     const int64_t position = s.prompt_keys + s.keys - s.queries + first;  // of the first query
     const int64_t oldest = p.window ? position - p.window + 1 : 0;        // that the first query sees
     const auto walk = [&](int64_t start, int64_t number, int64_t before) {

@@ -19,7 +19,7 @@ STEP, LARGEST = 32, 512
 """Head dimensions are multiples of the one, and at most the other."""
 
 
-class Segment(NamedTuple):
+class QueryRange(NamedTuple):
     """Queries, and what they see: all of ``prompt``, and ``keys`` up to their own; the last query's own key is the last."""
 
     queries: range
@@ -27,17 +27,17 @@ class Segment(NamedTuple):
     prompt: range = range(0)
 
 
-class Segments(NamedTuple):
-    """What one call computes. Every query is in one segment; every key in one group."""
+class QueryRanges(NamedTuple):
+    """The work of one call. Every query is in one segment; every key in one group."""
 
     segments: torch.Tensor
     """``[segments, 6]`` int64: first and number of queries, of keys, of the prompt's keys."""
 
     groups: torch.Tensor
-    """``[groups + 1]`` int64: first segment of each group. Segments that share keys are one group."""
+    """``[groups + 1]`` int64: first segment of each group. QueryRanges that share keys are one group."""
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[Segment]]) -> "Segments":
+    def of(cls, groups: Sequence[Sequence[QueryRange]]) -> "QueryRanges":
         """From lists of segments that share keys."""
         rows = [[number for part in segment for number in (part.start, len(part))] for group in groups for segment in group]
         bounds = itertools.accumulate(map(len, groups), initial=0)
@@ -58,7 +58,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-class _Library:
+class _Kernel:
     def __init__(self, path: Path, dtype: torch.dtype):
         library = ctypes.CDLL(str(path))
         self.attend, self.backward = library.attend, library.attend_backward
@@ -67,13 +67,14 @@ class _Library:
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> _Library | None:
-    return load(Path(__file__).with_name("cpu_attention.cpp"), dtype, _Library)
+def kernel(dtype: torch.dtype) -> _Kernel | None:
+    """The compiled kernel for tensors of this dtype; None where there is none, see `load`."""
+    return load(Path(__file__).with_name("cpu_attention.cpp"), dtype, _Kernel)
 
 
 def takes(query: torch.Tensor) -> bool:
     """True if `attend` computes this: ``query [..., D]``."""
-    return query.device.type == "cpu" and fits(query.shape[-1]) and _library(query.dtype) is not None
+    return query.device.type == "cpu" and fits(query.shape[-1]) and kernel(query.dtype) is not None
 
 
 def fits(head_dim: int) -> bool:
@@ -82,7 +83,7 @@ def fits(head_dim: int) -> bool:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: QueryRanges, scale: float, window: int | None
 ) -> torch.Tensor:
     """Output ``[Q, heads, D]`` of ``q [Q, heads, D]`` and ``k``, ``v [K, kv_heads, D]``.
 
@@ -112,9 +113,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(2) == 1 and x.stride(0) % 2 == x.stride(1) % 2 == 0 else x.contiguous()
 
 
-# One operator for autograd and for checkpoints, which keep its results.
-@torch.library.custom_op("tandem::packed_attention", mutates_args=())
-def _attention(
+def output(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -123,7 +122,8 @@ def _attention(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    library = _library(q.dtype)
+    """The output, and log2 of the sum of 2^score of each head and query, ``[heads, Q]`` float32; see `attend`."""
+    library = kernel(q.dtype)
     assert library is not None, "asked `takes` before"
     q, k, v = map(_dense, (q, k, v))
     out, peak = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
@@ -132,13 +132,7 @@ def _attention(
     return out, peak
 
 
-@_attention.register_fake
-def _(q, k, v, segments, groups, scale, window):
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("tandem::packed_attention_backward", mutates_args=())
-def _gradients(
+def gradients(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -150,7 +144,8 @@ def _gradients(
     out: torch.Tensor,
     peak: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    library = _library(q.dtype)
+    """Gradients of ``q``, ``k`` and ``v``, from that of the output and what `output` gave."""
+    library = kernel(q.dtype)
     assert library is not None, "the forward pass had it"
     grad, q, k, v = map(_dense, (grad, q, k, v))
     grads = [x.new_empty(x.shape) for x in (q, k, v)]
@@ -162,6 +157,16 @@ def _gradients(
     )  # fmt: skip
     library.backward(ctypes.byref(call), torch.get_num_threads())
     return grads[0], grads[1], grads[2]
+
+
+# One operator for autograd and for checkpoints, which keep its results.
+_attention = torch.library.custom_op("tandem::packed_attention", output, mutates_args=())
+_gradients = torch.library.custom_op("tandem::packed_attention_backward", gradients, mutates_args=())
+
+
+@_attention.register_fake
+def _(q, k, v, segments, groups, scale, window):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @_gradients.register_fake
