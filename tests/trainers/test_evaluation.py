@@ -138,6 +138,35 @@ def test_other_settings_are_refused_by_name_with_both_values(whole, model, more,
     assert contents(whole.folder) == before
 
 
+def test_an_evaluation_says_which_kernels_computed_and_goes_on_with_no_others(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem.evaluation.run.kernels_here", lambda *_: found)
+    found = "torch"
+    finished = evaluated(model, tmp_path, "max_rows=2")
+    assert finished.text.endswith("tok/s, with torch's operators")
+    assert json.loads((finished.folder / "evaluation.json").read_text())["machine"]["kernels"] == "torch"
+    found = "compiled"
+    with pytest.raises(ConfigError, match=r'machine.kernels was "torch" and is "compiled" now'):
+        evaluated(model, tmp_path, "max_rows=2")
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "asked", "taken"),
+    [
+        (16.0, "null", 5.0),
+        (5.0, "null", 2.0),  # never less
+        (16.0, "0.05", 0.05),
+    ],
+)
+def test_the_cache_may_take_a_third_of_free_memory(model, tmp_path, monkeypatch, capsys, free_gib, asked, taken):
+    monkeypatch.setattr("tandem.evaluation.run.memory_available_gib", lambda: free_gib)
+    folder = evaluated(model, tmp_path, "max_rows=2", f"engine.kv_cache_gib={asked}").folder
+    assert json.loads((folder / "evaluation.json").read_text())["machine"]["kv_cache_gib"] == taken
+    assert ("keys and values may take 5 GiB (engine.kv_cache_gib): a third" in capsys.readouterr().err) == (taken == 5)
+    monkeypatch.setattr("tandem.evaluation.run.memory_available_gib", lambda: 64.0)
+    (folder / "results.json").unlink()
+    evaluated(model, tmp_path, "max_rows=2", f"engine.kv_cache_gib={asked}")  # it keeps what it began with
+
+
 def test_a_model_that_was_trained_on_meanwhile_is_another_one(model, tmp_path):
     copy = tmp_path / "model"
     shutil.copytree(model, copy)

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from tandem.config import libraries
 from tandem.models.precision import fast_bfloat16
-from tandem.state.machine import GIB, PACKAGES, machine, versions
+from tandem.state.machine import GIB, PACKAGES, machine, memory_available_gib, versions
 
 OPTIONAL = (
     "datasets",
@@ -69,14 +68,13 @@ def environment() -> dict[str, str]:
 
 
 def examine(root: Path) -> dict[str, Any]:
-    memory = psutil.virtual_memory()
     can_write, free = writable(root.expanduser().absolute())
     optional = versions(OPTIONAL)
     optional.pop("python")
     report = {
         "versions": versions(PACKAGES),
         "optional": optional,
-        "machine": machine() | {"memory_available_gib": round(memory.available / GIB, 1)},
+        "machine": machine() | {"memory_available_gib": round(memory_available_gib(), 1)},
         "torch": {
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),

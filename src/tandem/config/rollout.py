@@ -16,7 +16,8 @@ class EmbeddedEngineConfig:
 
     kv_cache_gib: float | None = None
     """Memory for keys and values. When it is full, requests wait, and the latest may give way (`rollout/preempted`). null
-    takes 2 on a CPU; on a GPU 90 % of its memory, or 40 % beside training, less twice the model's weights (at least 2)."""
+    takes 2 on a CPU, and in `tandem eval` a third of free memory (at least 2); on a GPU 90 % of its memory, or 40 % beside
+    training, less twice the model's weights (at least 2)."""
 
     prefill_chunk_tokens: int | None = None
     """Prompt tokens computed between two decode steps; longer prompts are computed in pieces of this size. null takes 1024

@@ -6,6 +6,7 @@ Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its
 import contextlib
 import hashlib
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import partner_of
 from tandem.config.cores import usable_cores
+from tandem.config.engine_memory import CACHE_GIB
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
@@ -30,7 +32,7 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
 from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
-from tandem.evaluation.folder import RESULTS, EvaluationFolder
+from tandem.evaluation.folder import RESULTS, SETTINGS, EvaluationFolder, read_settings
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions, specs_of
 from tandem.evaluation.report import ProgressLine, notes, table
@@ -38,7 +40,7 @@ from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.evaluation.scoring import KeptSamples, open_scorer, paths_of
 from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan, plan_scores
-from tandem.flow.process import uses_gpu
+from tandem.flow.process import KERNELS, kernels_here, uses_gpu
 from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
@@ -47,7 +49,7 @@ from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.state.machine import versions
+from tandem.state.machine import memory_available_gib, versions
 
 
 def file_digests(specs: Iterable[str]) -> dict[str, str]:
@@ -62,6 +64,9 @@ def library_versions() -> dict[str, str | None]:
 
 log = logging.getLogger(__name__)
 
+CACHE_SHARE = 1 / 3
+"""The part of free memory that keys and values may take on a CPU, all engines together."""
+
 
 @dataclass(frozen=True)
 class EvaluationMachine:
@@ -70,6 +75,8 @@ class EvaluationMachine:
     device: str
     threads: int
     dtype: str
+    kv_cache_gib: float | None
+    """Of each engine; None where a GPU's memory decides."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +139,12 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     questions = open_questions(config)
     rewards = plan_scores(asked, specs_of(questions))
     check_names(asked, rewards.awaited)
-    machine = settle_machine(config)
+    partner = partner_of(asked)
+    machine = settle_machine(config, engines=1 if partner is None else 2)
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
-    partner = partner_of(asked)
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
@@ -198,11 +205,13 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         stack.callback(checked.services.close)
         model = resolve(config.model)
         torch.set_num_threads(machine.threads)
-        folder = stack.enter_context(EvaluationFolder.open(evaluation_path(config), settings(config, checked, model)))
+        asked = settings(config, checked, model)
+        folder = stack.enter_context(EvaluationFolder.open(evaluation_path(config), asked))
         answers = folder.recorded(waves)
         progress = ProgressLine(total, len(answers))
         if len(answers) < total:
             warn_of_comparisons(workflow, specs_of(questions))
+            tell_of_cache(config, machine)
             engine = make_engine(config, machine, model)
             checked.services.get("engine").start(engine)
             stack.callback(engine.close)
@@ -226,7 +235,8 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         folder.finish(results)
         lines = [table(scores, average), *notes(scores, answers), f"Results and samples: {folder.path}"]
         if progress.made:
-            lines.append(progress.summary())
+            kernels = asked["machine"]["kernels"]
+            lines.append(progress.summary() + (f", with {KERNELS[kernels]}" if kernels else ""))
         judged = sum(answer.failed is None for answer in answers)
         return EvaluationResult(folder.path, results, "\n".join(lines), judged)
 
@@ -253,21 +263,40 @@ async def _ask(
     return await asking(engine, workflow, wave, terms, on_answer=progress.answered)
 
 
-def settle_machine(config: EvaluationConfig) -> EvaluationMachine:
-    """Device, threads and precision, as resolved here.
+def settle_machine(config: EvaluationConfig, engines: int) -> EvaluationMachine:
+    """Device, threads, precision and cache, as resolved here, for so many engines.
 
     Raises:
-        ConfigError: `device=cuda` without a GPU.
+        ConfigError: `device=cuda` without a GPU, or the folder cannot be read.
     """
     device = "cuda" if uses_gpu(config.device) else "cpu"
-    return EvaluationMachine(
-        device, config.threads or usable_cores(), str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
-    )
+    dtype = str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
+    return EvaluationMachine(device, config.threads or usable_cores(), dtype, settle_cache(config, device, engines))
 
 
 def rollout_of(config: EvaluationConfig, machine: EvaluationMachine) -> RolloutConfig:
     """The engine's configuration, as a run would have it."""
-    return RolloutConfig(dtype=machine.dtype, engine=config.engine)  # type: ignore[arg-type]
+    engine = replace(config.engine, kv_cache_gib=machine.kv_cache_gib)
+    return RolloutConfig(dtype=machine.dtype, engine=engine)  # type: ignore[arg-type]
+
+
+def settle_cache(config: EvaluationConfig, device: str, engines: int) -> float | None:
+    """`engine.kv_cache_gib`, or on a CPU what each of so many engines may take: nothing is trained beside them, so it is a
+    share of free memory, in whole GiB. An evaluation that goes on keeps the number that it began with, because the requests
+    that find room are computed together, and that decides about the last bits.
+    """
+    if config.engine.kv_cache_gib is not None or device != "cpu":
+        return config.engine.kv_cache_gib
+    path = evaluation_path(config)
+    before = read_settings(path).get("machine", {}) if (path / SETTINGS).exists() else {}
+    return before.get("kv_cache_gib") or max(CACHE_GIB, memory_available_gib() * CACHE_SHARE // engines)
+
+
+def tell_of_cache(config: EvaluationConfig, machine: EvaluationMachine) -> None:
+    """A line, where the memory of this machine has decided."""
+    if config.engine.kv_cache_gib is None and machine.kv_cache_gib not in (None, CACHE_GIB):
+        said = f"keys and values may take {machine.kv_cache_gib:g} GiB (engine.kv_cache_gib): a third of the memory that is"
+        print(f"{said} free", file=sys.stderr, flush=True)
 
 
 def make_engine(config: EvaluationConfig, machine: EvaluationMachine, model: Path) -> InferenceEngine:
@@ -283,7 +312,7 @@ def make_engine(config: EvaluationConfig, machine: EvaluationMachine, model: Pat
 
 def make_partner(config: EvaluationConfig, machine: EvaluationMachine, model: Path) -> WritingModel:
     """The model that the workflow talks to, awake."""
-    settings = replace(config.engine, threads=machine.threads, max_model_len=None)
+    settings = replace(rollout_of(config, machine).engine, threads=machine.threads, max_model_len=None)
     dtype = resolve_dtype(config.dtype, machine.device)
     partner = WritingModel(model, settings, dtype, machine.device, threads=machine.threads, member=True)
     partner.engine()
@@ -304,7 +333,7 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
 
 def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
-    questions, partner, paths = checked.questions, checked.partner, paths_of(checked.rewards)
+    machine, questions, partner, paths = checked.machine, checked.questions, checked.partner, paths_of(checked.rewards)
     named = {name: spec for name in NAMED if (spec := getattr(config, name)) is not None}
     terms = [read_term(spec, key) for key, spec in {"workflow": config.workflow, **named}.items()]
     specs = [*(term.name for term in terms), *(one.reward for one in questions)]
@@ -317,7 +346,7 @@ def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[st
         "partner_fingerprint": None if partner is None else fingerprint(resolve(partner)),
         **({"reward_fingerprints": models} if models else {}),
         "files": file_digests(specs),
-        "machine": asdict(checked.machine),
+        "machine": {**asdict(machine), "kernels": kernels_here(rollout_of(config, machine), machine.device)},
         "versions": library_versions(),
     }
 

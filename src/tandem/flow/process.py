@@ -26,6 +26,7 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import FleetConfig, kinds_of
 from tandem.config.load import Resolved
 from tandem.config.preference import DistillConfig
+from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import engine_threads, servers_here
 from tandem.engines.inference.check import installed_servers
 from tandem.engines.inference.fused_weights import compute_dtype
@@ -212,12 +213,12 @@ def backend_line(resolved: Resolved[TrainConfig | DistillConfig]) -> str:
 # ------------------------------------------------------------------ compiled kernels
 
 
-def kernels_here(config: TrainConfig, device: str) -> str | None:
+def kernels_here(rollout: RolloutConfig, device: str) -> str | None:
     """``compiled`` or ``torch``: the kernels of our own engine on a CPU; None where there is no choice."""
-    ours = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
+    ours = kinds_of(rollout.backend, rollout.fleet) & {"embedded", "tandem"}
     if device != "cpu" or not ours:
         return None
-    dtype = compute_dtype(resolve_dtype(config.rollout.dtype, device), torch.device(device))
+    dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
     return "compiled" if kernels(dtype) is not None else "torch"
 
 
@@ -228,7 +229,7 @@ def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None
         ConfigError: it is deterministic, and would compute other numbers.
     """
     with process.team.together():
-        now = None if folder is None else kernels_here(config, process.device)
+        now = None if folder is None else kernels_here(config.rollout, process.device)
         if folder is None or now is None:
             return
         # A run in float32 that began before there were kernels for it has a `run.json` that does not name any.
@@ -237,7 +238,7 @@ def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None
         if (before := folder.remember("kernels", "torch" if goes_on else now)) == now:
             return
         remedy = "set TANDEM_KERNELS=0" if before == "torch" else "install g++ (or set CXX), and leave TANDEM_KERNELS=0 out"
-        what = f"{folder.path} has generated with {_KERNELS[before]} so far, and would go on with {_KERNELS[now]}"
+        what = f"{folder.path} has generated with {KERNELS[before]} so far, and would go on with {KERNELS[now]}"
         if config.deterministic:
             raise ConfigError(
                 f"{what}, which round differently: with deterministic=true that is refused. To go on as before, {remedy}; "
@@ -246,7 +247,7 @@ def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None
         log.warning("%s, which round differently. To go on as before, %s", what, remedy)
 
 
-_KERNELS = {"compiled": "the compiled kernels", "torch": "torch's operators"}
+KERNELS = {"compiled": "the compiled kernels", "torch": "torch's operators"}
 
 
 def log_choice(resolved: Resolved[TrainConfig | DistillConfig], process: Process) -> None:

@@ -1,5 +1,6 @@
 """Facts about this machine and this installation, for `run.json` and `tandem doctor`. Names nobody and imports no torch."""
 
+import contextlib
 import importlib.metadata
 import platform
 import subprocess
@@ -51,6 +52,16 @@ def gpus() -> list[dict[str, Any]]:
         return []
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1)} for gpu in found]
+
+
+def memory_available_gib(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """Memory that this process can still have: what the machine has free, or what is left of the container's limit."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit: the file says `max`
+        limit, held = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        free = min(free, limit - held + int(facts.get("inactive_file", 0)))  # files that were read give way
+    return max(0, free) / GIB
 
 
 def machine() -> dict[str, Any]:
