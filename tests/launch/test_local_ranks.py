@@ -57,6 +57,20 @@ time.sleep(600)
     assert gone(int((tmp_path / "0").read_text()))
 
 
+def test_a_rank_that_ends_without_an_error_is_told_with_its_phase_and_step(capfd):
+    code = """
+import os, time
+os.write(int(os.environ["TANDEM_TELL"]), b'{"count": 7, "phase": "generate", "step": 3}\\n')
+time.sleep(1)
+os._exit(4)
+"""
+    assert ranks(code, 1) == 4
+    said = (
+        "rank 0 of 1 ended with exit status 4 and raised no error, last heard of in phase 'generate' of step 3, and all with"
+    )
+    assert said in capfd.readouterr().err
+
+
 def test_a_killed_rank_ends_the_others_also_one_that_ignores_a_polite_request(tmp_path, capfd):
     code = """
 import os, signal, time

@@ -237,8 +237,27 @@ def test_without_restarts_the_run_says_which_rank_failed(start):
     command.ranks()[1].send_signal(signal.SIGKILL)
     assert command.end(60) == 1
     info = json.loads((command.folder / "run.json").read_text())
-    assert (info["status"], info["error"]) == ("failed", "rank 1 of 2 ended by signal SIGKILL")
+    assert (info["status"], info["error"].partition(",")[0]) == ("failed", "rank 1 of 2 ended by signal SIGKILL")
     assert command.left() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (5, "exit status 5 and raised no error, last heard of in phase"),
+        (0, "exit status 0 after 1 steps, before it was"),
+    ],
+)
+def test_code_that_ends_the_process_is_told_as_the_end_of_a_run(start, overrides, tmp_path, code, said):
+    lines = (
+        "import os\n\ncalls = 0\n\n\nasync def score(completion):\n    global calls\n    calls += 1\n    if calls > 16:\n"
+    )
+    (tmp_path / "quits.py").write_text(f"{lines}        os._exit({code})\n    return 1.0\n")
+    more = [f"reward={tmp_path}/quits.py:score", "recover.max_restarts=1", "checkpoint.every_steps=5"]
+    command = start("train", "quits", *more, of=overrides)
+    assert command.end(150) == (code or 1)
+    info = json.loads((command.folder / "run.json").read_text())
+    assert info["status"] == "failed" and said in info["error"] and said in command.words()
 
 
 def test_a_single_process_that_may_be_started_again_is_watched_as_any_other(start):

@@ -94,22 +94,26 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
 
 @contextlib.contextmanager
 def told_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
-    """A block of a user's code at start. If it takes long, a warning says in which line of his file it is."""
+    """A block of a user's code at start. If it takes long, a warning says in which line of his file it is, after ``slow_s``
+    and each time that it has taken twice as long. There is no limit: it may download a model, which nobody can time.
+    """
+    thread, over, file = threading.get_ident(), threading.Event(), Path(spec.rpartition(":")[0]).name
 
-    def tell(thread: int) -> None:
-        frame, file = sys._current_frames().get(thread), Path(spec.rpartition(":")[0])
-        while frame is not None and Path(frame.f_code.co_filename).name != file.name:
-            frame = frame.f_back
-        where = "" if frame is None else f", in line {frame.f_lineno}"
-        log.warning("%r is being made for more than %g s%s; the run waits for it", spec, slow_s, where)
+    def tell() -> None:
+        began, after_s = time.monotonic(), slow_s
+        while not over.wait(began + after_s - time.monotonic()):
+            frame = sys._current_frames().get(thread)
+            while frame is not None and Path(frame.f_code.co_filename).name != file:
+                frame = frame.f_back
+            where = "" if frame is None else f", and is in line {frame.f_lineno} of {file}"
+            log.warning("%r has taken %g s%s; the start waits for it, and Ctrl-C ends it", spec, after_s, where)
+            after_s *= 2
 
-    timer = threading.Timer(slow_s, tell, (threading.get_ident(),))
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=tell, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
 
 
 class Interrupted(BaseException):

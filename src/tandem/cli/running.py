@@ -17,7 +17,7 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.launch.local import is_rank, run_ranks
+from tandem.launch.local import EXIT_FAILED, is_rank, run_ranks
 from tandem.launch.watch import LaunchEnd
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
@@ -77,7 +77,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
         if going is not None and not starts_ranks and not is_held(folder):  # or it is refused in a moment
             print(going.describe(), file=sys.stderr)
     if starts_ranks:
-        return run_ranks(
+        code = run_ranks(
             [sys.executable, "-P", "-m", "tandem", *arguments.command_line],
             ranks,
             stalled_after_s=stalled_after_s(config),
@@ -85,6 +85,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
             grace_s=config.recover.grace_s,
             record=functools.partial(write_failure, folder),
         )
+        return code or _ended_silently(folder)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         summary = train(resolved, dry_run=arguments.dry_run, **options)
@@ -95,6 +96,17 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     elif not arguments.dry_run:
         print(describe(summary))
     return 0
+
+
+def _ended_silently(folder: Path) -> int:
+    """The exit status of a run whose ranks all ended with 0: a failure if it never wrote down that it ended."""
+    found = existing_run(folder)
+    if found is None or found.status != "running" or is_held(folder):
+        return 0
+    cause = f"the run ended with exit status 0 after {found.steps} steps, before it was done: something called os._exit"
+    print(f"error: {cause}", file=sys.stderr)
+    write_failure(folder, LaunchEnd(EXIT_FAILED, cause, has_folder=True), None)
+    return EXIT_FAILED
 
 
 def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:

@@ -76,7 +76,7 @@ class EvaluationMachine:
     threads: int
     dtype: str
     kv_cache_gib: float | None
-    """Of each engine; None where a GPU's memory decides."""
+    """Memory for keys and values of each engine; None where a GPU's memory decides."""
 
 
 @dataclass(frozen=True)

@@ -318,11 +318,14 @@ class RankProcesses:
         return LaunchEnd(code, cause, rank, stacks, may_pass, watch.step, watch.has_folder)
 
     def _explained(self, rank: int, failed: dict[int, int], errors: dict[int, dict[str, Any]]) -> str:
-        """Why the group ended; told here unless rank 0 has."""
+        """Why the group ended; told here unless rank 0 has. A rank that raised nothing did not end as it should: a library
+        or a user's code called `os._exit`, or somebody killed it."""
         code = failed[rank]
         how = f"with exit status {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
+        if not errors[rank]:
+            how += f"{' and raised no error' if code > 0 else ''}{self._watch.during(rank)}"
         text = str(errors[rank].get("text") or f"rank {rank} of {len(self.processes)} ended {how}")
-        heard = rank == 0 or (bool(errors[rank]) and errors[0].get("text") == errors[rank].get("text"))
+        heard = bool(errors[rank]) and (rank == 0 or errors[0].get("text") == errors[rank].get("text"))
         refused = 0 in failed and not errors[0] and set(failed.values()) == {EXIT_CONFIG}
         if (heard and code > 0) or refused:
             return text

@@ -194,6 +194,13 @@ class Watch:
         self._looked_at = now
         return self._silent(is_held) or (None if self._stalled_after_s is None else self._wedged() or self._stalled())
 
+    def during(self, rank: int) -> str:
+        """The phase and step of which a rank spoke last, as the end of a sentence; it speaks twice a second."""
+        told = self._ranks[rank].told
+        if told is None or told.phase == "start":
+            return ""
+        return f", last heard of in phase {told.phase!r} of step {told.step}"
+
     def describe(self) -> str:
         """The place of every rank, a line for each."""
         return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks))
