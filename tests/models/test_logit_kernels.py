@@ -134,14 +134,6 @@ def test_a_target_outside_the_vocabulary_is_refused():
 
 
 @compiled
-def test_a_sum_in_float32_is_torchs_to_the_bit():
-    total, part = torch.randn(67, 5), torch.randn(67, 5).to(BF16)
-    expected = total + part
-    KERNELS.add_to(total, part)
-    assert torch.equal(total, expected)
-
-
-@compiled
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_has_the_gradients_that_it_has_with_operators(tied, monkeypatch):
     model = tiny_model("llama").to(BF16)

@@ -127,13 +127,4 @@ void differentiate_logits(Number* logits, const int64_t* targets, const float* t
   }
 }
 
-// total += part
-void add_to(float* total, const Number* part, int64_t count, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Lanes lanes = first_lanes(count - i);
-    store(total + i, load(total + i, lanes) + load(part + i, lanes), lanes);
-  }
-}
-
 }  // extern "C"

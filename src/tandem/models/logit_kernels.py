@@ -24,10 +24,9 @@ class LogitKernels:
     def __init__(self, path: Path, dtype: torch.dtype):
         library = ctypes.CDLL(str(path))
         pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-        self._read, self._differentiate, self._add = library.read_logits, library.differentiate_logits, library.add_to
+        self._read, self._differentiate = library.read_logits, library.differentiate_logits
         self._read.argtypes = [pointer] * 3 + [real, threads, pointer, number, number, threads]
         self._differentiate.argtypes = [pointer] * 3 + [real] + [pointer] * 3 + [number, number, threads]
-        self._add.argtypes = [pointer, pointer, number, threads]
 
     def read(
         self,
@@ -56,10 +55,6 @@ class LogitKernels:
         given = logits.data_ptr(), targets.data_ptr(), _pointer(temperature), softcap or 0.0
         pulls = grad_logprobs.data_ptr(), _pointer(grad_entropy)
         self._differentiate(*given, facts.data_ptr(), *pulls, *logits.shape, torch.get_num_threads())
-
-    def add_to(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Adds a bfloat16 tensor to a float32 one of the same shape; torch would make a float32 copy of it first."""
-        self._add(total.data_ptr(), part.data_ptr(), total.numel(), torch.get_num_threads())
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from tandem.models.logit_kernels import FACTS, LogitKernels, logit_kernels
+from tandem.models.sums import add_to
 
 _ROWS_FOR_ONE = 4
 """Rows of bfloat16 logits that take the memory of one row with torch's operators: logits and their softmax in float32."""
@@ -176,7 +177,7 @@ class _CompiledHead(torch.autograd.Function):
                     grad_weight = part
                 else:  # float32 sum over chunks
                     grad_weight = grad_weight.float()
-                    ctx.kernels.add_to(grad_weight, part)
+                    add_to(grad_weight, part)
             logits = None
         if grad_weight is None and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)

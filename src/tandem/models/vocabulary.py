@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tandem.models.exchanges import reduce
 from tandem.models.logprobs import HeadOutputs, part_of, scaled_logits
+from tandem.models.sums import add_to
 
 
 class Vocabulary(NamedTuple):
@@ -111,7 +112,7 @@ class _ShardedHead(torch.autograd.Function):
                 grad_logits.mul_(1 - saturation.square_())
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight.add_(grad_logits.T @ hidden[rows])
+            add_to(grad_weight, grad_logits.T @ hidden[rows])
         if len(hidden):
             grad_hidden = reduce(grad_hidden, vocabulary.group)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.api.state import Parted, part_of
 from tandem.engines.train.gathering import buckets, gather_rows
+from tandem.models.sums import add_to, square_sum
 from tandem.models.tensor_parallel import Pieces
 
 
@@ -205,6 +206,10 @@ class Holder(ABC):
         """Copies of the masters that `publish` makes."""
         return []
 
+    def square_sum(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Sum of the squares of a gradient, ``[]`` float64."""
+        return gradient.pow(2).sum(dtype=torch.float64)
+
     def local_gradients(self) -> Iterator[torch.Tensor]:
         """This rank's part of every gradient there is."""
         for _, gradient in self.named_local_gradients():
@@ -276,7 +281,7 @@ class Replica(Holder):
             if master.grad is None:
                 master.grad = parameter.grad.to(master.dtype)
             else:
-                master.grad.add_(parameter.grad)
+                add_to(master.grad, parameter.grad)
             parameter.grad = None
 
         return collect
@@ -286,6 +291,10 @@ class Replica(Holder):
         if self.masters is not self._parameters:
             for name, parameter in self._parameters.items():
                 parameter.copy_(self.masters[name])
+
+    def square_sum(self, gradient: torch.Tensor) -> torch.Tensor:
+        exact = self.masters is self._parameters  # float32: as in all earlier runs, to the bit
+        return super().square_sum(gradient) if exact else square_sum(gradient)
 
     def copies(self) -> list[torch.Tensor]:
         return [] if self.masters is self._parameters else [parameter.data for parameter in self._parameters.values()]

@@ -103,7 +103,7 @@ class Optimizer:
     def _gradient_norm(self) -> float:
         """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""
         squares = [
-            gradient.pow(2).sum(dtype=torch.float64)
+            self._holder.square_sum(gradient)
             for name, gradient in self._holder.named_local_gradients()
             if self._counts(name)
         ]
