@@ -29,6 +29,9 @@ POLICIES = {
     "ppo_turned": ("control, turned round", "#f59e0b"),
 }
 """Trial → its name in the page, and its colour."""
+SIDES = ("ppo_shuffled", "ppo_turned")
+"""Both sides of the control's coin; nothing rises in their mean unless something other than the labels teaches it."""
+BOTH_SIDES = "control, mean of both sides"
 BEFORE = "before: SmolLM2-135M-Instruct as it comes"
 JUDGES = {"reward": "reward model", "reward_shuffled": "control: shuffled labels"}
 KEPT = (
@@ -93,7 +96,18 @@ def table(record: dict[str, Any]) -> str:
             who = f"{name}, steps {window[0]['step']} to {window[-1]['step']}"
             means = [_mean(window, key) for key in ("accuracy", "reward/mean", "completion_length/mean")]
             lines.append(_line(who, "training", *means, sum(map(answer_kl, window)) / WINDOW))
+    for step, (preferred, length) in both_sides(record).items():
+        if step:
+            lines.append(_line(f"{BOTH_SIDES}, step {step}", "held out", preferred, None, length, None))
     return "\n".join(lines) + "\n"
+
+
+def both_sides(record: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """Step → true preference and tokens of held-out answers, means of both sides, of the steps that both have."""
+    one, other = ({row["step"]: row for row in record.get(side, ()) if "eval/accuracy" in row} for side in SIDES)
+    keys = ("eval/accuracy", "eval/completion_length")
+    found = {step: [(one[step][key] + other[step][key]) / 2 for key in keys] for step in sorted(one.keys() & other.keys())}
+    return {step: (preferred, length) for step, (preferred, length) in found.items()}
 
 
 def _mean(rows: list[dict[str, float]], key: str) -> float:
@@ -133,9 +147,14 @@ def draw(record: dict[str, Any], path: Path) -> None:
         middle.plot(
             [row["step"] for row in examined], [100 * row["eval/accuracy"] for row in examined], "D", color=colour, ms=5
         )
+    lines = []
+    if mean := both_sides(record):
+        shares = [100 * preferred for preferred, _ in mean.values()]
+        lines += middle.plot(list(mean), shares, color="#18181b", lw=1.5, ls="--", marker="D", ms=5, label=BOTH_SIDES)
     for before in record.get("before", ()):
-        line = middle.axhline(100 * before["eval/accuracy"], color="#71717a", lw=1, ls=":", label="before SFT")
-        middle.legend(handles=[line], frameon=False)
+        lines.append(middle.axhline(100 * before["eval/accuracy"], color="#71717a", lw=1, ls=":", label="before SFT"))
+    if lines:
+        middle.legend(handles=lines, frameon=False)
     left.set(title="score of the run's reward model", xlabel="step")
     middle.set(title="true preference, % (◆: held-out questions)", xlabel="step", ylim=(0, 100))
     right.set(title="true preference, %, by KL", xlabel="KL of an answer to the reference, nats", ylim=(0, 100))

@@ -24,3 +24,14 @@ def test_sft_leaves_room_and_ppo_ends_above_it_by_the_margin_of_the_page():
     (margin,) = re.findall(r"must .*?at least (\d+) points", page)
     after = [100 * row["eval/accuracy"] for row in record["ppo"] if "eval/accuracy" in row]
     assert 100 * record["before"][0]["eval/accuracy"] < after[0] < 50 and after[-1] - after[0] >= int(margin)
+
+
+def test_both_sides_of_the_coin_together_do_not_rise_and_ppo_is_above_them():
+    record, page = json.loads(BENCHMARK["RECORD"].read_text())["with_sft"], BENCHMARK["PAGE"].read_text()
+    (margin,) = re.findall(r"must .*?at least (\d+) points", page)
+    (allowed,) = re.findall(r"must stay within (\d+) points", page)
+    (step,) = re.findall(r"the mean of both sides at step (\d+)", page)
+    ours = {row["step"]: 100 * row["eval/accuracy"] for row in record["ppo"] if "eval/accuracy" in row}
+    mean = {at: 100 * preferred for at, (preferred, _) in BENCHMARK["both_sides"](record).items()}
+    assert mean[0] == ours[0] and abs(mean[int(step)] - mean[0]) <= int(allowed)
+    assert ours[int(step)] - mean[int(step)] >= int(margin)
