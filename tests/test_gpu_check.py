@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -43,7 +44,10 @@ def never_run(place):
 def test_a_check_that_is_cut_off_keeps_its_lines_and_the_rest_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "CHECKS", {"speeds": (slow_check, never_run)})
     place = Place("cpu", tmp_path, tmp_path, quick=True)
+    others = signal.setitimer(signal.ITIMER_REAL, 120)
     found = command.run_all(place, ["speeds"], tmp_path / "page.md", "none", seconds=0.2)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, *others)  # the limit of this test
+    assert 60 < left_s < 120  # the alarm of whoever calls goes on
     page = (tmp_path / "page.md").read_text()
     assert found.failed == 0 and "| begun | yes |" in page
     assert "Not run, because the time was over: slow_check (cut off after 0 s), never_run." in page

@@ -25,6 +25,7 @@ from typing import NoReturn
 from scripts.gpu_check import channels, cuda_only, equalities, placement, runs, speeds
 from scripts.gpu_check.place import Findings, OutOfTime, Place
 from scripts.gpu_check.report import page
+from tandem.api.plugins import own_alarm
 from tandem.models.catalog import resolve
 from tests.tiny import tiny_model_folder
 
@@ -87,8 +88,7 @@ def run_all(place: Place, only: list[str], out: Path | None, model: str, seconds
         (section, check) for section, checks in CHECKS.items() for check in checks if {section, check.__name__} & {*only}
     ]
     findings, end = Findings(), time.monotonic() + seconds
-    before = signal.signal(signal.SIGALRM, _out_of_time)
-    try:
+    with own_alarm(_out_of_time):
         for number, (section, check) in enumerate(chosen):
             left = end - time.monotonic()
             if left <= 0:
@@ -100,9 +100,6 @@ def run_all(place: Place, only: list[str], out: Path | None, model: str, seconds
             if out is not None:
                 to_come = [later.__name__ for _, later in chosen[number + 1 :]]
                 out.write_text(page(findings, place, model, to_come), encoding="utf-8")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     return findings
 
 

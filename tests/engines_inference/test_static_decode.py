@@ -140,7 +140,7 @@ def test_a_small_batch_and_a_long_one_pass_through_all_buckets(tmp_path):
     asked = {i: dataclasses.replace(one, noise_key=NoiseKey(i)) for i, one in asked.items()}
     core, seen = recorded(folder), set()
     asked[17] = LLMRequest(asked[0].input_ids[:5], GenerationConfig(max_new_tokens=130, min_new_tokens=130), NoiseKey(99))
-    between = lambda core, step: seen.update((bucket.rows, bucket.keys) for bucket in core.static._replays)  # noqa: E731
+    between = lambda core, step: seen.update((bucket.rows, bucket.keys) for bucket in core.static.buckets)  # noqa: E731
     found = run(core, asked, between=between)
     assert_same(found, run(make_core(folder), asked))
     assert {rows for rows, _ in seen} >= {1, 2, 4, 8} and {keys for _, keys in seen} >= {128, 256}
@@ -188,16 +188,15 @@ def test_a_recording_reads_and_writes_only_what_stays_where_it_is(tmp_path, monk
         raise AssertionError("a recording is run again without the step's own code")
 
     def look(core, step):
-        tables = static._ints, static._floats, static._stop, static._found, core.slots.last
-        seen[step] = {_storage(one) for one in (*tables, *core._cache.keys, *core._cache.values)}
+        seen[step] = {_storage(one) for one in (*static.tables, core.slots.last, *core.cache.keys, *core.cache.values)}
         if static.captured:
             monkeypatch.setattr(static, "_compute", no_python)  # from now on nothing of the step is Python
 
     run(core, of_lengths([60, 60, 60]), between=look)
     (recording,) = static.capture.recordings
     assert static.capture.replays > 50 and len({frozenset(one) for step, one in seen.items() if step > 3}) == 1
-    weights = {_storage(one) for one in core._weights._tensors()}
-    rotary = {_storage(one) for both in core._passes.decoder._tables for one in both or ()}
+    weights = {_storage(one) for one in core.weights.tensors()}
+    rotary = {_storage(one) for both in core.passes.decoder.rotary_tables for one in both or ()}
     assert recording.outside.keys() <= seen[5] | weights | rotary
 
 
@@ -221,7 +220,7 @@ def test_only_so_many_recordings_are_kept_and_sleep_gives_all_back(tmp_path, mon
     monkeypatch.setattr(static_decode, "MOST_GRAPHS", 2)
     core = recorded(tiny_model_folder(tmp_path))
     kept = []
-    run(core, of_lengths([80, 60, 40, 20, 10, 5]), between=lambda core, step: kept.append(len(core.static._replays)))
+    run(core, of_lengths([80, 60, 40, 20, 10, 5]), between=lambda core, step: kept.append(len(core.static.buckets)))
     assert max(kept) == 2 and len(core.static.capture.recordings) > 3
     core.sleep(("kv_cache",))
     tables = core.static.held_bytes()

@@ -41,7 +41,7 @@ def test_a_full_disk_is_named_by_the_ledger_which_stays_as_it_was(tmp_path):
 
 def test_a_ledger_that_may_not_be_written_is_named_too(tmp_path):
     with LedgerFile(tmp_path / "ledger.sqlite") as ledger:
-        ledger._db.execute("PRAGMA query_only=ON")
+        ledger.path.rename(tmp_path / "moved")  # SQLite writes to no file that has lost its name
         with pytest.raises(LedgerNotWritten, match=r"attempt to write a readonly database.*repeat the command"):
             ledger.commit(1, [(0, 0, True, "")])
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -234,13 +235,13 @@ def test_a_kill_leaves_a_whole_record_or_none(tmp_path, moment):
 
 
 def test_a_disk_that_is_slower_than_training_costs_records_and_not_time(tmp_path, monkeypatch, caplog):
-    slow, put = threading.Event(), StepRecorder._put
+    slow, fsync = threading.Event(), os.fsync
 
-    def waits(self, path, data):
+    def waits(file):
         slow.wait(30)
-        put(self, path, data)
+        fsync(file)
 
-    monkeypatch.setattr(StepRecorder, "_put", waits)
+    monkeypatch.setattr(os, "fsync", waits)
     recorder, groups = StepRecorder(tmp_path, None, None), [group(0)]
     with caplog.at_level(logging.WARNING):
         for step in range(1, 9):  # would hang here if it waited for the disk

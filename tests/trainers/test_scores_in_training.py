@@ -1,20 +1,16 @@
 """Rewards that need a model, from a user's file: no line of the trainers knows them."""
 
-import asyncio
 import json
 import os
 import shutil
-import threading
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.batch import pack
-from tandem.api.failures import InfrastructureFailure, UserCodeFailed, WrongWorkflow
+from tandem.api.failures import UserCodeFailed
 from tandem.api.samples import Sample
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
@@ -22,201 +18,14 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
 from tandem.engines.train.build import build_train_engine
-from tandem.flow import draw, episode_scores
-from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
-from tandem.flow.scoring import ScoreRole
-from tandem.flow.sleep_plan import Part
-from tandem.flow.state_parts import sleep_plan_here
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.build import build_reward
 from tandem.roles.reward_model import RewardModel
 from tandem.rollout.failure_budget import NoBatch
 from tandem.trainers.rl import train
-from tests.tiny import tiny_model_folder
-
-SCORES = '''
-import torch
-from tandem.api.batch import sum_by_sequence
-from tandem.api.failures import DataFailure
-from tandem.api.scoring import FrozenModel, Score
-from tandem.rollout.workflows import RLVRWorkflow
-
-class StayClose(Score):
-    """A teacher as a penalty: how much more probable the policy finds its answer than the teacher does."""
-
-    def __init__(self, path):
-        self.model = FrozenModel(path)
-
-    def read(self, sample, row, reader):
-        return reader.trajectory(sample)
-
-    def score(self, batch, model):
-        gap = batch["rollout_logprobs"] - model.forward(batch).logprobs
-        return -sum_by_sequence(batch, gap * batch["loss_mask"])
-
-class Polite(Score):
-    """A frozen judge: how probable it finds a yes after the answer."""
-
-    def __init__(self, path):
-        self.model = FrozenModel(path)
-
-    def read(self, sample, row, reader):
-        return reader.text(f"{sample.completion_text} Polite? a")
-
-    def score(self, batch, model):
-        return model.forward(batch).logprobs[batch["cu_seqlens"][1:] - 1]
-
-class Constant(Polite):
-    def score(self, batch, model):
-        return torch.ones(len(batch["cu_seqlens"]) - 1)
-
-class NotFinite(Polite):
-    def score(self, batch, model):
-        values = torch.arange(len(batch["cu_seqlens"]) - 1).float()
-        return torch.where(values % 4 == 0, values / 0, values)
-
-class WrongShape(Polite):
-    def score(self, batch, model):
-        return torch.ones(1, 2)
-
-class Forgotten(Polite):
-    def score(self, batch, model):
-        import time
-        try:
-            time.sleep(3600)
-        except Exception:
-            pass
-
-class SometimesHangs(Polite):
-    name, calls = "helpful", 0
-
-    def read(self, sample, row, reader):
-        import time
-        self.calls += 1
-        if self.calls % 20 == 3:
-            time.sleep(3600)  # cannot be interrupted
-        while self.calls % 20 == 4:
-            pass
-        return reader.text("yes")
-
-class AlwaysHangs(SometimesHangs):
-    calls = 3
-
-    def read(self, sample, row, reader):
-        self.calls = 2
-        super().read(sample, row, reader)
-
-class Unreadable(Polite):
-    def read(self, sample, row, reader):
-        raise DataFailure("nothing_to_judge")
-
-class NoModel(Polite):
-    def __init__(self, path):
-        pass
-
-class NoPath(Polite):
-    def __init__(self, path):
-        self.model = FrozenModel(None)
-
-class Garbled(Polite):
-    def read(self, sample, row, reader):
-        return {"input_ids": [1, 2]}
-
-class Even(Polite):
-    name = "even"
-
-class Spoils(RLVRWorkflow):
-    reads_scores = True
-
-    async def finish_group(self, samples, data):
-        from dataclasses import replace
-        return tuple(replace(sample, reward=float("nan")) for sample in samples)
-
-class Hangs(RLVRWorkflow):
-    reads_scores = True
-
-    async def finish_group(self, samples, data):
-        import asyncio
-        await asyncio.sleep(3600)
-
-class AsksAgain(RLVRWorkflow):
-    """Writes a second answer when the reward of the first one is there."""
-
-    async def arun_episode(self, engine, data):
-        for _ in range(2):
-            chat = self.start(data)
-            await self.reply(engine, chat)
-            result = await self.judge(chat, data)
-        return chat.sample(result.value, **result.details())
-
-class NeedsAll(AsksAgain):
-    reads_reward = "midway"
-
-class Asks(RLVRWorkflow):
-    """Asks the model `helpful` by name after a first answer, and then answers again."""
-
-    def __init__(self, helpful, **rest):
-        super().__init__(**rest)
-        self.helpful = helpful
-
-    async def arun_episode(self, engine, data):
-        chat = self.start(data)
-        await self.reply(engine, chat)
-        first = await self.judge(chat, data, self.helpful)
-        chat.say("Again.")
-        await self.reply(engine, chat)
-        result = await self.judge(chat, data)
-        return chat.sample(result.value, rewards=result.rewards, metrics={"first": first.value})
-
-class TakesPart(AsksAgain):
-    reads_reward = "partly"
-
-class Misspelt(AsksAgain):
-    reads_reward = "partially"
-
-class Ranks(RLVRWorkflow):
-    """The reward of a sample is its place in its group by what the judge said."""
-
-    reads_scores = True
-
-    async def finish_group(self, samples, data):
-        order = sorted(range(len(samples)), key=lambda i: samples[i].rewards["Polite"])
-        from dataclasses import replace
-        return tuple(replace(sample, reward=float(order.index(i))) for i, sample in enumerate(samples))
-'''
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A policy, another model of its family, a reward model, and the file of a user."""
-    folder = tmp_path_factory.mktemp("models")
-    (folder / "mine.py").write_text(SCORES)
-    policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
-    config = load_config(TrainConfig, None, [f"actor.path={other}", "actor.dtype=float32", "train_dataset.path=addition"])
-    torch.manual_seed(3)
-    judge = build_train_engine(config.config.actor, 1, head="scalar")
-    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
-    judge.save(folder / "judge")
-    load_tokenizer(policy).save_pretrained(folder / "judge")
-    return folder
-
-
-def resolved(overrides, *more):
-    keys = {
-        item.partition("=")[0]: item
-        for item in [*overrides, "total_train_steps=2", "gconfig.n_samples=4", "tracking.trajectories_per_step=99", *more]
-    }
-    return load_config(TrainConfig, None, list(keys.values()))
-
-
-def steps(summary):
-    return [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def samples_of(summary, step=1):
-    return [json.loads(line) for line in (summary.folder / f"trajectories/step_{step}.jsonl").read_text().splitlines()]
+from tests.trainers.scoring import resolved, samples_of, steps
 
 
 def test_a_second_reward_model_a_teacher_penalty_and_a_judge_come_from_a_users_file(overrides, models):
@@ -304,33 +113,6 @@ def test_a_score_of_a_users_own_that_hangs_ends_the_run_at_its_deadline(override
         train(resolved(overrides, *keys))  # 16 samples
 
 
-def test_a_score_that_hangs_in_an_episode_fails_its_sample_alone(overrides, models):
-    keys = [f"workflow={models}/mine.py:Asks", "total_train_steps=1", "reward_timeout_s=0.5", "rollout.min_group_size=1"]
-    summary = train(resolved(overrides, *keys, f"reward={models}/mine.py:SometimesHangs(path={models}/tiny-llama-1)"))
-    last = steps(summary)[-1]
-    assert last["samples/failed/reward_timeout"] == 4 and len(samples_of(summary)) == 12  # none is lost behind them
-    assert [one.name for one in threading.enumerate()].count("score-in-episode") <= 3  # loops were interrupted
-
-
-def test_scores_that_hang_again_and_again_in_episodes_end_the_run(overrides, models):
-    keys = [f"workflow={models}/mine.py:Asks", "reward_timeout_s=0.1", "rollout.max_data_failures=99"]
-    with pytest.raises(WrongWorkflow, match=r"mine.py:AlwaysHangs' took .* and (8|9|\d\d) calls of it hang in threads"):
-        train(resolved(overrides, *keys, f"reward={models}/mine.py:AlwaysHangs(path={models}/tiny-llama-1)"))
-
-
-def test_a_score_that_is_asked_while_the_run_closes_fails_at_once(monkeypatch):
-    scores = EpisodeScores(SimpleNamespace(scores=[SimpleNamespace(name="helpful", in_episodes=True)]))
-    scores.start({"helpful": ScoreRole.__new__(ScoreRole)}, "cpu")
-
-    def closing():
-        scores.close()
-        return Future()
-
-    monkeypatch.setattr(episode_scores, "Future", closing)
-    with pytest.raises(InfrastructureFailure, match="'helpful' was asked when its model had been closed"):
-        asyncio.run(asyncio.wait_for(scores.ask("helpful", Sample((), 0.0), {}), 5.0))
-
-
 def test_what_a_score_reads_must_be_a_sequence_of_the_model(overrides, models):
     with pytest.raises(UserCodeFailed, match=r"read must give a dict of at least input_ids, loss_mask, temperature"):
         train(resolved(overrides, f"reward={models}/mine.py:Garbled(path={models}/tiny-llama-1)"))
@@ -380,57 +162,6 @@ def test_a_group_is_finished_behind_the_scores_that_its_workflow_reads(overrides
     summary = train(resolved(overrides, polite, f"workflow={models}/mine.py:Ranks"))
     rewards = [sample["reward"] for sample in samples_of(summary)]
     assert sorted(rewards) == sorted([0.0, 1.0, 2.0, 3.0] * (len(rewards) // 4))
-
-
-def test_an_episode_that_goes_on_by_a_reward_part_ends_the_run_unless_it_says_so(overrides, models):
-    keys = [f"reward=math + model(path={models}/judge)", "total_train_steps=1"]
-    with pytest.raises(WrongWorkflow, match="generated again, and model of the reward is added only when the episode has"):
-        train(resolved(overrides, *keys, f"workflow={models}/mine.py:AsksAgain"))
-    summary = train(resolved(overrides, *keys, f"workflow={models}/mine.py:TakesPart", "trial_name=part"))
-    assert all(sample["rewards"]["model"] != 0 for sample in samples_of(summary))
-    plain = train(resolved(overrides, "reward=math", f"workflow={models}/mine.py:AsksAgain", "trial_name=plain"))
-    assert plain.steps == 2  # all of this reward is there at once
-
-
-def test_a_reward_awaited_in_an_episode_is_that_of_the_stage_to_the_bit(overrides, models):
-    keys = [
-        f"reward=math + 0.5*model(path={models}/judge)",
-        "total_train_steps=1",
-        "actor.max_tokens_per_micro_batch=1",  # in the stage too each conversation is then computed by itself
-        "deterministic=true",
-    ]
-    once = [*keys, "workflow=multi_turn", "workflow_args.max_turns=1", "trial_name=awaited"]
-    plan = plan_run(resolved(overrides, *once).config)
-    assert plan.stages[0].awake == ("engine", "model") and plan.stage("score: model") is None
-    assert "needs" in draw.text(plan) and "episodes ask model" in draw.text(plan)
-    awaited, staged = samples_of(train(resolved(overrides, *once))), samples_of(train(resolved(overrides, *keys)))
-    assert [s["completion"] for s in awaited] == [s["completion"] for s in staged]
-    assert [(s["reward"], s["rewards"]) for s in awaited] == [(s["reward"], s["rewards"]) for s in staged]
-    assert len({s["rewards"]["model"] for s in awaited}) > 1
-
-
-def test_a_workflow_asks_a_reward_model_by_name_and_goes_on(overrides, models):
-    judge, other = f"model(path={models}/judge, name=helpful)", f"{models}/mine.py:Polite(path={models}/tiny-llama-1)"
-    keys = [f"reward={judge} + {other}", f"workflow={models}/mine.py:Asks", "evaluate.every_steps=1", "evaluate.max_rows=2"]
-    summary = train(resolved(overrides, *keys, "total_train_steps=1"))
-    plan = plan_run(resolved(overrides, *keys).config)
-    assert [one.name for one in plan.scores if one.in_episodes] == ["helpful"] and plan.stage("score: Polite") is not None
-    row = steps(summary)[-1]
-    assert row["first"] not in (0.0, row["rewards/helpful"]) and row["rewards/Polite"] < 0
-    assert row["reward/mean"] == pytest.approx(row["rewards/helpful"] + row["rewards/Polite"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_model_that_episodes_ask_is_awake_meanwhile_under_a_memory_limit(overrides, models):
-    keys = [f"reward=model(path={models}/judge, name=helpful)", f"workflow={models}/mine.py:Asks", "algorithm=ppo"]
-    config = resolved(overrides, *keys, "memory_limit_gib=50").config
-    needed = sleep_plan_here(config, plan_run(config))
-    limit = f"memory_limit_gib={1.001 * needed.least(needed.largest) / 2**30:.6f}"
-    tight = resolved(overrides, *keys, "deterministic=true", limit, "trial_name=tight")
-    slept, free = train(tight), train(resolved(overrides, *keys, "deterministic=true"))
-    generate = sleep_plan_here(tight.config, plan_run(tight.config)).stage("generate")
-    assert Part("helpful", "parameters") in generate.awake and steps(slept)[-1]["memory/moved_gib"] > 0
-    assert [said["reward"] for said in samples_of(slept, 2)] == [said["reward"] for said in samples_of(free, 2)]
 
 
 def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(overrides, models):

@@ -126,6 +126,21 @@ def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) 
 
 
 @contextlib.contextmanager
+def own_alarm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A block that has the process's alarm for itself and sets it as often as it likes; ``handler`` takes it. The alarm that
+    someone else has set (a test's limit, or the user's own) goes on behind the block. Only in the main thread."""
+    left_s, every_s = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    before, started = signal.signal(signal.SIGALRM, handler), time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - started), 1e-3), every_s)
+
+
+@contextlib.contextmanager
 def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
     """A block of a user's code that is interrupted when it takes too long. Only in the main thread, where the system can
     interrupt it; a call that holds the interpreter is interrupted when it returns.
@@ -140,23 +155,18 @@ def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
-    left_s, every_s = signal.setitimer(signal.ITIMER_REAL, 0.0)
-    handler, started = signal.signal(signal.SIGALRM, late), time.monotonic()
-    try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+    with own_alarm(late):
         try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-    except Interrupted:
-        raise UserCodeFailed(
-            f"{spec!r} took longer than {limit_s:g} s and was interrupted; mend it there, or give it more time, and start "
-            "again. Checkpoints that were saved stay"
-        ) from None
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-        if left_s:  # an alarm that someone else has set: a test's limit, or the user's own
-            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - started), 1e-3), every_s)
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+        except Interrupted:
+            raise UserCodeFailed(
+                f"{spec!r} took longer than {limit_s:g} s and was interrupted; mend it there, or give it more time, and "
+                "start again. Checkpoints that were saved stay"
+            ) from None
 
 
 def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:

@@ -218,7 +218,7 @@ def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, f
 
 
 def group_of(server):
-    return server.worker._tandem_group if isinstance(server, VllmStandIn) else server.group
+    return server.worker.tandem_group if isinstance(server, VllmStandIn) else server.group
 
 
 def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):

@@ -71,22 +71,22 @@ class EngineCore:
         self._max_model_len = config.max_model_len or a.max_position_embeddings
         compute = compute_dtype(dtype, device)
         static = takes_graphs(config, device.type, deterministic)
-        self._cache = make_cache(a, config, compute, device, Arena if static else KVCache)
-        passes = self._passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
+        self.cache = make_cache(a, config, compute, device, Arena if static else KVCache)
+        passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
         self.slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device, passes.decoder.kernels)
-        self._scheduler = Scheduler(self._cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
+        self._scheduler = Scheduler(self.cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         self.static: StaticDecode | None = None
         """Decode steps over static tables, which a GPU records; on a CPU they only show that they draw the same."""
 
-        if isinstance(self._cache, Arena):
+        if isinstance(self.cache, Arena):
             sizes = config.max_running, self._max_model_len
-            self.static = StaticDecode(passes.decoder, passes.kernel, self._cache, self.slots, *sizes)
+            self.static = StaticDecode(passes.decoder, passes.kernel, self.cache, self.slots, *sizes)
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
         self.version = version
         """The version that the next token will be made by."""
 
-        self._weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
+        self.weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
 
     # ------------------------------------------------------------------ requests
 
@@ -110,11 +110,11 @@ class EngineCore:
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
         sequence = Sequence(request_id, request, limit, deadline, stop)
         needed = self._scheduler.needed(sequence)
-        if needed > self._cache.budget_tokens:
+        if needed > self.cache.budget_tokens:
             raise DataFailure(
                 "prompt_too_long",
                 f"{len(ids)} prompt and {limit} new tokens need {needed} of cache, rollout.engine.kv_cache_gib holds "
-                f"{self._cache.budget_tokens}; make it larger or max_new_tokens smaller",
+                f"{self.cache.budget_tokens}; make it larger or max_new_tokens smaller",
             )
         self._scheduler.add(sequence)
 
@@ -140,7 +140,7 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> Finished:
         """One round: admit, a piece of prefill and/or one token for every started sequence; returns what finished."""
-        if self._weights is None:
+        if self.weights is None:
             raise RuntimeError("the weights sleep; deliver them anew (stage, swap) before the next step")
         began = time.perf_counter()
         finished, self._finished = self._finished + self._expire(), []
@@ -194,17 +194,17 @@ class EngineCore:
         scheduler.prefill.jobs = [job for job in scheduler.prefill.jobs if job.done < len(job.tokens)]
         if not starting:
             return []
-        assert self._weights is not None
-        logits = self._passes.logits(self._weights, [sequence.last_hidden() for sequence in starting])
+        assert self.weights is not None
+        logits = self.passes.logits(self.weights, [sequence.last_hidden() for sequence in starting])
         for sequence in starting:
             scheduler.start(sequence)
         return self._draw(self.slots.batch(starting), logits)
 
     def _run_jobs(self, jobs: list[Prefill], counter: str) -> list[Prefill]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
-        assert self._weights is not None
+        assert self.weights is not None
         taken, pieces = self._scheduler.prefill.next_pieces(jobs)
-        complete = self._passes.prefill(self._weights, taken, pieces)
+        complete = self.passes.prefill(self.weights, taken, pieces)
         for job, last in complete:
             job.owner.hidden = last
         self._counters[counter] += sum(piece.count for piece in pieces)
@@ -213,22 +213,22 @@ class EngineCore:
     def _decode(self) -> Finished:
         """The next token of every sequence that decodes."""
         slots, scheduler, static = self.slots, self._scheduler, self.static
-        assert self._weights is not None
+        assert self.weights is not None
         if static is not None:
             if scheduler.changed or static.stale:
                 self._batch = slots.batch(scheduler.ordered())
                 static.plan(self._batch)
                 scheduler.changed = False
-            slots.drew(self._batch, (static.step(self._weights),), self.version.number)
+            slots.drew(self._batch, (static.step(self.weights),), self.version.number)
             return self._drew(self._batch)
-        if scheduler.changed or not self._passes.planned:  # else it is the batch of the step before
+        if scheduler.changed or not self.passes.planned:  # else it is the batch of the step before
             self._batch = slots.batch(scheduler.ordered())
-            self._passes.plan(self._batch.sequences, slots.positions[self._batch.slots].tolist())
+            self.passes.plan(self._batch.sequences, slots.positions[self._batch.slots].tolist())
             scheduler.changed = False
         else:
-            self._passes.advance()
+            self.passes.advance()
         batch = self._batch
-        logits = self._passes.decode(self._weights, slots.last[batch.places], slots.positions[batch.slots] - 1)
+        logits = self.passes.decode(self.weights, slots.last[batch.places], slots.positions[batch.slots] - 1)
         return self._draw(batch, logits)
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
@@ -287,8 +287,8 @@ class EngineCore:
         """
         began = time.perf_counter()
         # A recorded step reads the weights where they are: the new ones are copied there.
-        if self.static is None or self._weights is None or not self._weights.take(staged.weights):
-            self._weights = staged.weights
+        if self.static is None or self.weights is None or not self.weights.take(staged.weights):
+            self.weights = staged.weights
         self.version = version
         scheduler = self._scheduler
         self._finished += self._read()
@@ -309,10 +309,10 @@ class EngineCore:
         if self.has_work:
             raise RuntimeError(f"sleep needs an idle engine; {len(self._scheduler.sequences)} requests are under way")
         if "kv_cache" in parts:
-            self._passes.forget()
-            self._cache.clear()
+            self.passes.forget()
+            self.cache.clear()
         if "weights" in parts:
-            self._weights = None
+            self.weights = None
         if self.static is not None:
             self.static.forget()
 
@@ -320,7 +320,7 @@ class EngineCore:
         """The cache comes back with the first request; weights come back by `stage` and `swap`."""
 
     def statistics(self) -> dict[str, float]:
-        scheduler, cache = self._scheduler, self._cache
+        scheduler, cache = self._scheduler, self.cache
         return self._counters | {
             "running": float(scheduler.num_running),
             "waiting": float(len(scheduler.waiting)),

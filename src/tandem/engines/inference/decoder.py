@@ -38,11 +38,11 @@ class Decoder:
         self.kernels = kernels
         self.windows = set(architecture.sliding_windows)
         ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self.rotary_tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for rope in architecture.rope:
             if rope is not None and id(rope) not in ropes:
                 ropes[id(rope)] = rotary_table(rope, max_len, compute, device)
-            self._tables.append(None if rope is None else ropes[id(rope)])
+            self.rotary_tables.append(None if rope is None else ropes[id(rope)])
         # transformers rounds the scale to the weights' dtype
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
         compiled = kernels is not None and architecture.activation == "silu"
@@ -74,7 +74,7 @@ class Decoder:
         rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            table = self._tables[index]
+            table = self.rotary_tables[index]
             if table is not None and id(table) not in rotations and not isinstance(attend, RowAttention):
                 rotations[id(table)] = table[0][positions], table[1][positions]
             rotation = rotations.get(id(table))

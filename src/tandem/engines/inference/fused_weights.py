@@ -74,11 +74,12 @@ class FusedWeights:
         where oneDNN has packed them."""
         if self.head.packed:
             return False
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs)
         return True
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the version, each once, in an order that all versions of a model share."""
         linears = [self.head, *(one for layer in self.layers for one in layer.projections.values())]
         yield from (self.embedding, self.norm, *(norm for layer in self.layers for norm in layer.norms.values()))
         for linear in linears:

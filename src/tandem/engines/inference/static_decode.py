@@ -142,9 +142,19 @@ class StaticDecode:
         """Recordings that are there."""
         return sum(replay is not None for replay in self._replays.values())
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Shapes of the steps that have run and are not forgotten, the one used last at the end."""
+        return list(self._replays)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """Where a step reads what changes between steps, and writes what it drew; recordings hold their addresses."""
+        return self._ints, self._floats, self._stop, self._found
+
     def held_bytes(self) -> int:
         """Bytes of the tables."""
-        return sum(one.nbytes for one in (self._ints, self._floats, self._stop, self._found))
+        return sum(one.nbytes for one in self.tables)
 
     def plan(self, batch: SlotBatch) -> None:
         """Writes the tables for a batch, which `step` goes on with until one joins or leaves."""

@@ -29,17 +29,17 @@ class TandemWorker:
         """Joins a group of which the trainer, at this address, is rank 0; one that was joined before is left."""
         self.tandem_leave()
         store = dist.TCPStore(host, port, size, False, timedelta(seconds=timeout_s))
-        self._tandem_group = joined(store, 1 + self.rank, size, backend, own_address(host), timeout_s)
+        self.tandem_group = joined(store, 1 + self.rank, size, backend, own_address(host), timeout_s)
         self._tandem_device = self.device if backend == "nccl" else torch.device("cpu")
 
     def tandem_receive(self, plan: list[list[Any]]) -> None:
         """Takes the weights that the trainer broadcasts, bucket by bucket; the server is paused meanwhile."""
-        self.reload_weights(weights_iterator=received(self._tandem_group, plan, self._tandem_device))
+        self.reload_weights(weights_iterator=received(self.tandem_group, plan, self._tandem_device))
         pack_again(self.model_runner.get_model())
 
     def tandem_leave(self) -> None:
         """Closes this end of the group; nothing if there is none."""
-        self._tandem_group = None
+        self.tandem_group = None
 
     def tandem_load(self, place: dict[str, Any]) -> None:
         """Takes the weights that lie at a `WeightSource.place`; the server is paused meanwhile."""
