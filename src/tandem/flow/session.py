@@ -1,7 +1,6 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.keeping import Keeping
 from tandem.flow.balance import make_balance
+from tandem.flow.collector import keep_from_collector
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
@@ -242,23 +242,6 @@ def open_session(
         session = Session(plan, timer, residency, runner, process.team, *own)
         runner.learn(_work(session))
         yield session
-
-
-def keep_from_collector(stack: contextlib.ExitStack) -> None:
-    """Takes what is loaded by now out of the garbage collector's reach until the stack closes.
-
-    Models and libraries are hundreds of thousands of objects that a full collection walks over again and again, up to 0.2 s
-    each time, in which no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze).
-    """
-    collect_and_keep()
-    stack.callback(gc.unfreeze)
-
-
-def collect_and_keep() -> None:
-    """Collects all garbage, that of models which are gone too, and keeps the collector away from the rest."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:

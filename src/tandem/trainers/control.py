@@ -14,6 +14,7 @@ from tandem.config.changes import changed_reward
 from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
+from tandem.flow.collector import collect_and_keep
 from tandem.flow.continuing import beside, staying
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.residents import check_models, check_scores, open_scores
@@ -29,7 +30,7 @@ from tandem.flow.services import (
     refuse_compared_later,
     refuse_comparing,
 )
-from tandem.flow.session import Session, collect_and_keep, is_everywhere
+from tandem.flow.session import Session, is_everywhere
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingRole
 from tandem.rewards.build import refuse_only_groups
