@@ -171,5 +171,5 @@ def test_what_fails_on_rank_0_ends_the_other_within_seconds_with_the_cause(ranks
     for kind, message, seconds in (main, other):
         assert kind != "nothing"
         assert words.rpartition("Error: ")[2] in message or kind == "OSError"
-        assert seconds < 5
+        assert seconds < 20
     assert words in other[1]

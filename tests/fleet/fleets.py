@@ -85,9 +85,9 @@ class Asking:
         try:
             self._future.exception(120)
         finally:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(60)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(60)
             self._loop.close()
 
     async def _end(self):

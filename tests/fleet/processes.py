@@ -12,7 +12,7 @@ from tandem.config.fleet import FleetConfig
 from tests.fleet.fleets import engine, fleet_of, generate, healthy, rows, server, until
 from tests.zygote import gone
 
-DETECTED_S = 5.0
+DETECTED_S = 20.0
 """Time in which a fault must be noticed."""
 
 PATIENCE = FleetConfig(stall_timeout_s=8, max_restarts=100)

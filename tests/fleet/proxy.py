@@ -36,7 +36,7 @@ class Proxy:
     def __exit__(self, *_):
         self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     def set(self, mode, argument=0.0, at=None):
@@ -55,7 +55,7 @@ class Proxy:
             self._run(self._listen(self.port))
 
     def _run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def _listen(self, port):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)

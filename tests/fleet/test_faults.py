@@ -101,7 +101,7 @@ def test_killed_or_stopped_during_an_update(processes, fleet, folders, phase, wo
             assert len(asking.answers()) == 8
         assert reached.is_set()
         print(f"\nthe update took {passed_s:.1f} s")
-        assert passed_s <= 10
+        assert passed_s <= 40
     assert fleet.version.number == number
     answers = generate(fleet, [ask(i, affinity=str(i)) for i in range(8)])
     assert {version for response in answers for version in response.versions} == {number}

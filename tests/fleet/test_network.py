@@ -15,7 +15,7 @@ from tests.tiny import tiny_model_folder
 
 RUN = "this-run"
 CONFIG = patient(suspect_after_s=1.5, stall_timeout_s=4, request_timeout_s=20, max_server_retries=5)
-DETECTED_S = 5.0
+DETECTED_S = 20.0
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_an_empty_fleet_is_a_wait_and_then_an_error_that_says_who_is_where(made)
     began = time.monotonic()
     with pytest.raises(EngineDied, match=r"no server was healthy for 0\.5 s .*empty_timeout_s"):
         generate(fleet, [ask()])
-    assert 0.4 < time.monotonic() - began < 5
+    assert 0.4 < time.monotonic() - began < 60
 
 
 def test_requests_wait_while_there_is_no_server_and_are_answered_when_there_is(made):

@@ -12,7 +12,7 @@ import pytest
 from tandem.launch.local import Patience, run_ranks
 from tests.zygote import gone
 
-QUICK = 20.0
+QUICK = 60.0
 """Seconds within which a group must have ended; each wait inside is far shorter."""
 
 

@@ -44,8 +44,8 @@ def pids(folder, attempt=0):
 
 def test_a_rank_that_is_stopped_is_found_and_the_stacks_of_all_are_kept(ranks, tmp_path, capfd):
     began = time.monotonic()
-    assert ranks("if rank == '1': time.sleep(0.6); os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(600)") == 1
-    assert time.monotonic() - began < 15
+    assert ranks("if rank == '1': time.sleep(1.0); os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(600)") == 1
+    assert time.monotonic() - began < 60
     ((ended, restart),) = ranks.records
     assert restart is None and ended.rank == 1 and ended.may_pass and ended.step == 3 and ended.has_folder
     assert "error: rank 1 of 2 has not answered for" in capfd.readouterr().err
@@ -81,7 +81,7 @@ said = {"count": 1, "phase": "start", "step": 0, "waits": ""}
 follow_launcher(lambda: said)
 time.sleep(0.1)  # a look every half second would come at once, and too late
 said |= {"phase": "build"}
-time.sleep(0.2)
+time.sleep(0.3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     records = []
@@ -120,7 +120,10 @@ def test_the_rank_whose_error_was_first_is_to_blame_not_one_that_heard_of_it(ran
 from tandem.api.failures import RankFailed
 with telling_errors():
     if rank == "0":
+        (here / "raised").touch()
         raise ValueError("the third gradient is missing")
+    while not (here / "raised").exists():
+        time.sleep(0.02)
     time.sleep(0.2)
     raise RankFailed("rank 0 failed: ValueError: the third gradient is missing")
 """
@@ -152,7 +155,7 @@ if rank == "1":
 time.sleep(600)
 """
     assert ranks(lines, left_s=0.5) == 1
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not gone(int((tmp_path / "server").read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -52,7 +52,7 @@ def holder(tmp_path):
 def test_the_second_waits_and_says_for_what_and_for_whom(tmp_path, holder, capsys):
     process, _ = holder(1.5)
     with locked(tmp_path / "model.lock", "the model", say_every_s=0.3):
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     said = capsys.readouterr().err
     assert f"Waiting for the model: process {process.pid} on " in said
     assert said.count("Waiting for the model") >= 2
@@ -64,7 +64,7 @@ def test_a_holder_that_does_not_end_is_waited_for_so_long_and_named_with_the_rem
     expected = rf"the model.*process {process.pid} .*end it.*remove .*model\.lock"
     with pytest.raises(WaitTimeout, match=expected), locked(tmp_path / "model.lock", "the model", patience_s=0.5):
         pytest.fail("two hold it")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -75,7 +75,7 @@ def test_a_lock_whose_holder_was_killed_blocks_nobody(tmp_path, holder, forks):
     try:
         began = time.monotonic()
         make_once(tmp_path / "model", lambda partial: (partial / "file").write_text("whole"))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         assert (tmp_path / "model" / "file").read_text() == "whole"
         for child in children:
             os.kill(int(child), 0)  # the one that it had forked still has the file open

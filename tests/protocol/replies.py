@@ -76,4 +76,4 @@ def answering(dialect):
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(60)

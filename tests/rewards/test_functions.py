@@ -64,8 +64,10 @@ def forges(completion):
         try: os.write(fd, b"\\0" * 7 + b"\\x10" + b'{"value": 100.0}')
         except OSError: pass
     return 0.0
-def slowly(completion):
+def slowly(completion, path=None):
+    began = time.monotonic()
     time.sleep(0.3)
+    if path: open(path, "a").write(f"{began} {time.monotonic()}\\n")
     return 1.0
 BUSY = "import time\\nwhile time.process_time() < 0.4: pass"
 def computes(completion):
@@ -188,7 +190,7 @@ def test_a_reward_past_its_deadline_is_a_timeout(reward, name):
     failure = failure_of(reward(name, timeout_s=0.5))
 
     assert failure.reason == "reward_timeout" and "0.5 s" in str(failure)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_close_kills_a_call_under_way_with_its_children_also_detached_ones(reward, tmp_path):
@@ -207,21 +209,25 @@ def test_close_kills_a_call_under_way_with_its_children_also_detached_ones(rewar
         return started
 
     started = asyncio.run(hang())
-    assert len(started) == 3 and all(gone(pid, within_s=5) for pid in started)
+    assert len(started) == 3 and all(gone(pid, within_s=60) for pid in started)
 
 
 def test_the_deadline_kills_the_children_too(reward, tmp_path):
     pids = tmp_path / "pids"
-    failure = failure_of(reward("hangs_with_children", timeout_s=2.0), path=str(pids))
-    started = [int(pid) for pid in pids.read_text().split()]
+    for timeout_s in (2.0, 20.0, 100.0):  # a busy machine may need longer to start them
+        pids.write_text("")
+        failure = failure_of(reward("hangs_with_children", timeout_s=timeout_s), path=str(pids))
+        started = [int(pid) for pid in pids.read_text().split()]
+        if len(started) == 3:
+            break
 
     assert failure.reason == "reward_timeout"
-    assert len(started) == 3 and all(gone(pid, within_s=5) for pid in started)
+    assert len(started) == 3 and all(gone(pid, within_s=60) for pid in started)
 
 
 def test_children_left_behind_end_with_the_call(reward, tmp_path):
     assert call(reward("leaves_children"), path=str(tmp_path / "pid")).value == 1.0
-    assert gone(int((tmp_path / "pid").read_text()), within_s=5)
+    assert gone(int((tmp_path / "pid").read_text()), within_s=60)
 
 
 def test_a_reward_that_forks_answers_once(reward):
@@ -236,12 +242,13 @@ def test_a_forged_answer_is_not_taken(reward):
 
 def test_a_hanging_call_does_not_hold_up_others(reward):
     function = reward("slowly")
-    hanging = reward("spins", timeout_s=3.0)
+    hanging = reward("spins", timeout_s=100.0)
 
     async def both():
         stuck = asyncio.create_task(acall(hanging))
         values = await asyncio.gather(*(acall(function) for _ in range(4)))
         assert not stuck.done()
+        hanging.close()
         with pytest.raises(RewardFailure):
             await stuck
         return values
@@ -249,32 +256,32 @@ def test_a_hanging_call_does_not_hold_up_others(reward):
     assert [result.value for result in asyncio.run(both())] == [1.0] * 4
 
 
-def side_by_side(function, count):
-    """Seconds that so many calls at once take, and the workers that there are then."""
+def workers_of(function, count, **row):
+    """The workers that there are when so many calls have been made at once."""
 
     async def all_of_them():
-        await asyncio.gather(*(acall(function) for _ in range(count)))
+        await asyncio.gather(*(acall(function, **row) for _ in range(count)))
 
-    began = time.monotonic()
     asyncio.run(all_of_them())
-    return time.monotonic() - began, len(function.pool.pids)
+    return len(function.pool.pids)
 
 
-def test_calls_that_wait_overlap_beyond_the_cores(reward):
-    slowly = reward("slowly", workers=12)
-    side_by_side(slowly, 12)  # the workers are started
-    took_s, workers = side_by_side(slowly, 24)
-    assert workers > usable_cores()
-    assert took_s < 24 * 0.3 / usable_cores() * 0.7
+def test_calls_that_wait_overlap_beyond_the_cores(reward, tmp_path):
+    slowly, times = reward("slowly", workers=12), tmp_path / "times"
+    workers_of(slowly, 12)  # the workers are started
+    assert workers_of(slowly, 24, path=str(times)) > usable_cores()
+    calls = [tuple(map(float, line.split())) for line in times.read_text().splitlines()]
+    assert len(calls) == 24
+    assert max(sum(began <= moment < ended for began, ended in calls) for moment, _ in calls) > usable_cores()
 
 
 def test_calls_that_compute_start_no_more_workers_than_cores(reward):
-    _, workers = side_by_side(reward("computes", workers=12), 6 * usable_cores())
+    workers = workers_of(reward("computes", workers=12), 6 * usable_cores())
     assert workers <= usable_cores() + 1
 
 
 def test_a_child_that_computes_is_a_call_that_computes(reward):
-    _, workers = side_by_side(reward("computes_in_a_child", workers=12), 4 * usable_cores())
+    workers = workers_of(reward("computes_in_a_child", workers=12), 4 * usable_cores())
     assert workers <= usable_cores() + 1
 
 
@@ -282,7 +289,7 @@ def test_the_number_of_workers_follows_from_cores_and_samples_unless_it_is_said(
     cores = usable_cores()
     assert most_workers(1) == cores
     assert most_workers(10**6) == most_workers() == max(cores, min(8 * cores, 64))
-    assert side_by_side(reward("slowly", workers=1), 3)[1] == 1
+    assert workers_of(reward("slowly", workers=1), 3) == 1
 
 
 def test_workers_are_reused_and_close_leaves_no_process(reward):
@@ -299,7 +306,7 @@ def test_workers_are_reused_and_close_leaves_no_process(reward):
     process.close()
     process.close()
 
-    assert all(gone(pid, within_s=5) for pid in [*workers, *keepers])
+    assert all(gone(pid, within_s=60) for pid in [*workers, *keepers])
     with pytest.raises(RuntimeError, match="closed"):
         call(process)
 
@@ -321,7 +328,7 @@ asyncio.run(reward(prompt="", completion="", prompt_ids=(), completion_ids=(), r
     run.kill()
     run.wait()
 
-    assert len(family) >= 5 and all(gone(pid, within_s=5) for pid in family)
+    assert len(family) >= 5 and all(gone(pid, within_s=60) for pid in family)
 
 
 def test_a_worker_does_not_import_torch():

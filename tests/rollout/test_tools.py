@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from contextlib import asynccontextmanager
@@ -176,7 +177,7 @@ def test_each_fault_is_an_observation_and_counted_by_its_name(fault):
     made = workflow([calculator, broken, slow, unwritable], tool_seconds=0.2)
     began = time.monotonic()
     sample, _ = play(made, reply, CALL, "408")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25  # the slow one sleeps for 30
     assert any(words in m["content"] for m in sample.messages if m["role"] != "assistant")
     counted = {name.removeprefix("tools/") for name in sample.metrics if name.removeprefix("tools/") in FAULTS}
     assert counted == set(FAULTS)
@@ -205,11 +206,19 @@ def test_each_limit_ends_the_chat_by_its_name_and_it_is_judged(limits, replies, 
 
 
 def test_calls_of_one_reply_run_at_once_and_those_above_the_limit_are_not_done():
-    made = workflow([asleep], max_calls=3)
-    began = time.monotonic()
-    sample, _ = play(made, "\n".join([call_of("asleep", seconds=0.5)] * 4), "408")
-    assert time.monotonic() - began < 1.4
-    assert observations(sample) == ['{"waited": 0.5}'] * 3 + ["Not done: no more than 3 calls are allowed."]
+    three = asyncio.Barrier(3)
+
+    async def meets(word: str) -> str:
+        """Waits for two others.
+
+        Args:
+            word: any
+        """
+        await three.wait()
+        return "met"
+
+    sample, _ = play(workflow([meets], max_calls=3), "\n".join([call_of("meets", word="x")] * 4), "408")
+    assert observations(sample) == ["met"] * 3 + ["Not done: no more than 3 calls are allowed."]
 
 
 def test_a_flood_of_calls_is_bounded():
@@ -219,9 +228,9 @@ def test_a_flood_of_calls_is_bounded():
 
 def test_deadlines_nest_and_come_from_the_time_of_the_episode():
     made = workflow([slow])
-    began = time.monotonic()
     sample, _ = play(made, call_of("slow", seconds=20), "408", remaining_s=2.0)
-    assert time.monotonic() - began < 2.0 * 0.9 / 2  # a call has a quarter of what is left for the chat
+    (said,) = re.findall(r"slow was not done after ([\d.]+) s", observations(sample)[0])
+    assert 0 < float(said) <= 2.0 * 0.9 / 4  # a call has a quarter of what is left for the chat
     assert sample.metrics["tools/tool_timeout"] == 1 and sample.reward == 1.0
     with pytest.raises(ConfigError, match="tool_seconds must be above 0, got 0"):
         workflow(tool_seconds=0)
@@ -334,12 +343,12 @@ ERRORS = {
 
 @pytest.mark.parametrize("word", ERRORS)
 def test_a_tool_that_calls_for_the_end_of_the_process_is_a_call_that_raised(word):
-    made = workflow([FunctionBox(ends, max_stuck=1), ends_at_once, asleep], tool_seconds=5.0)
+    made = workflow([FunctionBox(ends, max_stuck=1), ends_at_once, asleep], tool_seconds=60.0)
     for name in ("ends", "ends_at_once"):
         began = time.monotonic()
         sample, _ = play(made, call_of(name, word=word) + call_of("asleep", seconds=0.01), "408")
         assert type(ERRORS[word]).__name__ in observations(sample)[0] and sample.metrics["tools/tool_raised"] == 1
-        assert observations(sample)[1] == '{"waited": 0.01}' and time.monotonic() - began < 2
+        assert observations(sample)[1] == '{"waited": 0.01}' and time.monotonic() - began < 30
 
 
 def test_a_call_whose_error_has_no_text_says_its_type():

@@ -10,15 +10,22 @@ import pytest
 from tandem.api.sandbox import Limits, Program
 from tandem.config.errors import ConfigError
 from tandem.sandbox.choose import choose_sandbox
+from tandem.sandbox.worker import GRACE_S
 from tests.sandbox.hostile import read_table
 from tests.sandbox.machine import Machine, descendants, lives, processes_with
 
 TABLE = read_table()
 BACK_ENDS = ("bubblewrap", "landlock")
+ENOUGH_S = 60.0
+"""Wall time of a program that is ended by something else than its wall time, however busy the machine."""
 ids = [f"{each.group}: {each.name}" for each in TABLE]
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the programs use system calls by their numbers of x86_64"
 )
+
+
+def wall_s(hostile):
+    return hostile.wall_s if "timeout" in hostile.ends else ENOUGH_S
 
 
 @pytest.fixture(
@@ -40,7 +47,7 @@ def trial(request, tmp_path_factory):
         jobs = [
             sandbox.run(
                 Program(source=hostile.source, stdin=machine.facts),
-                Limits(wall_s=hostile.wall_s, cpu_s=hostile.wall_s, memory_mib=256, processes=24, file_mib=32),
+                Limits(wall_s=wall_s(hostile), cpu_s=hostile.wall_s, memory_mib=256, processes=24, file_mib=32),
             )
             for hostile in TABLE
         ]
@@ -62,7 +69,7 @@ def trial(request, tmp_path_factory):
         wrong.append("the victim was killed, or is slower")
     if machine.heard:
         wrong.append(f"heard: {machine.heard}")
-    until = time.monotonic() + 2.0  # what was killed takes the kernel a moment to end
+    until = time.monotonic() + 20.0  # what was killed takes the kernel a moment to end
     while (left := processes_with(machine.mark) + [pid for pid in workers if lives(pid)]) and time.monotonic() < until:
         time.sleep(0.05)
     if left:
@@ -78,7 +85,7 @@ def test_a_hostile_program_gets_nothing(trial, hostile):
     outcome = trial[0][f"{hostile.group}: {hostile.name}"]
     assert b"ESCAPED" not in outcome.stdout, outcome.stdout.decode(errors="replace")
     assert outcome.status in hostile.ends, (outcome.stdout[-300:], outcome.stderr[-600:])
-    assert outcome.seconds < hostile.wall_s + 5
+    assert outcome.seconds < wall_s(hostile) + GRACE_S
 
 
 def test_hostile_programs_leave_nothing_behind_and_reach_nothing(trial):
@@ -103,7 +110,7 @@ HARMLESS_WITHOUT_WALLS = (
 def test_the_programs_notice_when_there_are_no_walls(name, tmp_path):
     machine, sandbox = Machine(tmp_path), choose_sandbox("none", size=1)
     hostile = TABLE[ids.index(name)]
-    outcome = asyncio.run(sandbox.run(Program(source=hostile.source, stdin=machine.facts), Limits(wall_s=20)))
+    outcome = asyncio.run(sandbox.run(Program(source=hostile.source, stdin=machine.facts), Limits(wall_s=ENOUGH_S)))
     sandbox.close()
     machine.close()
     assert b"ESCAPED" in outcome.stdout

@@ -235,7 +235,7 @@ def test_listening_to_a_program_that_closed_its_errors_costs_nothing(sandbox):
 
 def test_a_workspace_keeps_its_files_between_programs_and_no_process(sandbox):
     async def work():
-        space = await sandbox.open({"in/a.txt": b"1"}, Limits(wall_s=20))
+        space = await sandbox.open({"in/a.txt": b"1"}, Limits(wall_s=50))
         first = await space.exec(Program(argv=("sh", "-c", "cp in/a.txt b.txt; (sleep 60 &) ; mkdir made")))
         second = await space.exec(Program(source="import os; print(sorted(os.listdir('.')))"))
         await space.write("deep/er.txt", b"2")
@@ -248,7 +248,7 @@ def test_a_workspace_keeps_its_files_between_programs_and_no_process(sandbox):
         return first, second, content
 
     first, second, content = asyncio.run(work())
-    assert first.status == "ok" and first.seconds < 15
+    assert first.status == "ok" and first.seconds < 45
     assert second.stdout == b"['b.txt', 'in', 'made']\n"
     assert content == (b"2", b"1")
 
@@ -300,7 +300,7 @@ def test_a_cancelled_call_ends_its_program_and_the_worker_serves_the_next(sandbo
         return await sandbox.run(Program(source="print(1)")), time.monotonic() - began
 
     outcome, seconds = asyncio.run(work())
-    assert outcome.stdout == b"1\n" and seconds < 20
+    assert outcome.stdout == b"1\n" and seconds < 50
 
 
 def test_descriptors_and_memory_of_the_parent_stay_flat(sandbox):

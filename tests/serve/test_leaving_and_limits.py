@@ -20,7 +20,7 @@ def served(folder):
         yield server
 
 
-def until(condition, timeout_s=10.0):
+def until(condition, timeout_s=60.0):
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end
@@ -34,7 +34,7 @@ def statistics(served):
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "stream"])
 def test_a_client_that_leaves_frees_its_request(served, path):
     body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 500, "min_tokens": 500, "n": 2, "stream": path == "stream"}
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     body, path = (LONG, path) if path == "/generate" else (body, "/v1/completions")
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     until(lambda: statistics(served)["generated_tokens"] > 4)
@@ -50,7 +50,7 @@ def test_a_client_that_leaves_frees_its_request(served, path):
 def test_one_request_too_many_is_told_to_come_again(served):
     served.json("POST", "/control/pause", {})
     threads = [
-        threading.Thread(target=served.request, args=("POST", "/generate", LONG | {"deadline_s": 3})) for _ in range(3)
+        threading.Thread(target=served.request, args=("POST", "/generate", LONG | {"deadline_s": 60})) for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -58,16 +58,16 @@ def test_one_request_too_many_is_told_to_come_again(served):
 
     answer = served.json("POST", "/generate", LONG, status=503)
     assert answer["error"]["code"] == "full"
-    for thread in threads:
-        thread.join(10)
     served.json("POST", "/control/resume", {})
+    for thread in threads:
+        thread.join(60)
     assert served.json("POST", "/generate", {"input_ids": [5]})["output_ids"]
 
 
 def test_one_connection_too_many_is_closed(served):
     held = []
     for _ in range(6):
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
         connection.request("GET", "/health")
         assert connection.getresponse().read()
         held.append(connection)
@@ -128,8 +128,8 @@ def test_running_requests_end_before_the_server_does(folder):
         ending.start()
         until(lambda: served.service.draining)
         assert served.json("POST", "/generate", LONG, status=503)["error"]["code"] == "draining"
-        thread.join(20)
-        ending.join(20)
+        thread.join(60)
+        ending.join(60)
 
     assert answers[0][0] == 200 and len(json.loads(answers[0][1])["output_ids"]) == 150
     with pytest.raises(ConnectionRefusedError):
@@ -154,8 +154,8 @@ def test_requests_that_run_too_long_do_not_keep_the_server(folder):
         until(lambda: served.service.under_way == 1)
         began = time.monotonic()
         served.end()
-        thread.join(10)
-    assert time.monotonic() - began < 8 and answers[0] != 200
+        thread.join(30)
+    assert time.monotonic() - began < 30 and answers[0] != 200
 
 
 def test_an_engine_that_is_gone_is_said_and_ends_the_server(folder):
@@ -164,7 +164,7 @@ def test_an_engine_that_is_gone_is_said_and_ends_the_server(folder):
         served.service.on_death = told.set
         served.engine.close()
 
-        assert told.wait(5)  # nobody had to ask
+        assert told.wait(60)  # nobody had to ask
         assert served.json("POST", "/generate", LONG, status=503)["error"]["code"] == "engine_died"
         assert served.json("GET", "/health")["status"] == "dead"
         assert "engine is gone" in served.json("GET", "/ready", status=503)["error"]["message"]

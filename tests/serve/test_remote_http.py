@@ -111,7 +111,7 @@ def endless(connection, request):
 
 def half(connection, request):
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n1")
-    time.sleep(3)
+    time.sleep(60)
 
 
 WRONG = {
@@ -121,7 +121,7 @@ WRONG = {
     "no HTTP": (lambda connection, request: connection.sendall(b"\x16\x03\x01 what\r\n\r\n"), "http"),
     "nothing": (lambda connection, request: None, "Disconnected"),
     "endless": (endless, "more than 1000000 bytes"),
-    "slow": (lambda connection, request: time.sleep(3), "no answer within 0.3 s"),
+    "slow": (lambda connection, request: time.sleep(60), "no answer within 0.3 s"),
     "half": (half, "no answer within 0.3 s"),
 }
 
@@ -131,8 +131,8 @@ def test_what_is_no_answer_is_the_servers_failure(kind):
     respond, words = WRONG[kind]
     began = time.monotonic()
     with client_of(respond, max_body_bytes=1_000_000) as client, pytest.raises(ServerFailed, match=words):
-        client.call("/x", {}, deadline_s=0.3 if kind in ("slow", "half") else 5)
-    assert time.monotonic() - began < 2.5
+        client.call("/x", {}, deadline_s=0.3 if kind in ("slow", "half") else 60)
+    assert time.monotonic() - began < 30
 
 
 def test_a_refused_connection_is_the_servers_failure():
@@ -149,7 +149,7 @@ def test_cancelling_drops_the_connection():
     closed = threading.Event()
 
     def wait(connection, request):
-        connection.settimeout(10)
+        connection.settimeout(60)
         if connection.recv(1) == b"":
             closed.set()
 
@@ -163,16 +163,16 @@ def test_cancelling_drops_the_connection():
 
     with client_of(wait) as client:
         asyncio.run(leave(client))
-        assert closed.wait(5)
+        assert closed.wait(30)
 
 
 def test_closing_fails_what_is_under_way_and_what_comes_later():
-    with client_of(lambda connection, request: time.sleep(3)) as client:
+    with client_of(lambda connection, request: time.sleep(60)) as client:
         failures = []
 
         def ask():
             try:
-                client.call("/x", {}, deadline_s=20)
+                client.call("/x", {}, deadline_s=60)
             except EngineDied as error:
                 failures.append(error)
 
@@ -182,7 +182,7 @@ def test_closing_fails_what_is_under_way_and_what_comes_later():
             time.sleep(0.005)
         client.close()
         client.close()
-        thread.join(5)
+        thread.join(30)
         assert len(failures) == 1
         with pytest.raises(EngineDied, match="was closed"):
             client.call("/x", deadline_s=5)
@@ -209,8 +209,8 @@ def test_what_is_no_address_is_refused(url):
         HttpClient(url)
 
 
-async def events(url):
-    return [event async for event in stream_events(f"{url}/x", {}, token=None, deadline_s=0.5)]
+async def events(url, deadline_s=60):
+    return [event async for event in stream_events(f"{url}/x", {}, token=None, deadline_s=deadline_s)]
 
 
 def test_events_are_read_to_their_end():
@@ -227,10 +227,10 @@ def test_events_are_read_to_their_end():
         (saying(b'data: {"error": {"message": "gone"}}\n\n'), "gone"),
         (saying(b"busy", "503 no"), "busy"),
         (cut, "Payload"),
-        (lambda connection, request: time.sleep(3), "within 0.5 s"),
+        (lambda connection, request: time.sleep(60), "within 0.5 s"),
     ],
     ids=["no end", "no JSON", "an error", "503", "cut", "slow"],
 )
 def test_events_that_break_off_are_the_servers_failure(respond, words):
     with server(respond) as (url, _), pytest.raises(ServerFailed, match=words):
-        asyncio.run(events(url))
+        asyncio.run(events(url, 0.5 if "within" in words else 60))

@@ -177,7 +177,7 @@ def test_a_change_that_waited_asks_again_whose_the_server_is(remote, served, roo
 
 @pytest.mark.parametrize("parts", [(), ("kv_cache",), ("weights", "kv_cache")])
 def test_what_a_killed_run_left_paused_and_asleep_makes_tokens_for_the_next(folder, root, parts):
-    with Served(folder, roots=[root], owner_silent_s=0.5) as served:
+    with Served(folder, roots=[root], owner_silent_s=1.5) as served:
         killed = TandemServer.attach(served.url, run="killed", admin_token=ADMIN)
         (before,) = one_by_one(killed, [request_of(PROMPT, NoiseKey(1))])
         if parts:
@@ -186,7 +186,7 @@ def test_what_a_killed_run_left_paused_and_asleep_makes_tokens_for_the_next(fold
         killed.let_go()
         with pytest.raises(ServerFailed, match="belongs to run 'killed'"):
             TandemServer.attach(served.url, run="next", admin_token=ADMIN)
-        time.sleep(0.6)
+        time.sleep(1.6)
 
         remote = TandemServer.attach(served.url, run="next", admin_token=ADMIN)
         (after,) = one_by_one(remote, [request_of(PROMPT, NoiseKey(1))])
@@ -305,11 +305,16 @@ def test_a_flush_shares_no_prompt_with_requests_to_come(remote):
         await asyncio.to_thread(remote.resume)  # two with one prompt: it is shared
         while (await asyncio.to_thread(remote.statistics))["generated_tokens"] < before["generated_tokens"] + 4:
             await asyncio.sleep(0.005)
+        await asyncio.to_thread(remote.pause)
         if flush:
             await asyncio.to_thread(remote.flush)
         middle = await asyncio.to_thread(remote.statistics)
         assert middle["running"] == 2
-        await remote.agenerate(request_of(PROMPT, NoiseKey(9), max_new_tokens=1))
+        third = asyncio.ensure_future(remote.agenerate(request_of(PROMPT, NoiseKey(9), max_new_tokens=1)))
+        while not (await asyncio.to_thread(remote.statistics))["waiting"]:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(remote.resume)
+        await third
         after = await asyncio.to_thread(remote.statistics)
         for task in tasks:
             task.cancel()

@@ -32,7 +32,7 @@ def run(model, tmp_path):
         yield process, ranks
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         said.close()
 
 
@@ -45,8 +45,8 @@ def test_a_rank_that_is_killed_ends_the_run_within_seconds_and_is_named(run):
     process, ranks = run
     began = time.monotonic()
     os.kill(ranks[1].pid, signal.SIGKILL)
-    assert process.wait(60) == 1
-    assert time.monotonic() - began < 30
+    assert process.wait(100) == 1
+    assert time.monotonic() - began < 60
     assert "rank 1 of 2 ended by signal SIGKILL" in words(process)
     assert all(gone(rank) for rank in ranks)
 
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_ends_the_run_within_seconds_and_is_named(run):
 def test_ctrl_c_ends_all_ranks_and_says_where_the_files_are(run):
     process, ranks = run
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(100) == 130
     assert "Interrupted." in words(process) and "Traceback" not in words(process)
     assert all(gone(rank) for rank in ranks)
 

@@ -96,7 +96,7 @@ def test_a_finished_evaluation_is_told_again_without_a_model(whole, model, tmp_p
     began = time.monotonic()
     again = evaluated(model, tmp_path, f"data=[{DATA}/gsm8k, {DATA}/svamp]")
     assert again.results == whole.results
-    assert "tok/s" not in again.text and time.monotonic() - began < 5
+    assert "tok/s" not in again.text and time.monotonic() - began < 30
 
 
 OTHERWISE = [["wave_samples=12"], ["wave_samples=1000", "engine.max_running=3"], ["data=[DATA/svamp, DATA/gsm8k]"]]
@@ -291,11 +291,12 @@ def test_a_workflow_of_several_turns_is_evaluated_with_its_own_metrics(model, tm
 
 SECOND_TURNS = """
 import asyncio
+import time
 from pathlib import Path
 
 from tandem import ChatWorkflow
 
-LOG = Path(__file__).with_name("log")
+LOG, SLOW = (Path(__file__).with_name(name) for name in ("log", "slow_tools_s"))
 
 
 class Again(ChatWorkflow):
@@ -303,8 +304,10 @@ class Again(ChatWorkflow):
         chat = self.start(data)
         chat.add(await engine.agenerate(chat.request(self.gconfig)))
         chat.say("Again.")
-        slow = LOG.with_name("slow_tools").exists() and len(data["messages"][-1]["content"]) % 2
-        await asyncio.sleep(0.4 if slow else 0.0)  # a tool
+        if SLOW.exists() and len(data["messages"][-1]["content"]) % 2:  # a tool that is slower than the samples without it
+            until = time.monotonic() + float(SLOW.read_text())
+            while time.monotonic() < until and "answered" not in LOG.read_text():
+                await asyncio.sleep(0.05)
         write("asked")
         chat.add(await engine.agenerate(chat.request(self.gconfig)))
         write("answered")
@@ -322,13 +325,15 @@ def test_samples_take_their_turns_together_whatever_their_tools_take(model, tmp_
     keys = [f"workflow={tmp_path}/own.py:Again", "wave_samples=12", "gconfig.max_new_tokens=3"]
 
     def run(label, *more):
-        (tmp_path / "log").unlink(missing_ok=True)
+        (tmp_path / "log").write_text("")
         found = evaluated(model, tmp_path, *keys, f"label={label}", *more)
         return (found.folder / "samples.jsonl").read_bytes(), (tmp_path / "log").read_text().split()
 
     quick = run("quick")
-    (tmp_path / "slow_tools").touch()
-    slow, free = run("slow"), run("free", "deterministic=false")
+    (tmp_path / "slow_tools_s").write_text("0.4")
+    slow = run("slow")
+    (tmp_path / "slow_tools_s").write_text("60")
+    free = run("free", "deterministic=false")
     assert slow == quick and slow[1] == ["asked"] * 12 + ["answered"] * 12
     assert "answered" in free[1][:11], "no sample went on before the others"
 

@@ -72,7 +72,7 @@ def test_a_run_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_e
 )
 def test_a_second_request_or_the_end_of_the_grace_ends_it_at_once(sft, fault, more):
     status, said, folder = sft("asked", "before the optimizer step", fault, 2, *more)
-    assert seconds_since_the_fault(folder) < 15
+    assert seconds_since_the_fault(folder) < 25
     assert status == 130 and not (folder / "checkpoints").exists(), said
     assert info(folder)["status"] == "interrupted" and info(folder)["steps"] == 1
 
@@ -102,7 +102,7 @@ def test_a_run_that_saves_nothing_is_not_saved_on_leaving(sft):
 def test_a_run_that_gets_nowhere_says_what_it_is_at_and_where_each_thread_stands(sft, fault):
     more = ("recover.stalled_after_s=2", "checkpoint.every_steps=1")
     status, said, folder = sft("stuck", "before the optimizer step", fault, 3, *more)
-    assert status == 1 and seconds_since_the_fault(folder) < 30
+    assert status == 1 and seconds_since_the_fault(folder) < 60
     assert "error: nothing was done for 2 s (recover.stalled_after_s) in phase 'train' of step 3" in said
     stacks = (folder / "stacks-1.txt").read_text()
     assert f"in {fault.replace(' ', '_')}" in stacks and "oversight" in stacks
@@ -127,7 +127,7 @@ def test_a_save_beside_training_that_hangs_is_found_and_not_waited_for_again(sft
     more = ("recover.stalled_after_s=2", "checkpoint.every_steps=1")
     status, said, folder = sft("stuck", "between manifest and rename", "stuck", 2, *more)
     assert status == 1 and "in phase 'save' of step" in said
-    assert seconds_since_the_fault(folder) < 30
+    assert seconds_since_the_fault(folder) < 60
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert {name for name in names if not name.startswith(".")} == {"step_1"}
     assert len(names) == 2  # what was written beside training is left where it was, under a name that nobody reads

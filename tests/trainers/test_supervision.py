@@ -65,7 +65,7 @@ class Command:
         if self.process.poll() is None:
             self.ranks()
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for pid in self.left():
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
@@ -146,10 +146,10 @@ def test_a_rank_that_is_stopped_is_found_and_nothing_is_lost(start, whole):
     first[0].suspend()
     began = time.monotonic()
     while first[0].status() != psutil.STATUS_STOPPED:  # the system stops it when it next gets a core
-        assert time.monotonic() - began < 5, first[0].status()
+        assert time.monotonic() - began < 60, first[0].status()
         time.sleep(0.01)
     while not all(gone(rank) for rank in first):
-        assert time.monotonic() - began < 30, command.words()
+        assert time.monotonic() - began < 90, command.words()
         time.sleep(0.1)
     assert command.end(150) == 0, command.words()
     stacks = (command.folder / "stacks-1.txt").read_text()
@@ -207,7 +207,7 @@ def test_a_rank_that_never_reaches_a_collective_call_is_found_and_nothing_is_los
         time.sleep(0.05)
     first, began = command.ranks(), float((tmp_path / "stuck").read_text())
     while not all(gone(rank) for rank in first):
-        assert time.monotonic() - began < 30, command.words()
+        assert time.monotonic() - began < 90, command.words()
         time.sleep(0.1)
     assert command.end(200) == 0, command.words()
     assert "in never_comes" in (command.folder / "stacks-1.txt").read_text().partition("--- rank 1")[2]

@@ -178,7 +178,7 @@ def test_the_end_of_one_run_waits_for_another_that_is_just_making_its_folder(tmp
             with pytest.raises(TimeoutError):
                 closing.result(0.3)
             (parent / "run-of-another").mkdir()
-        closing.result(10)
+        closing.result(60)
     assert [path.name for path in parent.iterdir() if path.name != ".lock"] == ["run-of-another"]
 
 
@@ -193,7 +193,7 @@ def test_a_run_that_waited_while_the_last_one_removed_the_folder_makes_it_anew(t
                 putting.result(0.3)
             (parent / ".lock").unlink()
             parent.rmdir()
-        assert on_disk(putting.result(10).source.folder).keys() == tensors().keys()
+        assert on_disk(putting.result(60).source.folder).keys() == tensors().keys()
     channel.close()
     assert not parent.exists()
 

@@ -64,7 +64,7 @@ def receivers():
     yield both
     for receiver in both:
         receiver.process.stdin.close()
-        receiver.process.wait(30)
+        receiver.process.wait(60)
         receiver.process.stdout.close()
 
 
@@ -82,7 +82,7 @@ def test_the_trainer_waits_for_receivers_at_its_own_address_only():
 
 @pytest.mark.parametrize("bucket_bytes", [1000, 2**20])
 def test_two_processes_receive_what_was_announced_whatever_the_bucket(receivers, bucket_bytes):
-    channel = CollectiveChannel(2, bucket_bytes=bucket_bytes, timeout_s=60)
+    channel = CollectiveChannel(2, bucket_bytes=bucket_bytes, timeout_s=150)
     sent = tensors()
     delivery = channel.put(sent.items(), torch.bfloat16)
     assert delivery.num_bytes == sum(tensor.numel() * 2 for tensor in sent.values())
@@ -98,7 +98,7 @@ def test_two_processes_receive_what_was_announced_whatever_the_bucket(receivers,
 
 
 def test_a_stream_that_ends_on_the_trainers_side_reaches_the_receiver_as_an_error(receivers):
-    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=60)
+    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150)
     sent = tensors()
     receivers[0].give(channel.put(sent.items(), torch.float32).source)
 
@@ -110,7 +110,7 @@ def test_a_stream_that_ends_on_the_trainers_side_reaches_the_receiver_as_an_erro
     with pytest.raises(WeightUpdateFailed, match="out of memory"):
         channel.send(breaking(), torch.float32, never)
     assert "broke off" in receivers[0].result()["error"]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 75
     channel.withdraw()
 
     delivery = channel.put(sent.items(), torch.float32)
@@ -121,7 +121,7 @@ def test_a_stream_that_ends_on_the_trainers_side_reaches_the_receiver_as_an_erro
 
 
 def test_a_receiver_that_gives_up_lets_the_sender_go_and_can_receive_again():
-    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=60)
+    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150)
     sent = {"first": torch.zeros(10), "second": torch.randn(100_000)}
     source = channel.put(sent.items(), torch.float32).source
 
@@ -135,14 +135,14 @@ def test_a_receiver_that_gives_up_lets_the_sender_go_and_can_receive_again():
         asked = pool.submit(take_one)
         with pytest.raises(WeightUpdateFailed):
             channel.send(sent.items(), torch.float32, lambda: asked.done() and asked.exception() is not None)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 75
     channel.withdraw()
 
     source = channel.put(sent.items(), torch.float32).source
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(lambda: {name: tensor.clone() for name, tensor in source.tensors()})
         channel.send(sent.items(), torch.float32, never)
-        assert all(torch.equal(tensor, sent[name]) for name, tensor in asked.result(30).items())
+        assert all(torch.equal(tensor, sent[name]) for name, tensor in asked.result(60).items())
     channel.close()
 
 
@@ -157,13 +157,13 @@ def test_nobody_waits_for_an_engine_that_has_given_up_or_never_comes():
 
 
 def test_a_receiver_that_dies_on_the_way_fails_this_update(receivers):
-    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=60)
+    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150)
     sent = {"first": torch.zeros(10), "second": torch.randn(2_000_000)}
     receivers[1].give(channel.put(sent.items(), torch.float32).source, leaves_after="first")
     began = time.monotonic()
     with pytest.raises(WeightUpdateFailed, match="the stream of weights broke off"):
         channel.send(sent.items(), torch.float32, never)
-    assert receivers[1].process.wait(30) == 3 and time.monotonic() - began < 30
+    assert receivers[1].process.wait(60) == 3 and time.monotonic() - began < 75
     channel.close()
 
 

@@ -242,9 +242,9 @@ def test_what_is_no_completion_is_the_servers_fault(kind, folder, garbage):
 
 def test_a_cancelled_caller_frees_the_request(kind, folder):
     async def leave(engine):
-        task = asyncio.ensure_future(engine.agenerate(LLMRequest((5,), GenerationConfig(max_new_tokens=60))))
-        await asyncio.sleep(0.1)
-        assert engine.statistics()["running"] == 1
+        task = asyncio.ensure_future(engine.agenerate(LLMRequest((5,), GenerationConfig(max_new_tokens=600))))
+        while not (await asyncio.to_thread(engine.statistics))["running"]:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
