@@ -149,7 +149,7 @@ class StaticDecode:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that a step reads besides weights and cache, and that it writes its draws to; recordings hold their addresses."""
+        """Tensors that a step reads besides weights and cache, and where its draws go; recordings hold their addresses."""
         return self._ints, self._floats, self._stop, self._found
 
     def held_bytes(self) -> int:
