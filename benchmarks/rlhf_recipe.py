@@ -3,7 +3,8 @@
 python benchmarks/rlhf_recipe.py --runs runs/rlhf_laptop    # writes the part `with_sft` of rlhf_recipe.json
 python benchmarks/rlhf_recipe.py --render                   # tables and pictures of the page
 
-The part `without_sft` is of the recipe as it was first, which began with the instruct model and had 16 steps of PPO.
+The part `without_sft` is of the recipe as it was first, which began with the instruct model and had 16 steps of PPO. The
+part `balanced` is of a control whose labels were shuffled more carefully: the page says how, and shows no table of it.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def table(record: dict[str, Any]) -> str:
     lines += ["", "| policy | questions | true preference | score | tokens | KL of an answer |", "|---|---|---|---|---|---|"]
     for before in record.get("before", ()):
         lines.append(_line(BEFORE, "held out", before["eval/accuracy"], None, before["eval/completion_length"], None))
-    start, begun = True, "after SFT" if "before" in record else BEFORE
+    start, begun = True, "after SFT" if "sft" in record else BEFORE
     for trial, (name, _) in POLICIES.items():
         rows = record.get(trial, [])
         for row in [row for row in rows if "eval/accuracy" in row and (row["step"] or start)]:

@@ -35,3 +35,13 @@ def test_both_sides_of_the_coin_together_do_not_rise_and_ppo_is_above_them():
     mean = {at: 100 * preferred for at, (preferred, _) in BENCHMARK["both_sides"](record).items()}
     assert mean[0] == ours[0] and abs(mean[int(step)] - mean[0]) <= int(allowed)
     assert ours[int(step)] - mean[int(step)] >= int(margin)
+
+
+def test_a_coin_that_was_balanced_by_length_has_sides_too_and_their_mean_stays():
+    record, page = json.loads(BENCHMARK["RECORD"].read_text())["balanced"], BENCHMARK["PAGE"].read_text()
+    (told,) = re.findall(r"from (\d+) % to (\d+) %, and the other side, with the same critic, to (\d+) %: (\d+) % in", page)
+    one, other = ([row["eval/accuracy"] for row in record[side] if "eval/accuracy" in row] for side in BENCHMARK["SIDES"])
+    mean = BENCHMARK["both_sides"](record)
+    assert list(map(int, told)) == [round(100 * share) for share in (one[0], one[-1], other[-1], mean[4][0])]
+    (allowed,) = re.findall(r"must stay within (\d+) points", page)
+    assert abs(mean[4][0] - mean[0][0]) * 100 <= int(allowed)
