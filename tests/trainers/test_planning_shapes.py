@@ -144,6 +144,16 @@ def test_the_head_holds_a_chunk_of_logits_whatever_the_batch():
     assert activations.head_forward(SMOLLM2, long, 1024) == 8 * 1024 * 49152
 
 
+def test_compiled_kernels_hold_logits_of_four_chunks_as_they_are_stored():
+    middle, long = (MicroBatch(((8, 1),), tokens) for tokens in (3000, 10_000))
+
+    found = activations.head_backward(SMOLLM2, middle, "bfloat16", 1024, compiled=True)
+    assert found == (2 * 3000 * 49152, 2 * 49152 * 576)
+    found = activations.head_backward(SMOLLM2, long, "bfloat16", 1024, compiled=True)
+    assert found == (2 * 4096 * 49152, 6 * 49152 * 576)
+    assert activations.head_forward(SMOLLM2, long, 1024, compiled=True) == 2 * 4096 * 49152
+
+
 def test_micro_batches_are_cut_by_the_engines_own_rule():
     step = cut_step(4, 3, 10, 5, most=50)
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from tandem.models.logit_kernels import FACTS, LogitKernels, logit_kernels
 from tandem.models.sums import add_to
 
-_ROWS_FOR_ONE = 4
+ROWS_FOR_ONE = 4
 """Rows of bfloat16 logits that take the memory of one row with torch's operators: logits and their softmax in float32."""
 
 
@@ -44,7 +44,7 @@ def chunked_logprobs(
     if kernels is None:
         logprobs, entropies = _Head.apply(*given, chunk_tokens)
     else:
-        logprobs, entropies = _CompiledHead.apply(*given, _ROWS_FOR_ONE * chunk_tokens, kernels)
+        logprobs, entropies = _CompiledHead.apply(*given, ROWS_FOR_ONE * chunk_tokens, kernels)
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tandem.models.cpu_attention import fits
 from tandem.models.footprint import Adapters
+from tandem.models.logprobs import ROWS_FOR_ONE
 from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.batches import MicroBatch
 from tandem.planning.planned_model import PlannedModel
@@ -169,11 +170,14 @@ def head_kept(shape: Shape, batch: MicroBatch, dtype: Dtype, *, context: int = 1
     return batch.predicted * (BYTES[dtype] * shape.hidden + 20) / context
 
 
-def head_forward(shape: Shape, batch: MicroBatch, chunk_tokens: int, *, context: int = 1) -> float:
-    """Bytes of logits that exist at a time without gradients: the logits and their log-softmax in float32."""
-    rows = min(chunk_tokens, -(-batch.predicted // context))
+def head_forward(shape: Shape, batch: MicroBatch, chunk_tokens: int, *, context: int = 1, compiled: bool = False) -> float:
+    """Bytes of logits that exist at a time without gradients: the logits and their log-softmax in float32; ``compiled``: the
+    logits of four times as many rows in bfloat16."""
+    rows = -(-batch.predicted // context)
+    if compiled:
+        return float(BYTES["bfloat16"] * min(ROWS_FOR_ONE * chunk_tokens, rows) * shape.vocab)
     copies = 2 + shape.final_softcap
-    return FLOAT32 * copies * rows * shape.vocab
+    return FLOAT32 * copies * min(chunk_tokens, rows) * shape.vocab
 
 
 def head_backward(
@@ -185,12 +189,18 @@ def head_backward(
     context: int = 1,
     cut: bool = False,
     frozen: bool = False,
+    compiled: bool = False,
 ) -> tuple[float, float]:
     """Bytes at a time in the head's backward pass: of logits, and of the head's own gradient.
 
     Logits and their softmax are float32, a rounded copy stands beside them in bfloat16; the gradient of the weights is
     summed in float32 (where the vocabulary is ``cut``, each chunk's is made beside it), if they are not ``frozen``.
+    ``compiled``: the gradient of the logits is written over them, and a sum in float32 is made only of several chunks.
     """
+    if compiled:
+        logits = head_forward(shape, batch, chunk_tokens, context=context, compiled=True)
+        several = -(-batch.predicted // context) > ROWS_FOR_ONE * chunk_tokens
+        return logits, 0.0 if frozen else float((BYTES[dtype] + FLOAT32 * several) * shape.embedding)
     rows = min(chunk_tokens, -(-batch.predicted // context))
     a_logit = 2 * FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" else 0) + 2 * FLOAT32 * shape.final_softcap
     gradient = FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" or cut else 0)

@@ -279,7 +279,8 @@ def _scoring(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem
     layer = activations.passing(shape, batch, model.dtype, backward=False, spread=spread)
     yield room.item(model.role, "activations", layer)
     if model.head != "scalar":
-        logits = activations.head_forward(shape, batch, model.chunk_tokens, context=spread.context)
+        settings = {"context": spread.context, "compiled": _has_compiled_head(model)}
+        logits = activations.head_forward(shape, batch, model.chunk_tokens, **settings)
         yield room.item(model.role, "logits", logits)
 
 
@@ -296,6 +297,11 @@ def _update(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem]
         yield from sent
 
 
+def _has_compiled_head(model: PlannedModel) -> bool:
+    """True where log-probabilities are computed by compiled kernels, if they can be built; see `models/logit_kernels.py`."""
+    return model.on_cpu and model.dtype == "bfloat16" and model.layout.tensor == 1
+
+
 def _backward_begins(model: PlannedModel, step: Step, room: Room) -> list[MemoryItem]:
     shape, batch, spread = model.piece, step.largest, ActivationSettings.of(model)
     kept = activations.activation_bytes(shape, batch, model.dtype, spread)
@@ -308,6 +314,7 @@ def _backward_begins(model: PlannedModel, step: Step, room: Room) -> list[Memory
     kept += activations.head_kept(shape, batch, model.dtype, context=spread.context)
     frozen = model.adapters is not None
     cut_up = {"context": spread.context, "cut": model.layout.tensor > 1, "frozen": frozen}
+    cut_up["compiled"] = _has_compiled_head(model)
     logits, gradient = activations.head_backward(shape, batch, model.dtype, model.chunk_tokens, **cut_up)
     if layer > logits + gradient:  # the head is done when the layers are
         kept, logits = kept + layer, 0.0
