@@ -2,10 +2,13 @@
 
 import logging
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
+import tandem
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.kernels import kernels
 from tests.sandbox.machine import lives
@@ -33,6 +36,14 @@ def test_a_switch_that_is_neither_0_nor_1_is_refused(build):
     with pytest.raises(ConfigError, match=r"TANDEM_KERNELS must be 0, .* got 'false'"):
         build(TANDEM_KERNELS="false")
     assert build(TANDEM_KERNELS="0") == (None, "")
+
+
+def test_every_source_of_a_kernel_is_installed_with_the_package():
+    package = Path(tandem.__file__).parent
+    settings = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())
+    installed = {path for form in settings["tool"]["setuptools"]["package-data"]["tandem"] for path in package.glob(form)}
+    sources = {path for ending in ("*.cpp", "*.h") for path in package.rglob(ending)}
+    assert len(sources) >= 5 and sources <= installed
 
 
 @AVX

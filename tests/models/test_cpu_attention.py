@@ -130,6 +130,31 @@ def test_what_is_not_a_number_stays_in_its_sequence_and_reaches_all_who_see_it()
     assert wrong[200:339].all() and not wrong[:138].any() and not wrong[339:].any()
 
 
+def test_keys_that_no_query_sees_have_gradients_of_0():
+    groups, given = [[QueryRange(range(70), range(10, 80))]], random_tensors(torch.float32, 4, 2, 32, 70, 100)
+    for _ in range(3):
+        torch.full((2, 4, 100, 32), 7.0)  # what is freed is not zeroed for its next owner
+        out = attend(*given, QueryRanges.of(groups), 0.2, None)
+        out.sum().backward()
+    assert all(x.grad[:10].eq(0).all() and x.grad[80:].eq(0).all() and x.grad[10:80].ne(0).any() for x in given[1:])
+
+
+def test_tensors_that_do_not_fit_each_other_are_refused():
+    q, k, v = (x.detach() for x in random_tensors(torch.float32, 4, 2, 32))
+    wrong = (q, k.bfloat16(), v), (q[:, :3], k, v), (q, k, v[:, :, :16]), (q, k[:100], v), (q, k[:, :1], v)
+    for given in wrong:
+        with pytest.raises(ValueError, match="must have one dtype and one head dimension"):
+            attend(*given, QueryRanges.of(GROUPS), 0.2, None)
+
+
+def test_a_packing_that_was_first_used_without_gradients_can_be_trained_on():
+    packing, given = Packing.from_cu_seqlens(torch.tensor([0, 30, 40])), random_tensors(torch.float32, 4, 2, 32, 40, 40)
+    with torch.inference_mode():
+        attend(*given, packing.segments, 0.2, None)
+    attend(*given, packing.segments, 0.2, None).sum().backward()
+    assert all(x.grad.isfinite().all() for x in given)
+
+
 def test_no_tokens_give_an_empty_output_and_gradient():
     given = [torch.zeros(0, heads, 32, requires_grad=True) for heads in (4, 2, 2)]
     out = attend(*given, QueryRanges.of([]), 0.2, None)

@@ -32,6 +32,7 @@ from tandem.engines.inference.check import installed_servers
 from tandem.engines.inference.fused_weights import compute_dtype
 from tandem.engines.inference.kernels import kernels
 from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
+from tandem.models import cpu_attention
 from tandem.models.allocator import keep_freed_memory, return_freed_memory
 from tandem.models.precision import resolve_dtype
 from tandem.state.resuming import value_before
@@ -222,29 +223,42 @@ def kernels_here(rollout: RolloutConfig, device: str) -> str | None:
     return "compiled" if kernels(dtype) is not None else "torch"
 
 
-def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None) -> None:
-    """Writes down which kernels generate, on rank 0. A run that goes on with others is told so. Collective.
+def training_kernels_here(config: BaseConfig, device: str) -> str | None:
+    """``compiled`` or ``torch``: what the passes of training compute with on a CPU; None where there is no choice."""
+    if device != "cpu":
+        return None
+    dtype = resolve_dtype(config.actor.dtype, device)
+    return "compiled" if cpu_attention.kernel(dtype) is not None else "torch"
+
+
+def keep_kernels(config: BaseConfig, process: Process, folder: RunFolder | None) -> None:
+    """Writes down which kernels train, and which generate, on rank 0. A run that goes on with others is told so. Collective.
 
     Raises:
         ConfigError: it is deterministic, and would compute other numbers.
     """
     with process.team.together():
-        now = None if folder is None else kernels_here(config.rollout, process.device)
-        if folder is None or now is None:
+        if folder is None:
             return
-        # A run in float32 that began before there were kernels for it has a `run.json` that does not name any.
+        # A run that began before there were kernels for what it does has a `run.json` that does not name any.
         resumed = folder.info.get("resumed")
-        goes_on = resumed and resumed[-1]["was"] != "unknown" and any(folder.checkpoints.glob("step_*"))
-        if (before := folder.remember("kernels", "torch" if goes_on else now)) == now:
-            return
-        remedy = "set TANDEM_KERNELS=0" if before == "torch" else "install g++ (or set CXX), and leave TANDEM_KERNELS=0 out"
-        what = f"{folder.path} has generated with {KERNELS[before]} so far, and would go on with {KERNELS[now]}"
-        if config.deterministic:
-            raise ConfigError(
-                f"{what}, which round differently: with deterministic=true that is refused. To go on as before, {remedy}; "
-                "or begin another run with trial_name=…"
+        goes_on = bool(resumed and resumed[-1]["was"] != "unknown" and any(folder.checkpoints.glob("step_*")))
+        choices = {"training_kernels": ("trained", training_kernels_here(config, process.device))}
+        if isinstance(config, TrainConfig):
+            choices["kernels"] = "generated", kernels_here(config.rollout, process.device)
+        for key, (has, now) in choices.items():
+            if now is None or (before := folder.remember(key, "torch" if goes_on else now)) == now:
+                continue
+            remedy = (
+                "set TANDEM_KERNELS=0" if before == "torch" else "install g++ (or set CXX), and leave TANDEM_KERNELS=0 out"
             )
-        log.warning("%s, which round differently. To go on as before, %s", what, remedy)
+            what = f"{folder.path} has {has} with {KERNELS[before]} so far, and would go on with {KERNELS[now]}"
+            if config.deterministic:
+                raise ConfigError(
+                    f"{what}, which round differently: with deterministic=true that is refused. To go on as before, "
+                    f"{remedy}; or begin another run with trial_name=…"
+                )
+            log.warning("%s, which round differently. To go on as before, %s", what, remedy)
 
 
 KERNELS = {"compiled": "the compiled kernels", "torch": "torch's operators"}

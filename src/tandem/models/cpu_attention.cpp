@@ -235,7 +235,7 @@ class Unit {
   void forward() {
     thread_local Room<Number> columns_room;
     thread_local Room<float> sums_room;
-    Number* columns = columns_room.of(blocks * dim * kKeys);
+    Number* columns = columns_room.of(static_cast<size_t>(blocks) * dim * kKeys);
     lay_blocks(p.v, p.v_token, p.v_head, columns);
     float* sums = sums_room.of(dim * kQueries);
     each_tile([&](const QueryRange& s, int64_t first, int count) {
@@ -275,7 +275,7 @@ class Unit {
             store_bits(weights + w * 2 + half, pair(x[0], x[1]));
           }
         }
-        product(dim, 2, columns + block * dim * kKeys, kKeyWords, weights, 2, sums, kQueries, (keys.count + kPair - 1) / kPair, !fresh);
+        product(dim, 2, columns + static_cast<int64_t>(block) * dim * kKeys, kKeyWords, weights, 2, sums, kQueries, (keys.count + kPair - 1) / kPair, !fresh);
         fresh = false;
       });
       const Vec by[2] = {all(1) / total[0], all(1) / total[1]};
@@ -289,7 +289,7 @@ class Unit {
     thread_local Room<Number> columns_room;
     thread_local Room<float> sums_room;
     thread_local Room<Bits> layouts;
-    Number* columns = columns_room.of(blocks * dim * kKeys);
+    Number* columns = columns_room.of(static_cast<size_t>(blocks) * dim * kKeys);
     lay_blocks(p.k, p.k_token, p.k_head, columns);
     float* sums = sums_room.of(dim * kQueries);
     const int per_words = dim / kPair * 2, per_pairs = kQueryWords * (dim / kLanes);
@@ -341,7 +341,7 @@ class Unit {
         const int wide = dim / kLanes;
         product(keys.count, wide, weights, kQueryWords, grad_pairs, wide, v_sums + at * dim, dim, kQueryWords, true);
         product(keys.count, wide, bends, kQueryWords, q_pairs, wide, k_sums + at * dim, dim, kQueryWords, true);
-        product(dim, 2, columns + block * dim * kKeys, kKeyWords, bend_words, 2, sums, kQueries, (keys.count + kPair - 1) / kPair, !fresh);
+        product(dim, 2, columns + static_cast<int64_t>(block) * dim * kKeys, kKeyWords, bend_words, 2, sums, kQueries, (keys.count + kPair - 1) / kPair, !fresh);
         fresh = false;
       });
       const Vec by[2] = {all(1), all(1)};
@@ -417,6 +417,11 @@ void attend(const Call* call, int threads) {
 
 void attend_backward(const Call* call, int threads) {
   const int64_t group = call->heads / call->kv_heads, dim = call->dim;
+  std::vector<char> seen(call->key_tokens);  // a key that no query sees has a gradient of 0, and no sums
+  for (const QueryRange* s = call->segment; s != call->segment + call->group[call->groups]; ++s) {
+    std::fill_n(seen.begin() + s->prompt, s->prompt_keys, 1);
+    std::fill_n(seen.begin() + s->key, s->keys, 1);
+  }
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic)
@@ -427,7 +432,7 @@ void attend_backward(const Call* call, int threads) {
         for (int64_t h = 0; h < call->kv_heads; ++h)
           for (int64_t c = 0; c < dim; c += kLanes) {
             Vec all_heads = all(0);
-            for (int64_t g = 0; g < group; ++g)
+            for (int64_t g = 0; g < (seen[token] ? group : 0); ++g)
               all_heads = all_heads + load(call->sums + (((which * call->heads + h * group + g) * call->key_tokens) + token) * dim + c);
             store((which ? call->v_grad : call->k_grad) + (token * call->kv_heads + h) * dim + c, all_heads);
           }

@@ -41,7 +41,8 @@ class QueryRanges(NamedTuple):
         """From lists of segments that share keys."""
         rows = [[number for part in segment for number in (part.start, len(part))] for group in groups for segment in group]
         bounds = itertools.accumulate(map(len, groups), initial=0)
-        return cls(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6), torch.tensor(list(bounds), dtype=torch.int64))
+        with torch.inference_mode(False):  # they may be kept for a backward pass later
+            return cls(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6), torch.tensor(list(bounds), dtype=torch.int64))
 
 
 class _Call(ctypes.Structure):
@@ -89,6 +90,9 @@ def attend(
 
     Causal. ``window``: keys that a query sees at most, its own included. The softmax is computed in float32; its weights and
     the gradients of scores are rounded to the tensors' dtype before they are multiplied, as in torch's kernel.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
     """
     return _attention(q, k, v, *segments, scale, window or 0)[0]
 
@@ -125,6 +129,13 @@ def output(
     """The output, and log2 of the sum of 2^score of each head and query, ``[heads, Q]`` float32; see `attend`."""
     library = kernel(q.dtype)
     assert library is not None, "asked `takes` before"
+    if not (
+        q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] and k.shape == v.shape and q.shape[1] % k.shape[1] == 0
+    ):
+        raise ValueError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} must have one dtype and one head "
+            f"dimension, and each key head as many query heads; dtypes: {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     q, k, v = map(_dense, (q, k, v))
     out, peak = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     call = _call(q, k, v, segments, groups, scale=scale, window=window, out=out, peak=peak)

@@ -30,6 +30,9 @@ L = TypeVar("L")
 _HEADER = Path(__file__).with_name("simd.h")
 # Named one by one and not -march=native, so that an object in a shared cache folder runs on every CPU that may load it.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w", "-mfma", "-mf16c"]
+_failed: set[str] = set()
+"""Compilers that did not build a library: they are asked, and told of, once in a process."""
+
 _AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")]
 
 
@@ -64,9 +67,12 @@ def load(
     if not compiler:
         logger.warning("no C++ compiler: this run computes with torch's operators, up to a third slower; install g++")
         return None
+    if shlex.join(compiler) in _failed:
+        return None
     try:
         return _loaded(source, [*compiler, *_FLAGS, *instructions], lambda path: opened(path, dtype), build_timeout_s)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        _failed.add(shlex.join(compiler))
         words = getattr(error, "stderr", None) or str(error)
         logger.warning(
             "this run computes with torch's operators, up to a third slower: %s (the compiler, CXX or g++) did not build "

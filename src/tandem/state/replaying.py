@@ -26,7 +26,7 @@ CLOCK = ("time", "tokens_per_s/", "memory/", "recover/", "checkpoint/")
 COLUMNS = "columns"
 """The mapping below a data set in which a key may be missing."""
 
-_KEPT = ("id", "command", "started", "kernels")
+_KEPT = ("id", "command", "started", "kernels", "training_kernels")
 """Keys of `run.json` that the folder of a replay keeps."""
 
 SHOWN = 5

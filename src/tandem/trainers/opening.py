@@ -14,7 +14,7 @@ from tandem.config.experiment import BaseConfig
 from tandem.flow.critic import Models
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import Process, start_process
+from tandem.flow.process import Process, keep_kernels, start_process
 from tandem.flow.training import TrainingSession
 from tandem.lifecycle.summary import open_run, run_id, save_if_due, tell_limit
 from tandem.state.resuming import Examine, refuse_existing
@@ -90,7 +90,7 @@ def start_run(
     whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
 
     Raises:
-        ConfigError: see `start_process`, `fetch_weights` and `open_run`.
+        ConfigError: see `start_process`, `fetch_weights`, `open_run` and `keep_kernels`.
     """
     process = start_process(config)
     if process.is_main:
@@ -99,4 +99,5 @@ def start_run(
     steps = total_steps(config, len(rows.train))
     with contextlib.ExitStack() as stack:
         folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine)
+        keep_kernels(config, process, folder)
         yield Run(config, plan, rows, steps, process, folder, tracker, run_id(process.team, folder))

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
 from tandem.evaluation import evaluate
-from tandem.flow.process import decided, keep_kernels, log_choice
+from tandem.flow.process import decided, log_choice
 from tandem.flow.services import EpisodeParts
 from tandem.flow.session import Session, open_session
 from tandem.lifecycle.summary import Summary
@@ -44,7 +44,6 @@ def run_session(resolved: Resolved[Any], config: TrainConfig, **how: Any) -> Sum
 @contextlib.contextmanager
 def open_learning(run: Run[TrainConfig], parts: EpisodeParts) -> Iterator[Session]:
     """The session of a run, which can evaluate."""
-    keep_kernels(run.config, run.process, run.folder)
     with open_session(run.config, run.process, run.rows, run.steps, run.id, run.plan, parts) as session:
         session.runner.learn({"evaluate": partial(evaluate, run.config, session, run.rows)})
         yield session
