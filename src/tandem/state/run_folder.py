@@ -289,7 +289,7 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
         os.rename(folder / "metrics.jsonl", aside)
         line["lost"] = aside.name
-    facts = ("id", "started", "restarts", *(("kernels",) if found.checkpoints else ()))
+    facts = ("id", "started", "restarts", *(("kernels", "training_kernels") if found.checkpoints else ()))
     kept = {name: before[name] for name in facts if name in before}
     return info | kept | {"resumed": [*times_resumed(folder), line]}
 
