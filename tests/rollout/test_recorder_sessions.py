@@ -279,7 +279,8 @@ def test_a_call_after_the_end_is_refused_and_one_under_way_ends():
             async with recorder.session(engine, GCONFIG) as session:
                 url, header = f"{session.base_url}/chat/completions", {"x-api-key": session.key}
                 under_way = asyncio.create_task(http.post(url, json=HELLO, headers=header))
-                await asyncio.sleep(0.1)
+                while not engine.asked:
+                    await asyncio.sleep(0.01)
             late = await http.post(f"{session.keyed_url}/chat/completions", json=HELLO)
             answers = [await under_way, late]
             return [(one.status, (await one.json())["error"]["code"]) for one in answers], session

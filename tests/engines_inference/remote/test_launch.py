@@ -99,7 +99,7 @@ def test_a_server_that_is_killed_says_by_what(tmp_path):
 
 
 def test_waiting_for_a_server_has_a_deadline_and_words_of_progress(tmp_path):
-    words = ["sh", "-c", "echo 'loading weights'; exec sleep 60"]  # says it before two seconds are over
+    words = ["/bin/sh", "-c", "echo 'loading weights'; exec sleep 60"]  # says it before two seconds are over
     server = ServerProcess.start(words, log_file=tmp_path / "log")
     told = []
 
