@@ -1,12 +1,14 @@
 """User code that takes too long."""
 
 import signal
+import sys
+import threading
 import time
 
 import pytest
 
 from tandem.api.failures import UserCodeFailed
-from tandem.api.plugins import interrupted_after
+from tandem.api.plugins import Interrupted, interrupt, interrupted_after
 
 
 def test_an_alarm_that_someone_else_has_set_still_comes():
@@ -28,3 +30,25 @@ def test_an_alarm_that_someone_else_has_set_still_comes():
     finally:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *others)  # the limit of this test
+
+
+def test_nobody_with_a_profiler_waits_for_a_sleeping_thread_to_be_interrupted():
+    ended, called = [], []
+
+    def sleep():
+        try:
+            time.sleep(2)
+        except Interrupted:
+            ended.append(time.monotonic())
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    interrupt(thread)
+    sys.setprofile(lambda *_: None)
+    try:
+        (lambda: called.append(time.monotonic()))()
+    finally:
+        sys.setprofile(None)
+    thread.join()
+
+    assert ended and called[0] < ended[0] - 1

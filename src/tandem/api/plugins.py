@@ -121,8 +121,25 @@ class Interrupted(BaseException):
 
 
 def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) -> None:
-    """Raises ``error`` in a thread that runs, as soon as the call that it is in returns to the interpreter."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+    """Raises ``error`` in another thread that runs, as soon as the call that it is in returns to the interpreter.
+
+    Until then Python 3.11 asks every thread, at every call, whether it is the one. That never ends if the thread ends
+    first, and a thread with a profiler (`sys.setprofile`) makes no step meanwhile. So this thread answers at once, by an
+    exception of its own. The other one asks again by itself, when its call returns and it waits for the interpreter.
+    """
+    _raise_in(thread.ident or 0, error)
+    with contextlib.suppress(_Answered):
+        _raise_in(threading.get_ident(), _Answered)
+        while True:
+            time.sleep(0)
+
+
+class _Answered(BaseException):
+    """Comes at once, where `interrupt` waits for it."""
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 @contextlib.contextmanager
