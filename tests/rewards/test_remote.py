@@ -20,13 +20,12 @@ from tandem.cli.serve_reward import add_arguments, judges_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.build import build_train_engine
-from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.rewards import Question
 from tandem.rewards.build import build_reward
 from tandem.rollout.failure_budget import NoBatch
 from tandem.trainers.rl import train
 from tests.rewards.asked import ROW, judge, server
+from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
 
 
@@ -35,12 +34,7 @@ def models(tmp_path_factory):
     """A policy and a reward model."""
     folder = tmp_path_factory.mktemp("models")
     policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
-    config = load_config(TrainConfig, None, [f"actor.path={other}", "actor.dtype=float32", "train_dataset.path=addition"])
-    torch.manual_seed(3)
-    judge = build_train_engine(config.config.actor, 1, head="scalar")
-    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
-    judge.save(folder / "judge")
-    load_tokenizer(policy).save_pretrained(folder / "judge")
+    save_judge(folder / "judge", other, policy)
     return folder
 
 

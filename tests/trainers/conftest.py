@@ -4,12 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
-from tandem.engines.train.build import build_train_engine
-from tandem.models.tokenizer import load_tokenizer
+from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
 
 
@@ -24,12 +20,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     shutil.copy(Path(__file__).with_name("scores_of_a_user.py"), folder / "mine.py")
     policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
-    config = load_config(TrainConfig, None, [f"actor.path={other}", "actor.dtype=float32", "train_dataset.path=addition"])
-    torch.manual_seed(3)
-    judge = build_train_engine(config.config.actor, 1, head="scalar")
-    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
-    judge.save(folder / "judge")
-    load_tokenizer(policy).save_pretrained(folder / "judge")
+    save_judge(folder / "judge", other, policy)
     return folder
 
 

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.build import build_train_engine
-from tandem.models.tokenizer import load_tokenizer
 from tandem.rollout.failure_budget import NoBatch
 from tandem.trainers.rl import train
+from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
 
 MINE = '''
@@ -72,12 +71,7 @@ def models(tmp_path_factory):
     (folder / "mine.py").write_text(MINE)
     (folder / "classes.py").write_text(CLASSES)
     policy = tiny_model_folder(folder)
-    config = load_config(TrainConfig, None, [f"actor.path={policy}", "actor.dtype=float32", "train_dataset.path=addition"])
-    torch.manual_seed(3)
-    judge = build_train_engine(config.config.actor, 1, head="scalar")
-    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
-    judge.save(folder / "judge")
-    load_tokenizer(policy).save_pretrained(folder / "judge")
+    save_judge(folder / "judge", policy, policy)
     return folder
 
 

@@ -82,8 +82,8 @@ def load(
 
 
 def _loaded(source: Path, command: list[str], opened: Callable[[Path], L], timeout_s: float) -> L:
-    """The library in the cache folder, built there if they are missing or cannot be loaded; where nothing can be written,
-    built for this process alone."""
+    """The library in the cache folder, built there if it is missing or cannot be loaded; where nothing can be written, it
+    is built for this process alone."""
     key = hashlib.sha256(_HEADER.read_bytes() + source.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"{key}.so"
     if path.exists():
