@@ -61,7 +61,7 @@ class WaitsLong(RLVRWorkflow):
         """Implements `RolloutWorkflow.arun_episode`."""
         began = time.perf_counter()
         sample = await super().arun_episode(engine, data)
-        draw = random.Random(f"{data['index']}").paretovariate(1.1)
+        draw = random.Random(f"{data['tandem.index']}").paretovariate(1.1)
         await asyncio.sleep(min(0.03 * draw, 0.8))
         self.durations.append(time.perf_counter() - began)
         return sample
@@ -71,7 +71,7 @@ def rows():
     """Endless sums."""
     for index in itertools.count():
         messages = [{"role": "user", "content": f"{index % 10} + {index % 7} ="}]
-        yield {"messages": messages, "answer": None, "epoch": 0, "index": index, "source": "sums"}
+        yield {"messages": messages, "answer": None, "tandem.epoch": 0, "tandem.index": index, "tandem.source": "sums"}
 
 
 def measure(folder: Path, eta: int, steps: int) -> dict[str, float]:

@@ -52,7 +52,7 @@ class OneRequest(RolloutWorkflow):
 def measure(episodes: int) -> tuple[float, float]:
     """Milliseconds an episode: (executor, packing)."""
     rows = [
-        {"messages": [{"role": "user", "content": "3 + 4 ="}], "answer": "7", "epoch": 0, "index": i}
+        {"messages": [{"role": "user", "content": "3 + 4 ="}], "answer": "7", "tandem.epoch": 0, "tandem.index": i}
         for i in range(episodes)
     ]
     with Rollout(AtOnce(), RolloutConfig(batch_size=episodes)) as rollout:

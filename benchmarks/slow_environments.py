@@ -51,10 +51,10 @@ class Slow(RolloutWorkflow):
 
     async def arun_episode(self, engine, data):
         """Implements `RolloutWorkflow.arun_episode`."""
-        tokens = Tokens([1, data["index"]])
+        tokens = Tokens([1, data["tandem.index"]])
         for turn in range(TURNS):
             tokens.add_response(await engine.agenerate(LLMRequest(tuple(tokens.ids), GenerationConfig())))
-            await asyncio.sleep(self.scale * wait_s(data["index"], engine.noise_key.sample, turn))
+            await asyncio.sleep(self.scale * wait_s(data["tandem.index"], engine.noise_key.sample, turn))
             tokens.add_context([2])
         return Sample((tokens.trajectory(),), reward=1.0)
 
@@ -62,7 +62,7 @@ class Slow(RolloutWorkflow):
 def measure(eta: int, on_expiry: str, steps: int, scale: float) -> dict:
     """Seconds of a step (unscaled) after a warm-up, expired share, groups, and how many of them were trained twice."""
     engine, seen, expired = ClockworkEngine(lambda request: scale * GENERATE_S), [], []
-    rows = ({"epoch": 0, "index": index} for index in itertools.count())
+    rows = ({"tandem.epoch": 0, "tandem.index": index} for index in itertools.count())
     config = RolloutConfig(batch_size=BATCH, on_expiry=on_expiry)
     with Rollout(engine, config, max_head_offpolicyness=eta) as rollout:
         for step in range(steps + eta + 2):

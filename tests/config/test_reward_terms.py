@@ -46,7 +46,7 @@ def test_a_recipe_is_chosen_by_a_column_or_by_the_data_set(tmp_path):
     text = "reward:\n  by: task\n  recipes:\n    sums: [math, {name: format, weight: 0.2}]\n    chat: {name: length}\n"
     config = reward_of(tmp_path, text)
     assert sum_of({"task": "sums"}, config.reward) == "math + 0.2*format" and sums_of("math") == ("math",)
-    assert sum_of({"task": "chat", "reward_name": "gsm8k"}, config.reward) == "gsm8k"  # its data set has one of its own
+    assert sum_of({"task": "chat", "tandem.reward": "gsm8k"}, config.reward) == "gsm8k"  # its data set has one of its own
     assert sum_of({"task": "chat"}, reward_of(tmp_path, text, "reward.recipes.chat=0.5*format").reward) == "0.5*format"
     assert recipes_of(config.reward).column == "task" and set(sums_of(config.reward)) == {"math + 0.2*format", "length"}
     (tmp_path / "again.yaml").write_text(to_yaml(config))

@@ -37,9 +37,9 @@ def test_a_round_has_each_row_at_most_once_and_is_repeated_by_the_seed(rates, se
     first, second = (told(rates, seed=seed, floor=floor) for _ in range(2))
     rows = list(itertools.islice(first, 3 * first.epoch_size))
     assert rows == list(itertools.islice(second, len(rows)))
-    assert all(count == 1 for count in Counter((row["epoch"], row["index"]) for row in rows).values())
-    assert {row["epoch"] for row in rows} == {0, 1, 2}
-    assert all(row["question"] == str(row["index"]) for row in rows)
+    assert all(count == 1 for count in Counter((row["tandem.epoch"], row["tandem.index"]) for row in rows).values())
+    assert {row["tandem.epoch"] for row in rows} == {0, 1, 2}
+    assert all(row["question"] == str(row["tandem.index"]) for row in rows)
 
 
 @given(rates=RATES, before=st.integers(0, 40), after=st.integers(1, 40), seed=st.integers(0, 5))
@@ -67,7 +67,7 @@ def test_another_data_set_or_seed_cannot_resume():
 def test_rows_near_the_target_are_drawn_most_and_the_others_now_and_then():
     one = told([0.5] * 20 + [0.0] * 20 + [1.0] * 20, round_rows=20)
     next(one)  # round 0 was drawn when nothing was known
-    drawn = Counter(one.dataset.rows[row["index"]]["question"] for row in itertools.islice(one, 19, 19 + 200 * 20))
+    drawn = Counter(one.dataset.rows[row["tandem.index"]]["question"] for row in itertools.islice(one, 19, 19 + 200 * 20))
     near, far = (sum(drawn[str(i)] for i in span) for span in (range(20), range(20, 60)))
     assert near > 2 * far > 0  # far are twice as many rows, of weight exp(−2) ≈ 0.135 each
     assert told([0.5, 0.0, None, 1.0]).weight(0) == told([0.5, 0.0, None, 1.0]).weight(2) == 1.0
@@ -78,7 +78,7 @@ def test_rows_near_the_target_are_drawn_most_and_the_others_now_and_then():
 def test_untried_rows_come_before_those_that_are_known_to_be_too_easy():
     one = told([1.0] * 10 + [None] * 10, round_rows=10, floor=0.0, width=0.05)
     list(itertools.islice(one, 10))
-    assert {row["index"] for row in itertools.islice(one, 10)} == set(range(10, 20))
+    assert {row["tandem.index"] for row in itertools.islice(one, 10)} == set(range(10, 20))
 
 
 def test_what_is_known_is_mixed_with_what_is_new_and_clipped():

@@ -18,7 +18,7 @@ def dataset(size):
 
 
 def take(loader, count):
-    return [(row["epoch"], row["index"]) for row in itertools.islice(loader, count)]
+    return [(row["tandem.epoch"], row["tandem.index"]) for row in itertools.islice(loader, count)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -63,4 +63,4 @@ def test_resuming_with_other_data_is_refused():
 
 def test_the_index_leads_back_to_the_row():
     data = load_dataset(DatasetConfig("addition", size=9))
-    assert all(data.rows[row["index"]]["question"] == row["question"] for row in itertools.islice(Loader(data), 20))
+    assert all(data.rows[row["tandem.index"]]["question"] == row["question"] for row in itertools.islice(Loader(data), 20))

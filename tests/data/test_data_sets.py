@@ -39,7 +39,7 @@ def test_gsm8k_keeps_its_columns_and_gains_messages_answer_and_source():
     row = train[0]
     assert row["messages"] == [{"role": "user", "content": row["question"]}]
     assert row["answer"].endswith("#### 72")
-    assert row["source"] == "gsm8k" and row["reward_name"] is None
+    assert row["tandem.source"] == "gsm8k" and row["tandem.reward"] is None
     assert not {r["question"] for r in train} & {r["question"] for r in test}
 
 
@@ -213,8 +213,8 @@ def test_a_mixture_keeps_the_weights_repeats_nothing_and_names_source_and_reward
     assert len(mixed) == 40 and len(mixed.rows) == 110
     order = mixed.order(0, seed=1, shuffle=True)
     assert len(set(order)) == 40
-    assert sum(mixed.rows[i]["source"] == "tiny" for i in order) == 10
-    assert {(r["source"], r["reward_name"]) for r in mixed} == {("big", None), ("tiny", "exact_number")}
+    assert sum(mixed.rows[i]["tandem.source"] == "tiny" for i in order) == 10
+    assert {(r["tandem.source"], r["tandem.reward"]) for r in mixed} == {("big", None), ("tiny", "exact_number")}
     seen = {i for epoch in range(4) for i in mixed.order(epoch, seed=1, shuffle=True)}
     assert len(seen) == 110  # a large source goes on where it stopped
 

@@ -135,7 +135,7 @@ FINE = {
         (pairs, {"chosen": [USER], "rejected": [BAD]}, "must begin with the assistant, got 'user'"),
         (steps, {"labels": [True, True]}, "one label for each of 1 steps, got 2"),
         (steps, {"completions": "a"}, "must be a list of texts"),
-        (conversations, {"completion": 3}, "'completion' must be text"),
+        (conversations, {"completion": True}, "'completion' must be text"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_with_its_number(tmp_path, reader, change, said):
@@ -151,7 +151,7 @@ def test_what_is_wrong_with_a_row_is_said_with_its_number(tmp_path, reader, chan
         (pairs, {"prompt": "?", "chosen": "a"}, "needs the columns chosen, rejected, and 'rejected' is missing"),
         (pairs, {"chosen": "a", "rejected": "b"}, "there is no prompt"),
         (pairs, {"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
-        (judged, {"completion": "a", "label": True}, "no column for the prompt"),
+        (judged, {"completion": "a", "label": True}, "no column for the question among completion, label"),
         (steps, {"prompt": "?", "completions": ["a"]}, "'labels' is missing"),
         (safety, {"prompt": "?", "chosen": "a", "rejected": "b", "chosen_safe": 1}, "'rejected_safe' is missing"),
         (safety, {n: v for n, v in SAFER.items() if n != "is_response_0_safe"}, "'is_response_0_safe' is missing"),
@@ -174,10 +174,20 @@ def test_a_mapped_column_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("reader", "row", "columns", "said"),
     [
-        (pairs, FINE, {"label": "label"}, r"columns\.label=label would change nothing: .* prompt, chosen, rejected, margin"),
-        (steps, FINE, {"answer": "label"}, "of these rows prompt, completions, labels are read"),
-        (judged, FINE, {"chosen": "chosen"}, "of these rows prompt, completion, label are read"),
-        (conversations, {"messages": [USER, GOOD], "t": "!"}, {"completion": "t"}, "of these rows messages are read"),
+        (
+            pairs,
+            FINE,
+            {"label": "label"},
+            r"columns\.label=label would change nothing: .* chosen, rejected, prompt are read",
+        ),
+        (steps, FINE, {"answer": "label"}, "of these rows completions, labels, prompt are read"),
+        (judged, FINE, {"chosen": "chosen"}, "of these rows completion, label, prompt are read"),
+        (
+            conversations,
+            {"messages": [USER, GOOD], "t": "!"},
+            {"completion": "t"},
+            "columns messages and completion both fit what is learnt, and differ here: set answer_column",
+        ),
         (conversations, FINE, {"margin": "label"}, "of these rows prompt, completion are read"),
         (
             pairs,

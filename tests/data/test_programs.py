@@ -12,6 +12,7 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow
 from tandem.data.rows import normalise
+from tandem.data.table import Table
 
 HUMANEVAL = {
     "task_id": "t/0",
@@ -41,7 +42,7 @@ LCB = {
 
 
 def read(columns, **config):
-    row = normalise([RawRow(columns, "file:1")], DatasetConfig(**config), source="x")[0]
+    row = normalise(Table([RawRow(columns, "file:1")], DatasetConfig(**config)), source="x")[0]
     tests = row["program_tests"]
     return row, None if tests is None else ProgramTests.from_column(tests)
 

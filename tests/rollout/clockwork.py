@@ -78,7 +78,7 @@ class OneAnswer(RolloutWorkflow):
     async def arun_episode(self, engine, data):
         if "fail" in data:
             data["fail"](engine.noise_key.attempt)
-        tokens = Tokens([1, int(data.get("index", 0))])
+        tokens = Tokens([1, int(data.get("tandem.index", 0))])
         tokens.add_response(await engine.agenerate(LLMRequest(tuple(tokens.ids), GenerationConfig())))
         return Sample((tokens.trajectory(),), reward=float(data.get("reward", 1.0)))
 
@@ -93,7 +93,7 @@ class Constant:
 
 def rows(count, **columns):
     """Rows of epoch 0."""
-    return [{"epoch": 0, "index": i, **columns} for i in range(count)]
+    return [{"tandem.epoch": 0, "tandem.index": i, **columns} for i in range(count)]
 
 
 def prompts(batch):

@@ -23,7 +23,7 @@ def one_rank(rank, folder):
         assert prompts(batch) == [0, 1, 2]
         assert rollout.metrics().get("reward/mean") == (1.0 if rank == 0 else None)
         rollout.end_step()
-        bad = [{"epoch": 1, "index": 0, "fail": fail}]
+        bad = [{"tandem.epoch": 1, "tandem.index": 0, "fail": fail}]
         with pytest.raises(NoBatch, match="bad_row"):
             rollout.rollout_batch(bad, OneAnswer())
     torch.save(dict(batch), f"{folder}/{rank}.pt")

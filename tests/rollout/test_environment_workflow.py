@@ -19,7 +19,7 @@ from tests.tiny import tiny_tokenizer
 
 WORLDS = Path(__file__).parent / "worlds.py"
 GCONFIG = GenerationConfig(max_new_tokens=8)
-ROW = {"messages": [{"role": "user", "content": "Play."}], "answer": "7", "epoch": 0, "index": 5}
+ROW = {"messages": [{"role": "user", "content": "Play."}], "answer": "7", "tandem.epoch": 0, "tandem.index": 5}
 
 
 class Script:

@@ -65,7 +65,7 @@ def test_nothing_is_lost_or_counted_twice_for_any_arrivals_failures_and_rejectio
             train(engine, rollout)
             if draw.random() < 0.3:
                 rollout.begin_again()  # as when a reward has changed
-        fine = [row["index"] for row in data if row["reward"] > 0 and not is_bad(row)]
+        fine = [row["tandem.index"] for row in data if row["reward"] > 0 and not is_bad(row)]
         assert len(set(consumed)) == len(consumed)
         assert set(consumed) <= set(fine)
         assert len(fine) - len(consumed) == rollout.ledger.total("waiting") < batch_size
@@ -104,7 +104,7 @@ def test_batches_come_in_order_of_start_and_name_their_groups():
 def test_generation_goes_on_while_the_trainer_trains_and_the_oldest_go_first():
     engine = ClockworkEngine(lambda request: 0.005)
     config = RolloutConfig(batch_size=2, max_head_offpolicyness=1, wait_timeout_s=60)
-    endless = ({"epoch": 0, "index": i} for i in itertools.count())
+    endless = ({"tandem.epoch": 0, "tandem.index": i} for i in itertools.count())
     with Rollout(engine, config) as rollout:
         assert prompts(rollout.prepare_batch(endless, OneAnswer())) == [0, 1]
         deadline = time.monotonic() + 60
@@ -120,7 +120,7 @@ def test_forgetting_to_end_the_step_is_said():
     with Rollout(ClockworkEngine(), RolloutConfig(batch_size=2)) as rollout:
         rollout.rollout_batch(rows(2), OneAnswer())
         with pytest.raises(NoBatch, match="end_step"):
-            rollout.rollout_batch([{"epoch": 1, "index": 0}], OneAnswer())
+            rollout.rollout_batch([{"tandem.epoch": 1, "tandem.index": 0}], OneAnswer())
 
 
 def test_infrastructure_failures_are_retried_with_new_noise_but_not_data_failures():
@@ -160,7 +160,10 @@ def test_a_workflow_that_raises_is_dropped_with_its_cause():
 
 
 def test_too_many_failures_in_a_row_end_the_run_with_their_reasons():
-    bad = ({"epoch": 0, "index": i, "fail": fail_with(DataFailure("bad_row", f"row {i}"))} for i in itertools.count())
+    bad = (
+        {"tandem.epoch": 0, "tandem.index": i, "fail": fail_with(DataFailure("bad_row", f"row {i}"))}
+        for i in itertools.count()
+    )
     config = RolloutConfig(batch_size=4, max_data_failures=20)
     with Rollout(ClockworkEngine(), config) as rollout, pytest.raises(NoBatch, match=r"20 episodes in a row.*bad_row: row"):
         rollout.prepare_batch(bad, OneAnswer())
@@ -198,7 +201,7 @@ def test_the_death_of_the_engine_ends_the_wait_at_once_and_loses_no_prompt():
 def test_a_filter_keeps_drawing_until_the_batch_is_full():
     data = rows(10)
     for row in data:
-        row["reward"] = float(row["index"] % 2)
+        row["reward"] = float(row["tandem.index"] % 2)
     keep = lambda group: (group.samples[0].reward > 0, "none_correct")  # noqa: E731
     with Rollout(ClockworkEngine(), RolloutConfig(batch_size=3), group_filter=keep) as rollout:
         assert prompts(rollout.prepare_batch(iter(data), OneAnswer())) == [1, 3, 5]
@@ -206,7 +209,7 @@ def test_a_filter_keeps_drawing_until_the_batch_is_full():
 
 
 def test_a_filter_that_keeps_nothing_ends_the_run_with_its_name():
-    endless = ({"epoch": 0, "index": i} for i in itertools.count())
+    endless = ({"tandem.epoch": 0, "tandem.index": i} for i in itertools.count())
     rollout = Rollout(
         ClockworkEngine(), RolloutConfig(batch_size=2), group_filter=lambda g: (False, "all_correct"), max_draws=4
     )
@@ -254,7 +257,7 @@ def straggle(on_expiry, eta=1):
     hold = lambda request, number: on_expiry != "wait" and request.input_ids[1] == 0 and number < 4  # noqa: E731
     engine = ClockworkEngine(lambda request: 0.15 if request.input_ids[1] == 0 else 0.002, hold)
     config = RolloutConfig(batch_size=2, max_head_offpolicyness=eta, on_expiry=on_expiry, wait_timeout_s=60)
-    endless = ({"epoch": 0, "index": i} for i in itertools.count())
+    endless = ({"tandem.epoch": 0, "tandem.index": i} for i in itertools.count())
     batches, worst = [], []
     with Rollout(engine, config) as rollout:
         for _ in range(12):
@@ -339,7 +342,7 @@ def test_an_episode_that_ends_without_the_engine_is_progress_of_who_waits_for_it
 
 class Nothing(RolloutWorkflow):
     async def arun_episode(self, engine, data):
-        return None if data["index"] else await OneAnswer().arun_episode(engine, data)
+        return None if data["tandem.index"] else await OneAnswer().arun_episode(engine, data)
 
 
 def test_none_drops_the_prompt():
@@ -394,7 +397,7 @@ class Ended(BaseException):
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Ended()], ids=repr)
 @pytest.mark.parametrize("where", ["itself", "in a reward", "in a task"])
 def test_code_of_a_user_that_calls_for_the_end_of_the_process_fails_its_sample(where, error):
-    data = [row | {"error": error} if row["index"] < 2 else row for row in rows(3)]
+    data = [row | {"error": error} if row["tandem.index"] < 2 else row for row in rows(3)]
     config = RolloutConfig(batch_size=1, wait_timeout_s=5.0)
     for workflow in (Ends(where), Repeated(Ends(where), 2)):
         with Rollout(ClockworkEngine(), config) as rollout:

@@ -68,7 +68,7 @@ def test_the_drop_says_how_many_failed_what_the_rule_is_and_why_the_first_did():
 
 
 def test_groups_that_lose_most_of_their_samples_end_the_run_although_trainable():
-    endless = ({"epoch": 0, "index": i, "broken": 7} for i in range(10**6))
+    endless = ({"tandem.epoch": 0, "tandem.index": i, "broken": 7} for i in range(10**6))
     with rollout_of(batch_size=2, max_data_failures=9) as rollout:
         workflow = Repeated(SomeFail(), 8, min_group_size=1)
         for _ in range(4):
@@ -79,7 +79,7 @@ def test_groups_that_lose_most_of_their_samples_end_the_run_although_trainable()
 
 
 def test_a_group_with_most_of_its_samples_begins_the_count_anew():
-    some = [{**row, "broken": 3 if row["index"] % 3 == 2 else 7} for row in rows(60)]
+    some = [{**row, "broken": 3 if row["tandem.index"] % 3 == 2 else 7} for row in rows(60)]
     with rollout_of(batch_size=2, max_data_failures=3) as rollout:
         for _ in range(10):
             rollout.prepare_batch(iter(some), Repeated(SomeFail(), 8, min_group_size=1))
@@ -184,7 +184,7 @@ def test_a_group_whose_end_calls_for_the_end_of_the_process_is_dropped(error):
 
 
 def test_the_counts_go_on_after_a_resume_and_count_no_group_twice():
-    endless = ({"epoch": 0, "index": i, "broken": 2} for i in range(10**6))
+    endless = ({"tandem.epoch": 0, "tandem.index": i, "broken": 2} for i in range(10**6))
     with rollout_of(batch_size=2, max_head_offpolicyness=2) as rollout:
         rollout.prepare_batch(endless, Repeated(SomeFail(), 8))
         rollout.end_step()

@@ -157,9 +157,10 @@ def test_without_an_expected_answer_only_the_vote_is_reported():
 def test_the_workflow_sees_the_question_alone():
     seen = []
     group_of(
-        Repeated(MajorityLabels(Say(["7", "7"], seen), ByText()), 2), {"answer": "7", "solution": "it is 7", "source": "s"}
+        Repeated(MajorityLabels(Say(["7", "7"], seen), ByText()), 2),
+        {"answer": "7", "solution": "it is 7", "tandem.source": "s"},
     )
-    assert {name for row in seen for name in row} == {"messages", "source", "epoch", "index"}
+    assert {name for row in seen for name in row} == {"messages", "tandem.source", "tandem.epoch", "tandem.index"}
 
 
 def test_a_prompt_without_any_answer_is_skipped_with_its_reason():

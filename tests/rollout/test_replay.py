@@ -142,9 +142,9 @@ def test_state_is_kept(uses):
 
 def test_a_group_comes_back_from_a_checkpoint_with_epoch_and_index_of_its_row():
     one = group(4, 2, 3)
-    one = replace(one, data={"epoch": 1, "index": 7, "answer": "12"}, source="a", failures=("deadline",))
+    one = replace(one, data={"tandem.epoch": 1, "tandem.index": 7, "answer": "12"}, source="a", failures=("deadline",))
     again = group_of(plain_group(one))
-    assert again.data == {"epoch": 1, "index": 7}
+    assert again.data == {"tandem.epoch": 1, "tandem.index": 7}
     assert (again.group_id, again.source, again.failures) == (4, "a", ("deadline",))
     (mine,), (theirs,) = one.samples[0].trajectories, again.samples[0].trajectories
     for name in ("input_ids", "loss_mask", "rollout_logprobs", "versions"):

@@ -21,9 +21,9 @@ class SaysWhere(OneAnswer):
 
     async def arun_episode(self, engine, data):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if data["index"] == 5:
+        if data["tandem.index"] == 5:
             raise DataFailure("bad_row", "as row 5 is")
-        if data["index"] == data.get("dies") and rank:
+        if data["tandem.index"] == data.get("dies") and rank:
             raise EngineDied("the clockwork has stopped")
         sample = await super().arun_episode(engine, data)
         sample.trajectories[0].input_ids[0] = rank
@@ -37,7 +37,7 @@ def collecting(engine, ranks, **given):
 
 
 def odd_rows_are_dull(group: Group):
-    return group.data["index"] % 2 == 0, "dull"
+    return group.data["tandem.index"] % 2 == 0, "dull"
 
 
 def two_batches(deterministic, ranks):

@@ -66,7 +66,7 @@ def test_a_row_is_the_task_of_its_place_and_weighted_rewards_are_the_samples(tmp
         engine = ScriptedEngine(lambda request, number: "7")
         recorder = SessionRecorder(engine.tokenizer)
         workflow = VerifiersWorkflow(GCONFIG, recorder, taskset="mine", python=sys.executable)
-        rows = [{"messages": [user("")], "index": index} for index in (3, 0, 1, 2, 4)]
+        rows = [{"messages": [user("")], "tandem.index": index} for index in (3, 0, 1, 2, 4)]
         try:
             return await asyncio.gather(*(workflow.arun_episode(engine, row) for row in rows), return_exceptions=True)
         finally:

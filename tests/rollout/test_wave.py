@@ -35,7 +35,7 @@ class Watching(ClockworkEngine):
 
 
 async def talk(engine, data, turns):
-    tokens = Tokens([1, int(data["index"])])
+    tokens = Tokens([1, int(data["tandem.index"])])
     for turn in range(turns):
         tokens.add_response(await engine.agenerate(LLMRequest(tuple(tokens.ids), GenerationConfig())))
         await asyncio.sleep(random.uniform(0.0, 0.01))  # an environment, a tool, a reward
@@ -48,7 +48,7 @@ class Talks(RolloutWorkflow):
     """Sample i of row j has 1 + (i + j) % 3 turns."""
 
     async def arun_episode(self, engine, data):
-        return await talk(engine, data, 1 + (engine.noise_key.sample + data["index"]) % 3)
+        return await talk(engine, data, 1 + (engine.noise_key.sample + data["tandem.index"]) % 3)
 
 
 class TalkTogether(RolloutWorkflow):

@@ -53,9 +53,9 @@ def questions():
         yield {
             "messages": [{"role": "user", "content": content}],
             "answer": "1",
-            "epoch": 0,
-            "index": index,
-            "source": "sums",
+            "tandem.epoch": 0,
+            "tandem.index": index,
+            "tandem.source": "sums",
         }
 
 
@@ -94,7 +94,7 @@ def test_two_deterministic_runs_are_equal_to_the_bit(make_engine, folder):
         assert all(torch.equal(a[name].nan_to_num(), b[name].nan_to_num()) for name in a.keys())
     assert metrics["episodes/trained"] == 6
     assert metrics["episodes/dropped/prompt_too_long"] == 1  # counted, and another took its place
-    assert [group.data["index"] for group in groups] == [4, 5, 6]
+    assert [group.data["tandem.index"] for group in groups] == [4, 5, 6]
     assert {group.source for group in groups} == {"sums"}
 
 
@@ -108,7 +108,7 @@ def test_several_turns_are_one_trajectory_of_what_the_engine_made(make_engine, f
     workflow = MultiTurnWorkflow(Constant(), SAMPLING, tokenizer, max_turns=2)
     engine = make_engine()
     with Rollout(engine, CONFIG) as rollout:
-        batch = rollout.prepare_batch((row for row in questions() if row["index"] != 1), workflow)
+        batch = rollout.prepare_batch((row for row in questions() if row["tandem.index"] != 1), workflow)
         assert len(batch["reward"]) == 3
         assert set(batch["stop_reason"].tolist()) <= {StopReason.STOP, StopReason.LENGTH}
         assert int(batch["loss_mask"].sum()) == engine.statistics()["generated_tokens"]

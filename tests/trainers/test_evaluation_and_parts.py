@@ -67,7 +67,7 @@ def test_each_source_of_a_mixture_is_judged_by_its_own_reward(tmp_path):
         judged = {}
         for row in rows:
             result = asyncio.run(reward(prompt="", completion="1", prompt_ids=(), completion_ids=(), row=row))
-            judged[row["source"]] = result.value
+            judged[row["tandem.source"]] = result.value
     finally:
         reward.close()
     assert judged == {"one": 1.0, "two": 2.0}

@@ -90,7 +90,7 @@ CONFIG = RolloutConfig(
 def questions(count):
     for index in range(count):
         content = [{"role": "user", "content": f"{index} + 1 ="}]
-        yield {"messages": content, "answer": "1", "epoch": 0, "index": index, "source": "sums"}
+        yield {"messages": content, "answer": "1", "tandem.epoch": 0, "tandem.index": index, "tandem.source": "sums"}
 
 
 def test_rollouts_go_on_during_an_evaluation_and_it_takes_no_slot(model):
@@ -117,7 +117,7 @@ def test_rollouts_go_on_during_an_evaluation_and_it_takes_no_slot(model):
             rollout.end_step()  # checks the ledger against the gate
             assert rollout.ledger.total("trained") == 8
             assert sum(rollout.ledger.epoch_totals(EVALUATION_EPOCH).values()) == 0
-            assert {group.data["index"] for group in rollout.last_groups} == {4, 5, 6, 7}
+            assert {group.data["tandem.index"] for group in rollout.last_groups} == {4, 5, 6, 7}
     finally:
         engine.close()
 

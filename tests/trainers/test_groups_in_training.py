@@ -219,7 +219,7 @@ def group(index, *rewards, accuracies=None, counted=None):
         Sample((), reward, accuracy=accuracy, in_statistics=counts)
         for reward, accuracy, counts in zip(rewards, accuracies, counted, strict=True)
     ]
-    return Group(tuple(samples), data={"index": index, "epoch": 0})
+    return Group(tuple(samples), data={"tandem.index": index, "tandem.epoch": 0})
 
 
 def test_the_curriculum_learns_the_success_of_samples_that_count(overrides):

@@ -137,7 +137,7 @@ def test_a_model_serves_the_rewards_of_several_data_sets_with_a_weight_in_each(m
     judge, sources = f"model(path={models}/judge)", "[{path: a, reward: 'math + JUDGE'}, {path: b, reward: '0.5*JUDGE'}]"
     keys = [f"reward=format + 2*{judge}", f"train_dataset.sources={sources.replace('JUDGE', judge)}"]
     plan = plan_run(load_config(TrainConfig, None, [f"actor.path={models}/tiny-llama-0", *keys]).config)
-    rows = [{}, {"reward_name": f"math + {judge}"}, {"reward_name": f"0.5*{judge}"}, {"reward_name": "math"}]
+    rows = [{}, {"tandem.reward": f"math + {judge}"}, {"tandem.reward": f"0.5*{judge}"}, {"tandem.reward": "math"}]
     terms = [plan.scores[0].rewards.get(plan.sum_of(row)) for row in rows]
     assert [term and term.weight for term in terms] == [2.0, 1.0, 0.5, None]
 

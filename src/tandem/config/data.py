@@ -29,6 +29,12 @@ COLUMNS = (
 )
 """Names that `columns` may map."""
 
+SOURCE, INDEX, EPOCH, WHERE, REWARD = (f"tandem.{name}" for name in ("source", "index", "epoch", "where", "reward"))
+"""Keys that a row has beside the columns of its data set: the name of the source, its place and pass, its file and line, and
+the reward that its source brings. No column of a user's can have these names."""
+
+OURS = (SOURCE, INDEX, EPOCH, WHERE, REWARD)
+
 PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled", "seeds")
 """Data sets that are computed, beside the families of reasoning-gym."""
 

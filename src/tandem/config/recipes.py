@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from tandem.config.data import REWARD
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.config.terms import parse_terms, spelled
@@ -83,7 +84,7 @@ def sum_of(row: Mapping[str, Any], default: str) -> str:
     Raises:
         ConfigError: see `Recipes.of`.
     """
-    spec = row.get("reward_name") or default
+    spec = row.get(REWARD) or default
     recipes = recipes_of(spec)
     return spec if recipes is None else recipes.of(row)
 

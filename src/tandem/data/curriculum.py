@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 from tandem.config.curriculum import CurriculumConfig
+from tandem.config.data import EPOCH, INDEX
 from tandem.config.errors import ConfigError
 from tandem.data.dataset import Dataset
 from tandem.data.rows import Row
@@ -48,7 +49,7 @@ class Curriculum:
             self._order = self._draw()
         index = self._order[self.position]
         self.position += 1
-        return {**self.dataset.rows[index], "epoch": self.epoch, "index": index}
+        return {**self.dataset.rows[index], EPOCH: self.epoch, INDEX: index}
 
     def observe(self, index: int, success: float) -> None:
         """The row was tried; ``success``: share of its samples that were right, clipped to 0…1."""

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from tandem.config.data import DatasetConfig, SourceConfig
+from tandem.config.data import WHERE, DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
 from tandem.data.examples import Reader
 from tandem.data.files import ENDINGS, RawRow, read_file, read_folder
 from tandem.data.hub import read_hub
 from tandem.data.procedural import PROCEDURAL, reasoning_gym
-from tandem.data.rows import Row, normalise, renamed
+from tandem.data.rows import Row, normalise
+from tandem.data.table import Reading, Table
 
 
 class Dataset(Sequence[Row]):
@@ -26,7 +27,11 @@ class Dataset(Sequence[Row]):
     in the next epoch. ``len`` and indices are those of epoch 0 in the order of the files; `rows` are all there are.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Row]], weights: Sequence[float] | None = None):
+    def __init__(
+        self, parts: Sequence[Sequence[Row]], weights: Sequence[float] | None = None, readings: Sequence[Reading] = ()
+    ):
+        """``readings``: what was read of each part's columns."""
+        self.readings = readings
         self.rows: list[Row] = [row for part in parts for row in part]
         self._sizes = [len(part) for part in parts]
         weights = list(weights) if weights is not None else [1.0] * len(parts)
@@ -60,7 +65,7 @@ class Dataset(Sequence[Row]):
         """Changes with any row, and with their order and weights, but not with the place that they are read from."""
         digest = hashlib.sha256(json.dumps([self._sizes, self._counts]).encode())
         for row in self.rows:
-            told = {name: value for name, value in row.items() if name != "where"}
+            told = {name: value for name, value in row.items() if name != WHERE}
             digest.update(json.dumps(told, sort_keys=True, default=_told).encode())
         return digest.hexdigest()
 
@@ -91,7 +96,7 @@ def _told(value: object) -> object:
 
 
 def load_dataset(
-    config: DatasetConfig, *, seed: int = 0, default_split: str = "train", reader: Reader = normalise
+    config: DatasetConfig, *, seed: int = 0, default_split: str = "train", reader: Reader = normalise, section: str = ""
 ) -> Dataset:
     """Reads the rows that a configuration names.
 
@@ -101,15 +106,17 @@ def load_dataset(
     Raises:
         ConfigError: missing or empty data set, missing column, broken line, wrong type; says where.
     """
-    if config.sources:
-        parts = [_load(replace(config, path=s.path), s, seed, default_split, reader) for s in config.sources]
-        return Dataset(parts, [s.weight for s in config.sources])
-    if config.path is None:
+    if config.path is None and not config.sources:
         raise ConfigError("the data set has no path: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME")
-    return Dataset([_load(config, SourceConfig(config.path), seed, default_split, reader)])
+    sources = config.sources or (SourceConfig(config.path or ""),)
+    found = [_load(replace(config, path=s.path), s, seed, default_split, reader, section) for s in sources]
+    weights = [source.weight for source in sources]
+    return Dataset([rows for rows, _ in found], weights, [reading for _, reading in found])
 
 
-def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split: str, reader: Reader) -> list[Row]:
+def _load(
+    config: DatasetConfig, source: SourceConfig, seed: int, default_split: str, reader: Reader, section: str
+) -> tuple[list[Row], Reading]:
     try:
         raw = _read(source.path, config, seed, default_split)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a home folder that nobody has
@@ -120,7 +127,9 @@ def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split:
         raise ConfigError(
             f"data set {source.path} (split {config.split or default_split!r}) is empty; it needs at least one row"
         )
-    return reader(renamed(raw, config.columns), config, source=source.label, reward=source.reward)
+    table = Table(raw, config, section)
+    rows = reader(table, source=source.label, reward=source.reward)
+    return rows, table.reading(source.label)
 
 
 def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> list[RawRow]:

@@ -6,83 +6,124 @@ equal sides) is left to the encoder, which drops and counts it. Both say the row
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tandem.config.data import DatasetConfig
+from tandem.config.data import SOURCE, WHERE
 from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
 from tandem.data.files import RawRow
-from tandem.data.rows import ANSWERS, PROMPTS, ROLES, Row, normalise, refuse_unread, with_suffix
+from tandem.data.programs import find_layout
+from tandem.data.rows import SHARE_GPT, Message, Prompt, Row, answer_text, messages_of, prompt_of, tools_of, with_suffix
+from tandem.data.table import ANSWERS, CONVERSATIONS, FULL_REPLIES, PROMPTS, Table
 
 Reader = Callable[..., list[Row]]
-"""``reader(raw, config, source=…, reward=…)``: rows in one shape, as `tandem.data.rows.normalise`."""
+"""``reader(table, source=…, reward=…)``: rows in one shape, as `tandem.data.rows.normalise`."""
 
-Message = dict[str, Any]
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 _DIALOGUE = re.compile(r"\n\n(Human|Assistant): ?")
 
 
-def conversations(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
+def conversations(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
     """Rows to imitate: ``messages`` (the whole conversation) and ``train_from``, the first message that may be learnt.
 
-    Formats: ``messages`` with turns of the assistant (all of them are learnt); ``prompt`` and ``completion``, each text or
-    messages; a question and an answer under any of their usual names. `prompt_suffix` is put behind the question.
+    Formats, of which the first that fits is read unless `prompt_column` or `answer_column` is set: ``messages`` (or
+    ``conversations``) with turns of the assistant, all of which are learnt but those with ``weight: 0``; ``prompt`` and
+    ``completion``, each text or messages; a question and an answer under any of their usual names. `prompt_suffix` is put
+    behind the question. Each row has ``tools`` too, those that it offers or None.
 
     Raises:
-        ConfigError: no such columns, or a value of the wrong type (with file and line); a `prompt_suffix` for whole
-            conversations, which have no one question; `columns` that are not read.
+        ConfigError: no such columns, or several that could be learnt; a value of the wrong type (with file and line); a
+            `prompt_suffix` for whole conversations, which have no one question.
     """
-    if not raw:
-        return []
-    there = raw[0].columns
-    if config.prompt_column is None and config.answer_column is None:
-        if "messages" in there and not ({"answer", "solution"} & set(there)):
-            refuse_unread(config, ("messages",), raw[0].where)
-            if config.prompt_suffix:
-                raise ConfigError(
-                    f"{raw[0].where}: prompt_suffix={config.prompt_suffix!r} is put behind a row's question, and these rows "
-                    "are whole conversations, every reply of which is learnt: leave it out, or give rows with a prompt and "
-                    "a completion"
-                )
-            return [_imitated(row, [], _messages(_value(row, "messages"), "messages", row.where), source) for row in raw]
-        if "prompt" in there and "completion" in there:
-            refuse_unread(config, ("prompt", "completion"), raw[0].where)
-            return [
-                _imitated(
-                    row, with_suffix(_prompt(row, "prompt"), config.prompt_suffix), _completion(row, "completion"), source
-                )
-                for row in raw
-            ]
-    found = normalise(raw, config, source=source, reward=reward)
-    if all(one["answer"] is None for one in found):
-        raise ConfigError(
-            f"{raw[0].where}: no row has an answer to learn; columns there: {', '.join(raw[0].columns)}; "
-            f"looked for {', '.join(ANSWERS)}: set answer_column"
+    whole = _whole(table)
+    if whole is not None:
+        if table.config.prompt_suffix:
+            raise table.error(
+                f"prompt_suffix={table.config.prompt_suffix!r} is put behind a row's question, and these rows are whole "
+                "conversations, every reply of which is learnt: leave it out, or give rows with a prompt and a completion"
+            )
+        return [
+            _imitated(table, row, [], messages_of(table.value(row, whole), whole, row.where), source) for row in table.rows
+        ]
+    is_program = find_layout(table.rows[0].columns) is not None
+    named = table.config.prompt_column or table.config.answer_column
+    if not named and not table.usual(CONVERSATIONS) and table.has("prompt") and table.has("completion"):
+        prompt, reply = Prompt(table, ("prompt",)), "completion"
+    else:
+        prompt = prompt_of(table)
+        reply = table.wished("answer_column") or _reply_column(table, is_program)
+    table.column(reply, "learnt")
+    return [_answered(table, row, prompt, reply, source) for row in table.rows]
+
+
+def _whole(table: Table) -> str | None:
+    """The column of whole conversations; None if the rows are questions with an answer. `answer_column` may name it."""
+    wished = table.wished("answer_column")
+    names = [wished] if wished else table.usual(CONVERSATIONS)
+    found = [name for name in names if any(map(_is_conversation, table.samples(name)))]
+    if not found or table.config.prompt_column is not None:
+        return None
+    name = table.column(found[0], "every assistant turn")
+    for other in [] if wished else table.usual(FULL_REPLIES):
+        for row in table.sample:
+            reply, said = row.columns.get(other), [m.get("content", m.get("value")) for m in row.columns.get(name) or []]
+            if isinstance(reply, str) and reply.strip() and reply not in said:
+                raise table.ambiguous((name, other), "what is learnt", "answer_column", row)
+    if not wished:
+        Prompt(table)  # another column asks the same, or the rows are refused
+    return name
+
+
+def _reply_column(table: Table, is_program: bool) -> str:
+    """The column that is learnt of rows that do not say it by `answer_column`."""
+    names = table.usual(ANSWERS)
+    if not any(table.samples(name) for name in names):
+        raise table.error(
+            f"no row has an answer to learn; columns there: {', '.join(table.columns)}; looked for {', '.join(ANSWERS)}: "
+            f"set {table.section}answer_column"
         )
-    return [
-        _imitated(row, one["messages"], [_reply(one["answer"] or "")], source) for row, one in zip(raw, found, strict=True)
-    ]
+    for other in [] if is_program else names[1:]:
+        for row in table.sample:
+            if None not in (both := [row.columns.get(name) for name in (names[0], other)]) and both[0] != both[1]:
+                raise table.ambiguous((names[0], other), "what is learnt", "answer_column", row)
+    return names[0]
 
 
-def pairs(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
-    """Ranked pairs: ``messages`` (the prompt), ``chosen`` and ``rejected`` (lists of messages), ``margin`` (or None).
+def _answered(table: Table, row: RawRow, prompt: Prompt, column: str, source: str) -> Row:
+    messages, reply = prompt.messages(row), table.value(row, column)
+    if messages[-1]["role"] == "assistant" and len(messages) > 1:
+        messages.pop()  # the column says what is learnt
+    learnt = messages_of(reply, column, row.where) if isinstance(reply, (list, Mapping)) else None
+    text = answer_text(reply, column, row.where) if learnt is None else ""
+    return _imitated(table, row, with_suffix(messages, table.config.prompt_suffix), learnt or [_reply(text or "")], source)
+
+
+def _is_conversation(value: Any) -> bool:
+    """True of messages of both the user and the assistant."""
+    messages = [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
+    roles = {SHARE_GPT.get(str(message.get("role", message.get("from")))) for message in messages}
+    return {"user", "assistant"} <= roles
+
+
+def pairs(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
+    """Ranked pairs: ``messages`` (the prompt), ``chosen`` and ``rejected`` (lists of messages), ``margin`` (or None), and
+    ``tools``.
 
     Formats: ``chosen`` and ``rejected`` as texts beside a prompt; as messages, with the prompt in front of both or in a
     column of its own; as texts of the form "\\n\\nHuman: …\\n\\nAssistant: …"; and ``response_0`` and ``response_1`` with
-    ``better_response_id``.
+    ``better_response_id``. A column of messages that end with a reply is not the prompt.
 
     Raises:
         ConfigError: a column is missing, or a value of the wrong type; sides that do not share their prompt.
     """
-    raw, read = _sides(raw, "better_response_id")
-    _require(raw, ("chosen", "rejected"))
-    column = _prompt_column(raw, config)
-    _read_all(raw, config, column, *read, "margin")
-    return [_pair(row, column, source) for row in raw]
+    _rank(table, "better_response_id")
+    prompt = _prompt_beside(table)
+    if table.has("margin"):
+        table.column("margin")
+    return [_pair(table, row, prompt, source) for row in table.rows]
 
 
-def safety(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
+def safety(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
     """Pairs of a safer side, ``chosen``, and another one, as `pairs` gives them, with ``chosen_safe`` and ``rejected_safe``
     (bools).
 
@@ -92,72 +133,69 @@ def safety(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward:
     Raises:
         ConfigError: as `pairs`; or a label that is neither true nor false.
     """
-    raw, read = _sides(raw, "safer_response_id", labelled=True)
-    labels = ("chosen_safe", "rejected_safe")
-    _require(raw, ("chosen", "rejected", *labels))
-    column = _prompt_column(raw, config)
-    _read_all(raw, config, column, *read)
+    _rank(table, "safer_response_id", labelled=True)
+    prompt = _prompt_beside(table)
     return [
-        _pair(row, column, source) | {label: truth(_value(row, label), label, row.where) for label in labels} for row in raw
+        _pair(table, row, prompt, source)
+        | {label: truth(table.value(row, label), label, row.where) for label in ("chosen_safe", "rejected_safe")}
+        for row in table.rows
     ]
 
 
-def _sides(raw: Sequence[RawRow], by: str, *, labelled: bool = False) -> tuple[Sequence[RawRow], tuple[str, ...]]:
-    """Rows of two numbered answers as rows with ``chosen`` and ``rejected``, other rows as they are; and the columns that
-    are read, beside the prompt. ``by``: the column with the number of the chosen one. ``labelled``: each is safe or not."""
-    if not raw or "chosen" in raw[0].columns or not {"response_0", "response_1"} & set(raw[0].columns):
-        return raw, ("chosen", "rejected", *(("chosen_safe", "rejected_safe") if labelled else ()))
+def _rank(table: Table, by: str, *, labelled: bool = False) -> None:
+    """Gives rows of two numbered answers the columns ``chosen`` and ``rejected``; others must have them. ``by``: the column
+    with the number of the chosen one. ``labelled``: each is safe or not."""
     answers = ("response_0", "response_1")
+    if table.has("chosen") or not any(map(table.has, answers)):
+        table.require("chosen", "rejected", *(("chosen_safe", "rejected_safe") if labelled else ()))
+        return
     labels = ("is_response_0_safe", "is_response_1_safe") if labelled else ()
-    read = (*answers, by, *labels)
-    _require(raw, read)
+    table.require(*answers, by, *labels)
     rows = []
-    for row in raw:
-        first = str(_value(row, by)).strip().removesuffix(".0")
+    for row in table.rows:
+        first = str(table.value(row, by)).strip().removesuffix(".0")
         if first not in ("0", "1"):
             raise ConfigError(
                 f"{row.where}: column {by!r} must be 0 or 1, the number of a response; got {row.columns[by]!r}"
             )
         order = (0, 1) if first == "0" else (1, 0)
-        sides = {name: _value(row, answers[i]) for name, i in zip(("chosen", "rejected"), order, strict=True)}
+        sides = {name: table.value(row, answers[i]) for name, i in zip(("chosen", "rejected"), order, strict=True)}
         if labelled:
-            verdicts = [truth(_value(row, name), name, row.where) for name in labels]
+            verdicts = [truth(table.value(row, name), name, row.where) for name in labels]
             sides |= {"chosen_safe": verdicts[order[0]], "rejected_safe": verdicts[order[1]]}
         rows.append(RawRow({**row.columns, **sides}, row.where))
-    return rows, read
+    table.replace(rows)
 
 
-def judged(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
-    """Single completions with a verdict: ``messages`` (the prompt), ``completion`` (messages), ``label`` (bool).
+def judged(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
+    """Single completions with a verdict: ``messages`` (the prompt), ``completion`` (messages), ``label`` (bool), ``tools``.
 
     Formats: ``prompt``, ``completion`` and ``label``; or ranked pairs as in `pairs`, of which each side becomes a row.
 
     Raises:
         ConfigError: a column is missing, a value of the wrong type, a label that is neither true nor false.
     """
-    if raw and "label" not in raw[0].columns and {"chosen", "rejected"} <= set(raw[0].columns):
+    if not table.has("label") and table.has("chosen") and table.has("rejected"):
         return [
-            {"messages": row["messages"], "completion": row[side], "label": side == "chosen"} | _common(row)
-            for row in pairs(raw, config, source=source)
+            {name: row[name] for name in ("messages", "tools", SOURCE, WHERE)}
+            | {"completion": row[side], "label": side == "chosen"}
+            for row in pairs(table, source=source)
             for side in ("chosen", "rejected")
         ]
-    _require(raw, ("completion", "label"))
-    column = _prompt_column(raw, config)
-    _read_all(raw, config, column, "completion", "label")
-    if raw and column is None:
-        raise ConfigError(f"{raw[0].where}: no column for the prompt; looked for {', '.join(PROMPTS)}: set prompt_column")
+    table.require("completion", "label")
+    prompt = Prompt(table)
     return [
-        {
-            "messages": _prompt(row, str(column)),
-            "completion": _completion(row, "completion"),
-            "label": truth(_value(row, "label"), "label", row.where),
+        _row(table, row, source)
+        | {
+            "messages": prompt.messages(row),
+            "completion": _completion(table, row, "completion"),
+            "label": truth(table.value(row, "label"), "label", row.where),
         }
-        | {"source": source, "where": row.where}
-        for row in raw
+        for row in table.rows
     ]
 
 
-def steps(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
+def steps(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
     """Completions judged step by step: ``messages`` (the prompt), ``steps`` (texts) and ``labels`` (a bool for each).
 
     Columns: ``prompt``, ``completions`` (a list of texts) and ``labels``.
@@ -165,14 +203,11 @@ def steps(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: 
     Raises:
         ConfigError: a column is missing, a value of the wrong type, or not one label for each step.
     """
-    _require(raw, ("completions", "labels"))
-    column = _prompt_column(raw, config)
-    _read_all(raw, config, column, "completions", "labels")
-    if raw and column is None:
-        raise ConfigError(f"{raw[0].where}: no column for the prompt; looked for {', '.join(PROMPTS)}: set prompt_column")
+    table.require("completions", "labels")
+    prompt = Prompt(table)
     rows = []
-    for row in raw:
-        texts, labels = _value(row, "completions"), _value(row, "labels")
+    for row in table.rows:
+        texts, labels = table.value(row, "completions"), table.value(row, "labels")
         if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
             raise ConfigError(f"{row.where}: column 'completions' must be a list of texts, the steps; got {texts!r}")
         if not isinstance(labels, list) or len(labels) != len(texts):
@@ -181,9 +216,7 @@ def steps(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: 
                 f"{row.where}: column 'labels' must be a list with one label for each of {len(texts)} steps, got {got}"
             )
         verdicts = [truth(label, "labels", row.where) for label in labels]
-        rows.append(
-            {"messages": _prompt(row, str(column)), "steps": texts, "labels": verdicts, "source": source, "where": row.where}
-        )
+        rows.append({"messages": prompt.messages(row), "steps": texts, "labels": verdicts, SOURCE: source, WHERE: row.where})
     return rows
 
 
@@ -199,29 +232,38 @@ def truth(value: Any, column: str, where: str) -> bool:
     raise ConfigError(f"{where}: column {column!r} must be true or false (or 1 or 0), got {value!r}")
 
 
-def _common(row: Row) -> Row:
-    return {"source": row["source"], "where": row["where"]}
+def _row(table: Table, row: RawRow, source: str) -> Row:
+    """The part that all rows have."""
+    if table.has("tools"):
+        table.column("tools")
+    return {"tools": tools_of(row), SOURCE: source, WHERE: row.where}
 
 
-def _imitated(row: RawRow, prompt: list[Message], completion: list[Message], source: str) -> Row:
-    return {"messages": [*prompt, *completion], "train_from": len(prompt), "source": source, "where": row.where}
+def _imitated(table: Table, row: RawRow, prompt: list[Message], completion: list[Message], source: str) -> Row:
+    return _row(table, row, source) | {"messages": [*prompt, *completion], "train_from": len(prompt)}
 
 
-def _pair(row: RawRow, column: str | None, source: str) -> Row:
-    sides = [_value(row, side) for side in ("chosen", "rejected")]
+def _prompt_beside(table: Table) -> Prompt | None:
+    """The question beside two sides, if it has a column; `messages` that end with a reply are a side's."""
+    usual = [name for name in PROMPTS if not any(map(_is_conversation, table.samples(name)))]
+    return Prompt(table, usual) if table.config.prompt_column is not None or table.usual(usual) else None
+
+
+def _pair(table: Table, row: RawRow, asked: Prompt | None, source: str) -> Row:
+    sides = [table.value(row, side) for side in ("chosen", "rejected")]
     if all(isinstance(side, str) for side in sides):
-        if column is None:
+        if asked is None:
             sides = [_dialogue(side, row.where) for side in sides]
             prompt, chosen, rejected = _divided(*sides, row.where)
         else:
-            prompt = _prompt(row, column)
+            prompt = asked.messages(row)
             chosen, rejected = ([_reply(side)] for side in sides)
     else:
-        chosen, rejected = (_completion(row, side) for side in ("chosen", "rejected"))
-        if column is None:
+        chosen, rejected = (_completion(table, row, side) for side in ("chosen", "rejected"))
+        if asked is None:
             prompt, chosen, rejected = _divided(chosen, rejected, row.where)
         else:
-            prompt = _prompt(row, column)
+            prompt = asked.messages(row)
             chosen, rejected = (_without(prompt, side) for side in (chosen, rejected))
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side and side[0]["role"] != "assistant":
@@ -232,14 +274,7 @@ def _pair(row: RawRow, column: str | None, source: str) -> Row:
     margin = row.columns.get("margin")
     if margin is not None:
         margin = _number(margin, row.where)
-    return {
-        "messages": prompt,
-        "chosen": chosen,
-        "rejected": rejected,
-        "margin": margin,
-        "source": source,
-        "where": row.where,
-    }
+    return _row(table, row, source) | {"messages": prompt, "chosen": chosen, "rejected": rejected, "margin": margin}
 
 
 def _divided(
@@ -273,76 +308,13 @@ def _dialogue(text: str, where: str) -> list[Message]:
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[1::2], parts[2::2], strict=True)]
 
 
-def _require(raw: Sequence[RawRow], names: tuple[str, ...]) -> None:
-    for name in names if raw else ():
-        if name not in raw[0].columns:
-            there = list(raw[0].columns)
-            raise ConfigError(
-                f"{raw[0].where}: this kind of training needs the columns {', '.join(names)}, and {name!r} is missing; "
-                f"{nearest_names(name, there)}. Another name is told by columns.{name}=NAME"
-            )
-
-
-def _read_all(raw: Sequence[RawRow], config: DatasetConfig, prompt: str | None, *others: str) -> None:
-    if raw:
-        refuse_unread(config, (*([prompt] if prompt else []), *others), raw[0].where)
-
-
-def _prompt_column(raw: Sequence[RawRow], config: DatasetConfig) -> str | None:
-    if not raw:
-        return None
-    there = raw[0].columns
-    if config.prompt_column is not None and config.prompt_column not in there:
-        raise ConfigError(
-            f"{raw[0].where}: prompt_column={config.prompt_column}, but the row has no such column; "
-            f"{nearest_names(config.prompt_column, list(there))}"
-        )
-    mapped = sorted(PROMPTS, key=lambda name: name not in config.columns)
-    return config.prompt_column or next((name for name in mapped if name in there), None)
-
-
-def _value(row: RawRow, name: str) -> Any:
-    if name not in row.columns:
-        raise ConfigError(
-            f"{row.where}: column {name!r} is missing, other rows have it; columns there: {', '.join(row.columns)}"
-        )
-    return row.columns[name]
-
-
-def _prompt(row: RawRow, name: str) -> list[Message]:
-    value = _value(row, name)
-    if isinstance(value, str) and value.strip():
-        return [{"role": "user", "content": value}]
-    messages = _messages(value, name, row.where) if isinstance(value, list) else []
-    if not messages:
-        raise ConfigError(f"{row.where}: column {name!r} must be text or a list of messages, got {value!r}")
-    return messages
-
-
-def _completion(row: RawRow, name: str) -> list[Message]:
-    value = _value(row, name)
-    if value is None or isinstance(value, str):
-        return [_reply(value or "")]
-    return _messages(value, name, row.where)
+def _completion(table: Table, row: RawRow, name: str) -> list[Message]:
+    value = table.value(row, name)
+    return [_reply(value or "")] if value is None or isinstance(value, str) else messages_of(value, name, row.where)
 
 
 def _reply(text: str) -> Message:
     return {"role": "assistant", "content": text}
-
-
-def _messages(value: Any, name: str, where: str) -> list[Message]:
-    if not isinstance(value, list):
-        raise ConfigError(
-            f"{where}: column {name!r} must be text or a list of messages, got {type(value).__name__} {value!r}"
-        )
-    for message in value:
-        fine = isinstance(message, Mapping) and message.get("role") in ROLES
-        if not fine or not (isinstance(message.get("content"), (str, list)) or message.get("tool_calls")):
-            raise ConfigError(
-                f"{where}: column {name!r} must be a list of {{role, content}} with a role of {', '.join(ROLES)}; "
-                f"got {message!r}"
-            )
-    return [dict(message) for message in value]
 
 
 def _number(value: Any, where: str) -> float:

@@ -13,6 +13,20 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
+class Written(float):
+    """A number of a JSON file that still knows how it was written, such as ``1e-05`` or ``0.10``."""
+
+    text: str
+
+    def __new__(cls, text: str) -> "Written":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]
+        return (self.text,)
+
+
 class RawRow(NamedTuple):
     """One row as it stands in its file."""
 
@@ -69,7 +83,7 @@ def _jsonl(file: Path) -> Iterator[RawRow]:
             if not line.strip():
                 continue
             try:
-                columns = json.loads(line)
+                columns = json.loads(line, parse_float=Written)
             except json.JSONDecodeError as error:
                 raise ConfigError(
                     f"{file}:{i}: not valid JSON ({error.msg}, column {error.colno}); mend or remove the line"
@@ -83,7 +97,7 @@ def _jsonl(file: Path) -> Iterator[RawRow]:
 
 def _json(file: Path) -> Iterator[RawRow]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        rows = json.loads(file.read_text(encoding="utf-8-sig"), parse_float=Written)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{file}:{error.lineno}: not valid JSON ({error.msg}); is it one object a line? Then call it .jsonl"

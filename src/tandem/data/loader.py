@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tandem.config.data import EPOCH, INDEX
 from tandem.config.errors import ConfigError
 from tandem.data.dataset import Dataset
 from tandem.data.rows import Row
@@ -10,8 +11,8 @@ from tandem.data.rows import Row
 class Loader:
     """An iterator over a data set: endless, or for ``epochs`` passes.
 
-    Every row is a new dict with ``epoch`` and ``index`` (its place in `Dataset.rows`, the same in every epoch).
-    The order depends on seed and epoch alone, so the whole state is two numbers.
+    Every row is a new dict with ``tandem.epoch`` and ``tandem.index`` (its place in `Dataset.rows`, the same in every
+    epoch). The order depends on seed and epoch alone, so the whole state is two numbers.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int = 0, shuffle: bool = True, epochs: int | None = None):
@@ -36,7 +37,7 @@ class Loader:
             raise StopIteration
         index = self._order[self.position]
         self.position += 1
-        return {**self.dataset.rows[index], "epoch": self.epoch, "index": index}
+        return {**self.dataset.rows[index], EPOCH: self.epoch, INDEX: index}
 
     def _order_of(self, epoch: int) -> list[int]:
         return self.dataset.order(epoch, seed=self.seed, shuffle=self.shuffle)

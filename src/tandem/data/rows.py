@@ -1,58 +1,76 @@
-"""One shape for all rows: ``messages``, ``answer``, ``source``, ``reward_name`` beside the original columns."""
+"""One shape for all rows: ``messages`` and ``answer`` beside the columns of the data set, and Tandem's own ``tandem.…``."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from tandem.api.program_tests import COLUMN
-from tandem.config.data import DatasetConfig
+from tandem.config.data import REWARD, SOURCE, WHERE
 from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
-from tandem.data.files import RawRow
+from tandem.data.files import RawRow, Written
 from tandem.data.programs import find_layout
 from tandem.data.programs.layout import ProgramLayout
+from tandem.data.table import ANSWERS, CONVERSATIONS, PROMPTS, SYSTEMS, Table
 
-PROMPTS = ("messages", "prompt", "question", "problem", "instruction")
-ANSWERS = ("answer", "solution", "completion", "response")
 ROLES = ("system", "user", "assistant", "tool")
+SHARE_GPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Who speaks in ShareGPT's ``{from, value}``, in our words."""
 
 Row = dict[str, Any]
+Message = dict[str, Any]
 
 
-def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
-    """Adds ``messages`` (list of {role, content}), ``answer`` (text or None), ``source`` and ``reward_name``.
+def normalise(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
+    """Adds ``messages`` (list of {role, content}), ``answer`` (text or None), ``tandem.source``, ``tandem.reward`` and
+    ``tandem.where`` (file and line).
 
     The original columns stay, except where they have one of these names. What the answer holds stays as it is (GSM8K's
     working and ``#### 18``): rewards extract. A last message of the assistant becomes the answer where no column is.
 
     Raises:
-        ConfigError: no such column (names those there), or a value of the wrong type (with file and line).
+        ConfigError: no such column (names those there), several that could be meant, or a value of the wrong type (with
+            file and line).
     """
-    if not raw:
-        return []
-    layout = find_layout(raw[0].columns)
-    if layout is not None:
-        raw = [_program(row, layout, config) for row in raw]
-    columns = list(raw[0].columns)
-    prompt = _columns(columns, config.prompt_column, _mapped_first(PROMPTS, config), raw[0].where, "prompt_column")
-    answer = _columns(columns, config.answer_column, _mapped_first(ANSWERS, config), raw[0].where, "answer_column")
-    refuse_unread(config, (*prompt, *answer), raw[0].where)
-    if not prompt:
-        raise ConfigError(
-            f"{raw[0].where}: no column for the question among {', '.join(columns) or 'none'}; "
-            f"looked for {', '.join(PROMPTS)}: set prompt_column"
-        )
-    return [_row(row, prompt, answer, config.prompt_suffix, source, reward) for row in raw]
+    prompt = prompt_of(table)
+    column = table.wished("answer_column") or next(iter(table.usual(ANSWERS)), None)
+    if column is not None:
+        table.column(column, "" if column == "answer" else "the answer")
+    return [_row(table, row, prompt, column, source, reward) for row in table.rows]
 
 
-def _program(raw: RawRow, layout: ProgramLayout, config: DatasetConfig) -> RawRow:
+def prompt_of(table: Table) -> "Prompt":
+    """The question of the rows; rows of programs and their tests get theirs, and the tests in our form.
+
+    Raises:
+        ConfigError: see `Prompt`; or a row's tests have another form than its layout says.
+    """
+    layout = find_layout(table.rows[0].columns)
+    if layout is None:
+        return Prompt(table)
+    table.replace([_program(row, layout, table) for row in table.rows])
+    table.reads |= dict.fromkeys(layout.columns, f"{layout.name}")
+    return Prompt(table, ("messages",))
+
+
+def _program(raw: RawRow, layout: ProgramLayout, table: Table) -> RawRow:
     """The row with its tests in the one case format; with the layout's question and reference where no column is named."""
     try:
         tests = layout.tests(raw.columns)
         added: Row = {COLUMN: None if tests is None else tests.as_column()}
-        if config.prompt_column is None:
+        if table.config.prompt_column is None:
             added["messages"] = [{"role": "user", "content": layout.question(raw.columns)}]
-        if config.answer_column is None:
+        if table.config.answer_column is None:
             added["answer"] = layout.reference(raw.columns)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -61,118 +79,186 @@ def _program(raw: RawRow, layout: ProgramLayout, config: DatasetConfig) -> RawRo
     return RawRow({**raw.columns, **added}, raw.where)
 
 
-def renamed(raw: Sequence[RawRow], columns: Mapping[str, str]) -> list[RawRow]:
-    """Rows whose columns have our names: ``columns`` maps ours to theirs.
+class Prompt:
+    """The question of each row; which columns hold it is decided once.
 
-    Raises:
-        ConfigError: the first row has no such column.
+    `prompt_column`; else SVAMP's body and question, or Alpaca's instruction and input, which belong together; else the one
+    column that has one of the usual names. Of several the first, if all of them ask the same.
     """
-    for ours, theirs in columns.items() if raw else ():
-        if theirs not in raw[0].columns:
-            raise ConfigError(
-                f"{raw[0].where}: columns.{ours}={theirs}, but the row has no such column; "
-                f"{nearest_names(theirs, list(raw[0].columns))}"
+
+    def __init__(self, table: Table, usual: Sequence[str] = PROMPTS):
+        """Raises `ConfigError` where no column fits, or where several do that ask for different things."""
+        self._table = table
+        self.columns = self._chosen(usual)
+        for name in self.columns:
+            table.reads.setdefault(name, "the prompt")
+        self._system = next(iter(table.usual(SYSTEMS)), None)
+        if self._system is not None:
+            table.column(self._system, "the system message")
+
+    def _chosen(self, usual: Sequence[str]) -> tuple[str, ...]:
+        table = self._table
+        if (wished := table.wished("prompt_column")) is not None:
+            return (wished,)
+        there = {name.lower(): name for name in table.usual(usual)}
+        bodies = {name.lower(): name for name in table.usual(("body",))}
+        if "question" in there and bodies and not {*CONVERSATIONS} & set(there):
+            return (bodies["body"], there["question"])
+        if not there:
+            raise table.error(
+                f"no column for the question among {', '.join(table.columns) or 'none'}; looked for {', '.join(usual)}: set "
+                f"{table.section}prompt_column"
             )
-    if not columns:
-        return list(raw)
-    back = {theirs: ours for ours, theirs in columns.items()}
-    return [
-        RawRow(
-            {back.get(name, name): value for name, value in row.columns.items() if name in back or name not in columns},
-            row.where,
-        )
-        for row in raw
-    ]
+        first, *others = there.values()
+        if first.lower() == "instruction" and [name.lower() for name in others] == ["input"]:
+            return (first, *others)
+        if first not in table.config.columns:
+            for other in others:
+                self._agree(first, other)
+        return (first,)
+
+    def _agree(self, first: str, other: str) -> None:
+        """Passes if both columns ask the same in all rows that are looked at."""
+        for row in self._table.sample:
+            asked = [_questions(row.columns.get(name)) for name in (first, other)]
+            if all(asked) and not asked[0] & asked[1]:
+                raise self._table.ambiguous((first, other), "the prompt", "prompt_column", row)
+
+    def messages(self, row: RawRow) -> list[Message]:
+        """The messages of the row's prompt, with the system message of its column, if it has one.
+
+        Raises:
+            ConfigError: neither text nor messages; says the row.
+        """
+        values = [self._table.value(row, name) for name in self.columns]
+        found = messages_of(values[0], self.columns[0], row.where) if values[0] and _is_chat(values[0]) else []
+        for name, value in zip(self.columns, values, strict=True) if not found else ():
+            empty = name.lower() == "input" and not value  # Alpaca's, where the instruction needs none
+            if not empty and (not isinstance(value, str) or not value.strip()):
+                got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r:.80}"
+                raise ConfigError(f"{row.where}: column {name!r} must be text or a list of messages, got {got}")
+        if not found:
+            is_story = len(values) > 1 and self.columns[0].lower() == "body"
+            text = _sentences(values) if is_story else "\n\n".join(value for value in values if value)
+            found = [{"role": "user", "content": text}]
+        system = row.columns.get(self._system) if self._system is not None else None
+        if not system or any(message["role"] == "system" for message in found):
+            return found
+        if not isinstance(system, str):
+            raise ConfigError(f"{row.where}: column {self._system!r} must be text, got {type(system).__name__}")
+        return [{"role": "system", "content": system}, *found]
 
 
-def refuse_unread(config: DatasetConfig, read: Sequence[str], where: str) -> None:
-    """Passes if every column that `columns` gives another name is among those that are read.
-
-    Raises:
-        ConfigError: one is not; names those that are, and what was perhaps meant.
-    """
-    for ours, theirs in config.columns.items():
-        if ours not in read:
-            alike = [name for family in (PROMPTS, ANSWERS) if ours in family for name in read if name in family]
-            hint = f"did you mean columns.{alike[0]}={theirs}? " if alike else ""
-            raise ConfigError(
-                f"{where}: columns.{ours}={theirs} would change nothing: of these rows {', '.join(read)} are read. {hint}"
-                f"Leave it out: the column keeps its own name, {theirs!r}, for rewards and workflows too"
-            )
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, (list, Mapping))
 
 
-def _mapped_first(usual: tuple[str, ...], config: DatasetConfig) -> tuple[str, ...]:
-    """The usual names, those that the user gave to a column before the others."""
-    return tuple(sorted(usual, key=lambda name: name not in config.columns))
+def _questions(value: Any) -> set[str]:
+    """What the user says in a column: a text, or messages."""
+    if isinstance(value, str):
+        return {value.strip()} - {""}
+    messages = [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
+    said = [m.get("content", m.get("value")) for m in messages if m.get("role", m.get("from")) in ("user", "human")]
+    return {text.strip() for text in said if isinstance(text, str)}
 
 
-def _columns(there: list[str], wished: str | None, usual: tuple[str, ...], where: str, key: str) -> tuple[str, ...]:
-    """The columns to read; several are joined by a space. Empty if none is found and none was wished for."""
-    if wished is not None:
-        if wished not in there:
-            raise ConfigError(f"{where}: {key}={wished}, but the row has no such column; {nearest_names(wished, there)}")
-        return (wished,)
-    lower = {name.lower(): name for name in there}
-    if key == "prompt_column" and usual[0] not in lower and "body" in lower and "question" in lower:
-        return (lower["body"], lower["question"])  # SVAMP: the story and what is asked
-    return next(((lower[name],) for name in usual if name in lower), ())
-
-
-def _row(raw: RawRow, prompt: tuple[str, ...], answer: tuple[str, ...], suffix: str, source: str, reward: str | None) -> Row:
-    missing = [name for name in (*prompt, *answer) if name not in raw.columns]
-    if missing:
-        there = ", ".join(raw.columns) or "none"
-        raise ConfigError(f"{raw.where}: column {missing[0]!r} is missing, other rows have it; columns there: {there}")
-    messages = _messages(raw, prompt)
-    expected = _answer(raw.columns[answer[0]], answer[0], raw.where) if answer else None
-    if messages[-1]["role"] == "assistant":
-        content = messages.pop()["content"]
-        expected = content if expected is None else expected
-        if not messages:
-            raise ConfigError(f"{raw.where}: column {prompt[0]!r} has only a message of the assistant; it needs a question")
-    return {
-        **raw.columns,
-        "messages": with_suffix(messages, suffix),
-        "answer": expected,
-        "source": source,
-        "reward_name": reward,
-    }
-
-
-def _messages(raw: RawRow, prompt: tuple[str, ...]) -> list[dict[str, Any]]:
-    values = [raw.columns[name] for name in prompt]
-    if isinstance(values[0], list) and len(values) == 1:
-        for message in values[0]:
-            fine = isinstance(message, Mapping) and message.get("role") in ROLES
-            if not (fine and isinstance(message.get("content"), (str, list))):
-                raise ConfigError(
-                    f"{raw.where}: column {prompt[0]!r} must be a list of {{role, content}} with a "
-                    f"role of {', '.join(ROLES)}; got {message!r}"
-                )
-        if values[0]:
-            return [dict(message) for message in values[0]]
-    for name, value in zip(prompt, values, strict=True):
-        if not isinstance(value, str) or not value.strip():
-            got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r}"
-            raise ConfigError(f"{raw.where}: column {name!r} must be text or a list of messages, got {got}")
-    return [{"role": "user", "content": values[0] if len(values) == 1 else _joined(values)}]
-
-
-def _joined(parts: Sequence[str]) -> str:
-    """The parts as sentences: SVAMP's stories often lack the last stop."""
+def _sentences(parts: Sequence[str]) -> str:
+    """A story and its question: SVAMP's stories often lack the last stop."""
     texts = [part.strip() for part in parts]
     return " ".join([text if text[-1] in ".!?" else text + "." for text in texts[:-1]] + texts[-1:])
 
 
-def _answer(value: Any, name: str, where: str) -> str | None:
+def messages_of(value: Any, name: str, where: str) -> list[Message]:
+    """Messages as {role, content}, of a list (ShareGPT's {from, value} too) or of a single one. Keys that are null are left
+    out; a null content, as beside tool calls, is an empty text.
+
+    Raises:
+        ConfigError: something else; says the row.
+    """
+    if not _is_chat(value):
+        raise ConfigError(
+            f"{where}: column {name!r} must be text or a list of messages, got {type(value).__name__} {value!r:.80}"
+        )
+    return [_message(message, name, where) for message in ([value] if isinstance(value, Mapping) else value)]
+
+
+def _message(message: Any, name: str, where: str) -> Message:
+    if isinstance(message, Mapping) and message.get("from") in SHARE_GPT and "role" not in message:
+        others = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {"role": SHARE_GPT[message["from"]], "content": message.get("value"), **others}
+    if isinstance(message, Mapping) and message.get("role") in ROLES:
+        content = message.get("content")
+        if content is None and message["role"] in ("assistant", "tool"):
+            content = ""
+        if isinstance(content, (str, list)):
+            return {"role": message["role"], "content": content} | {
+                key: value for key, value in message.items() if value is not None and key not in ("role", "content")
+            }
+    raise ConfigError(
+        f"{where}: column {name!r} must be a list of {{role, content}} with a role of {', '.join(ROLES)}; "
+        f"got {message!r:.200}"
+    )
+
+
+def tools_of(row: RawRow) -> list[Any] | None:
+    """The tools that a row offers in its column ``tools``: a list of JSON schemas, or such a list as JSON text.
+
+    Raises:
+        ConfigError: something else; says the row.
+    """
+    value = row.columns.get("tools")
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{row.where}: column 'tools' is no JSON: {error}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise ConfigError(f"{row.where}: column 'tools' must be a list of JSON schemas, got {value!r:.80}")
+    return value
+
+
+def _row(table: Table, raw: RawRow, prompt: Prompt, answer: str | None, source: str, reward: str | None) -> Row:
+    messages = prompt.messages(raw)
+    expected = answer_text(table.value(raw, answer), answer, raw.where) if answer else None
+    if messages[-1]["role"] == "assistant":
+        content = messages.pop()["content"]
+        expected = content if expected is None else expected
+        if not messages:
+            raise ConfigError(
+                f"{raw.where}: column {prompt.columns[0]!r} has only a message of the assistant; it needs a question"
+            )
+    return {
+        **{name: float(value) if isinstance(value, Written) else value for name, value in raw.columns.items()},
+        "messages": with_suffix(messages, table.config.prompt_suffix),
+        "answer": expected,
+        SOURCE: source,
+        REWARD: reward,
+        WHERE: raw.where,
+    }
+
+
+def answer_text(value: Any, name: str, where: str) -> str | None:
+    """An answer as text: a number as it is written in the file, a whole one without decimals.
+
+    Raises:
+        ConfigError: neither text nor a finite number; says the row.
+    """
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return str(int(value)) if value == int(value) else str(value)
-    raise ConfigError(f"{where}: column {name!r} must be text or a number, got {type(value).__name__} {value!r}")
+        text = value.text if isinstance(value, Written) else format(Decimal(repr(value)), "f")
+        return text.removesuffix(".0")
+    inner = (
+        f"; a value within it is named with a dot: {name}.{next(iter(value))}"
+        if isinstance(value, Mapping) and value
+        else ""
+    )
+    raise ConfigError(f"{where}: column {name!r} must be text or a number, got {type(value).__name__} {value!r:.80}{inner}")
 
 
-def with_suffix(messages: list[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
+def with_suffix(messages: list[Message], suffix: str) -> list[Message]:
     """Messages whose last one ends with a text."""
     if not suffix:
         return messages

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.api.program_tests import COLUMN as PROGRAM_TESTS
 from tandem.api.services import NOTHING, Services
 from tandem.api.workflow import RewardFn
-from tandem.config.data import DatasetConfig
+from tandem.config.data import OURS, REWARD, SOURCE, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.recipes import sums_of
@@ -86,7 +86,7 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     name = data.name or (benchmark.name if benchmark is not None else Path(place.rpartition(":")[2]).stem)
     reward = data.reward or config.reward or (benchmark.reward if benchmark is not None else _judge(rows[0]))
     _check_format(benchmark, name, rows[0], explicit=any(columns))
-    rows = [{**row, "source": name, "reward_name": reward} for row in rows]
+    rows = [{**row, SOURCE: name, REWARD: reward} for row in rows]
     return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward)
 
 
@@ -112,7 +112,7 @@ def _check_format(benchmark: Benchmark | None, name: str, row: Mapping[str, Any]
 
 def _digest(row: Mapping[str, Any], suffix: str) -> str:
     """Digest of a row without the configuration's additions, so that two ways to ask the same question can be compared."""
-    kept = {key: value for key, value in row.items() if key not in ("source", "reward_name", "messages")}
+    kept = {key: value for key, value in row.items() if key != "messages" and key not in OURS}
     messages = json.loads(json.dumps(row["messages"], default=str))
     last = messages[-1]["content"]
     if suffix and isinstance(last, str):

@@ -9,6 +9,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_places, generating_ranks
+from tandem.config.data import SOURCE
 from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
 from tandem.evaluation.scores import metrics_of
@@ -38,7 +39,7 @@ async def ask_rows(
     running). ``on_samples``: see `AskingTerms`. ``part``: of the rows, those to ask; they keep their numbers.
     """
     asks = [
-        Ask(str(row.get("source") or ""), index, sample, row)
+        Ask(str(row.get(SOURCE) or ""), index, sample, row)
         for index, row in list(enumerate(rows))[part]
         for sample in range(n_samples)
     ]

@@ -1,7 +1,8 @@
 """The objects of a run, made from its configuration: each function makes one, so that a script can take them one by one."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tandem.api.engines import InferenceEngine
@@ -9,12 +10,15 @@ from tandem.api.samples import Group
 from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
 from tandem.config.arithmetic import max_head_offpolicyness
-from tandem.config.data import DatasetConfig
+from tandem.config.data import INDEX, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
+from tandem.data.examples import Reader
 from tandem.data.loader import Loader
+from tandem.data.rows import normalise
+from tandem.data.table import Reading
 from tandem.roles.components import Choice
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 
@@ -25,24 +29,40 @@ class Rows:
 
     train: Dataset
     valid: Sequence[dict[str, Any]]
+    readings: Mapping[str, Sequence[Reading]] = field(default_factory=dict)
+    """What was read of the columns, by `train_dataset` and `valid_dataset`."""
+
+    asked: Collection[str] = ()
+    """Columns that rewards ask for by name."""
+
+    def told(self) -> list[str]:
+        """What is read and what is not, a line for each data set; validation rows that are read alike are not told."""
+        lines: dict[str, str] = {}
+        for section, readings in self.readings.items():
+            for reading in readings:
+                name = section if len(readings) == 1 else f"{section} {reading.source}"
+                lines.setdefault(reading.told(self.asked), name)
+        return [f"{name} {line}" for line, name in lines.items()]
 
 
-def open_rows(config: BaseConfig) -> Rows:
-    """Loads the data sets.
+def open_rows(config: BaseConfig, reader: Reader = normalise) -> Rows:
+    """Loads the data sets, in a reader's format.
 
     Raises:
         ConfigError: missing or empty data, missing columns, broken lines; names the file.
     """
-    train = load_dataset(config.train_dataset, seed=config.seed, default_split="train")
+    load = partial(load_dataset, seed=config.seed, reader=reader)
+    train = load(config.train_dataset, default_split="train", section="train_dataset.")
     if isinstance(config, TrainConfig) and (config.curriculum.round_rows or 0) > len(train.rows):
         raise ConfigError(
             f"curriculum.round_rows must be at most the rows of train_dataset ({len(train.rows)}), "
             f"got {config.curriculum.round_rows}"
         )
     if not config.evaluate.every_steps:
-        return Rows(train, ())
-    valid = load_dataset(validation_config(config), seed=config.seed, default_split="test")
-    return Rows(train, valid[: config.evaluate.max_rows])
+        return Rows(train, (), {"train_dataset": train.readings})
+    valid = load(validation_config(config), default_split="test", section="valid_dataset.")
+    readings = {"train_dataset": train.readings, "valid_dataset": valid.readings}
+    return Rows(train, valid[: config.evaluate.max_rows], readings)
 
 
 def validation_config(config: BaseConfig) -> DatasetConfig:
@@ -96,7 +116,7 @@ def make_observer(loader: Iterable[Any]) -> GroupObserver | None:
     def observe(group: Group) -> None:
         success = success_of(group)
         if success is not None:
-            loader.observe(int(group.data["index"]), success)
+            loader.observe(int(group.data[INDEX]), success)
 
     return observe
 

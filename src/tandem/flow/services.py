@@ -17,6 +17,7 @@ from tandem.api.samples import Sample
 from tandem.api.services import NOTHING, Services, arguments_of, factory_of
 from tandem.api.workflow import EPISODE, GeneratesTokens, ReadsReward, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
+from tandem.config.data import SOURCE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
@@ -257,7 +258,7 @@ def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> Non
     seen: set[str] = set()
     unfit: dict[str, tuple[int, int, str]] = {}
     for number, row in enumerate(rows if reward.vote is None else (), 1):
-        source, is_first = row["source"], row["source"] not in seen
+        source, is_first = row[SOURCE], row[SOURCE] not in seen
         seen.add(source)
         try:
             reward.of(row)

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.flow.draw import text
+from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
 from tandem.flow.state_parts import describe_sleep, sleep_plan_here
@@ -45,14 +46,14 @@ class Summary:
     """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
 
 
-def announce(
-    resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: RunPlan, devices: Iterable[str] = ()
-) -> Summary:
-    """Prints what a run would do, for `--dry-run`: the configuration, what training by ``config`` on so many rows comes to
-    in words, the models and the stages of a step, and what sleeps between them. ``devices``: lines about who holds what on
-    which device."""
+def announce(resolved: Resolved[Any], config: BaseConfig, rows: Rows, plan: RunPlan, devices: Iterable[str] = ()) -> Summary:
+    """Prints what a run would do, for `--dry-run`: the configuration, what is read of the rows, what training by
+    ``config`` on them comes to in words, the models and the stages of a step, and what sleeps between them. ``devices``:
+    lines about who holds what on which device."""
     print(describe(resolved))
-    print(arithmetic(config, num_rows))
+    for line in rows.told():
+        print(line)
+    print(arithmetic(config, len(rows.train)))
     print(text(plan))
     for line in devices:
         print(line)
@@ -86,10 +87,12 @@ def open_run(
     *,
     steps: int,
     examine: Examine = refuse_existing,
+    notes: Sequence[str] = (),
 ) -> tuple[RunFolder | None, Tracker | None]:
     """The run folder and its tracker, on rank 0; what fails there fails on all ranks. Collective.
 
-    ``examine``: says whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
+    ``examine``: says whether a run that is in the folder goes on (`may_go_on`); none does unless it is given. ``notes``:
+    lines for the README of the folder.
 
     Raises:
         ConfigError: the folder holds a run that does not go on, cannot be written, or a sink is not installed.
@@ -105,7 +108,9 @@ def open_run(
             )
             name = f"{config.experiment_name}/{config.trial_name}"
             tracker = stack.enter_context(
-                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
+                Tracker(
+                    run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config), notes=notes
+                )
             )
     return run, tracker
 

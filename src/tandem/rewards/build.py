@@ -18,7 +18,7 @@ from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Options, Term, read_terms
 from tandem.rewards.combination import alone, is_open, told_raw
 from tandem.rewards.engine_judge import WritingReward
-from tandem.rewards.function import AsyncReward, OwnGroupReward, OwnReward, WorkerReward
+from tandem.rewards.function import AsyncReward, FunctionReward, OwnGroupReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import compared, is_async
 from tandem.rewards.pool import WorkerPool
 
@@ -272,6 +272,15 @@ def worker_counts(reward: RewardFn) -> set[int]:
         return {count for _, term in reward.terms for count in worker_counts(term)}
     pool = getattr(reward, "pool", None)
     return {pool.size} if isinstance(pool, WorkerPool) else set()
+
+
+def asked_columns(reward: RewardFn) -> set[str]:
+    """The names that functions of the user's ask for in this reward, or in the terms of the sum; ``row`` is all of them."""
+    if isinstance(reward, SumReward):
+        return {name for _, term in reward.terms for name in asked_columns(term)}
+    if not isinstance(reward, FunctionReward):
+        return set()
+    return reward.arguments.names | ({"row"} if reward.arguments.rest else set())
 
 
 def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> Judge:

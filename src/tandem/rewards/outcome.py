@@ -13,6 +13,9 @@ from tandem.api.failures import RewardFailure
 GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
 """Names that a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
 
+LENT = {name: f"tandem.{name}" for name in ("source", "index", "epoch")}
+"""Names that stand for Tandem's own keys where the row has no such column; in an evaluation index and epoch are None."""
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -49,7 +52,7 @@ class Arguments:
             return (
                 f"reward {self.name} has positional-only parameters ({', '.join(self.positional)}); it is called by keyword"
             )
-        absent = sorted(self.required - set(GIVEN) - set(columns))
+        absent = sorted(self.required - {*GIVEN, *LENT} - set(columns))
         if not absent:
             return None
         return (
@@ -59,7 +62,7 @@ class Arguments:
 
     def select(self, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of one call. A column called like one of `GIVEN` is reached through ``row``."""
-        everything = {**row, **given}
+        everything = {**{name: row.get(key) for name, key in LENT.items()}, **row, **given}
         chosen = {name: everything[name] for name in self.names if name in everything}
         if self.rest:
             chosen |= {name: value for name, value in row.items() if isinstance(name, str) and name not in GIVEN}

@@ -13,6 +13,7 @@ from typing import Any
 from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure
 from tandem.api.samples import Dropped, Group
 from tandem.api.workflow import RolloutWorkflow
+from tandem.config.data import EPOCH, INDEX
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.episodes import Episode
 from tandem.rollout.failure_budget import FailureBudget, NoBatch
@@ -113,14 +114,14 @@ class EpisodeBook:
         if self._again:
             prompt = self._again.popleft()
             assert dataset is not None, "prompts that begin anew are those of a loader's data set"
-            row: Row | None = {**dataset.rows[prompt.index], "epoch": prompt.epoch, "index": prompt.index}
+            row: Row | None = {**dataset.rows[prompt.index], EPOCH: prompt.epoch, INDEX: prompt.index}
         else:
             row = next(rows, None)
         if row is None:
             self._source = None
             return None
-        if dataset is not None and "epoch" in row:
-            self.ledger.begin_epoch(row["epoch"], getattr(rows, "epoch_size", len(dataset)))
+        if dataset is not None and EPOCH in row:
+            self.ledger.begin_epoch(row[EPOCH], getattr(rows, "epoch_size", len(dataset)))
         return row, workflow
 
     # ------------------------------------------------------------------ ending

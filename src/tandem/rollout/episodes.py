@@ -14,6 +14,7 @@ from tandem.api.plugins import ends_the_task
 from tandem.api.requests import NoiseKey
 from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
+from tandem.config.data import SOURCE
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine
@@ -73,7 +74,7 @@ class Episode:
 
     def dropped(self, reason: str, words: str) -> Dropped:
         """The record of it when it is dropped."""
-        nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
+        nothing = Group((), self.number, str(self.row.get(SOURCE) or ""), self.row)
         return Dropped(reason, words, self.group or nothing)
 
 
@@ -250,5 +251,5 @@ def as_group(result: Group | Sample | None, episode: Episode) -> Group:
         raise DataFailure("empty_group", "a group needs at least one sample, a sample at least one trajectory")
     for sample in group.samples:
         check_sample(sample)
-    source = group.source or str(episode.row.get("source") or "")
+    source = group.source or str(episode.row.get(SOURCE) or "")
     return replace(group, group_id=episode.number, source=source, data=episode.row)

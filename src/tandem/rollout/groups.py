@@ -12,11 +12,12 @@ from typing import Any, Protocol
 from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.samples import Group, Sample, Vote
 from tandem.api.workflow import GeneratesTokens, RewardResult, RolloutWorkflow
+from tandem.config.data import EPOCH, INDEX, SOURCE
 from tandem.config.errors import ConfigError
 from tandem.rollout.failure_budget import counted, least_samples
 from tandem.rollout.workflows import described, name_of, one_sample
 
-QUESTION = ("messages", "source", "epoch", "index")
+QUESTION = ("messages", SOURCE, EPOCH, INDEX)
 """Columns of a row that say what is asked; all others may give the answer away."""
 
 

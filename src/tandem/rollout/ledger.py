@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.config.data import EPOCH, INDEX
 from tandem.rollout.gate import StalenessGate
 
 State = Literal["pending", "running", "waiting", "taken", "trained", "dropped"]
@@ -27,7 +28,7 @@ Record = tuple[int, int, bool, str]
 
 
 NO_EPOCH = -2
-"""Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
+"""Epoch of rows that bring no ``tandem.epoch`` and ``tandem.index``; numbered as they come. (-1 is evaluation's.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class PromptId:
     @classmethod
     def of(cls, row: Mapping[str, Any], count: int) -> "PromptId":
         """The key of a row; ``count``: the number of a row that brings none."""
-        epoch, index = row.get("epoch"), row.get("index")
+        epoch, index = row.get(EPOCH), row.get(INDEX)
         return cls(epoch, index) if isinstance(epoch, int) and isinstance(index, int) else cls(NO_EPOCH, count)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample, Trajectory
+from tandem.config.data import EPOCH, INDEX
 
 FOR_THE_RECORD = ("messages", "conversations", "words", "timings")
 """Fields of a sample that a checkpoint does without."""
@@ -15,7 +16,7 @@ def plain_group(group: Group) -> dict[str, Any]:
     """The plain data that `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has
     it."""
     found = _fields(group, ("samples", "data", "failure_words"))
-    found["data"] = {name: group.data[name] for name in ("epoch", "index") if isinstance(group.data.get(name), int)}
+    found["data"] = {name: group.data[name] for name in (EPOCH, INDEX) if isinstance(group.data.get(name), int)}
     return found | {"samples": [_plain_sample(sample) for sample in group.samples]}
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.config.data import INDEX
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.own import AGENT_ARGUMENTS, AgentWorkflow
@@ -66,7 +67,7 @@ class VerifiersWorkflow(RolloutWorkflow):
 
     async def _play(self, base_url: str, api_key: str, data: Mapping[str, Any]) -> dict[str, Any]:
         keyed = f"{base_url.removesuffix('/v1')}/sessions/{api_key}/v1"  # its clients take a key from the environment only
-        answer = await self._process.ask(int(data["index"]), keyed)
+        answer = await self._process.ask(int(data[INDEX]), keyed)
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return {"reward": answer["reward"], "rewards": answer["rewards"]}

@@ -7,6 +7,7 @@ That library takes the types of the columns from the first lines that it sees, a
 import contextlib
 import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -41,8 +42,8 @@ def columns() -> list[dict[str, Any]]:
     return [{"name": name} | copy.deepcopy(kind) for name, kind in types]  # YAML would refer to one that is there twice
 
 
-def write_card(run: Path) -> None:
-    """Writes the page into the run's folder, unless there is one that is not ours.
+def write_card(run: Path, notes: Sequence[str] = ()) -> None:
+    """Writes the page into the run's folder, unless there is one that is not ours. ``notes``: lines about the run.
 
     Raises:
         OSError: the disk refuses; there is no half of a page.
@@ -51,6 +52,7 @@ def write_card(run: Path) -> None:
     files = [{"split": "train", "path": f"{LINES}/step_*.jsonl"}]
     card = {"configs": [{"config_name": "default", "data_files": files}], "dataset_info": {"features": columns()}}
     text = _HEAD + yaml.safe_dump(card, sort_keys=False) + "---\n\nThe recorded samples of this run: docs/records.md.\n"
+    text += "".join(f"\n{note}\n" for note in notes)
     old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _HEAD
     if old.startswith(_HEAD) and old != text:
         try:

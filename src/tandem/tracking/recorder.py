@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from tandem.api.batch import select
 from tandem.api.samples import Dropped, Group
 from tandem.api.weights import WeightVersion
-from tandem.tracking.dataset_card import write_card
 from tandem.tracking.records import (
     LINES,
     TENSORS,
@@ -143,7 +142,6 @@ class StepRecorder:
             return
         for folder in (LINES, TENSORS):
             (self._run / folder).mkdir(exist_ok=True)
-        write_card(self._run)
         lines_path(self._run, item.step).unlink(missing_ok=True)  # first: no old lines beside new tensors
         tensors_path(self._run, item.step).unlink(missing_ok=True)
         if tensors:

@@ -18,6 +18,7 @@ from tandem.api.services import Services, factory_of
 from tandem.api.weights import WeightVersion
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
+from tandem.tracking.dataset_card import write_card
 from tandem.tracking.progress import ProgressDisplay, line
 from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.sinks.base import Sink, SinkRun
@@ -57,6 +58,7 @@ class Tracker:
         total_steps: int | None = None,
         run_name: str = "",
         config_dict: Mapping[str, Any] | None = None,
+        notes: Sequence[str] = (),
         progress: bool = True,
         file: TextIO | None = None,
     ):
@@ -71,6 +73,7 @@ class Tracker:
         for sink in config.sinks:
             self._try(f"sink {sink}", self._open, sink, services)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        write_card(folder, notes)
         self._recorder = StepRecorder(folder, config.trajectories_per_step, config.trajectories_gib)
         if not self._metrics.tell():  # a run that begins, perhaps anew
             self._recorder.forget_after(-1)

@@ -64,7 +64,7 @@ def run_training(
         examine = may_go_on(resolved.config, override=override)
         if dry_run:
             check_run_folder(resolved.config, examine)
-            return announce(resolved, config, len(rows.train), plan, drawing(memory) if memory is not None else ())
+            return announce(resolved, config, rows, plan, drawing(memory) if memory is not None else ())
         run = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         team, device = run.process.team, run.process.device
         oversight = stack.enter_context(Oversight(resolved.config, run.folder, team))

@@ -95,9 +95,11 @@ def start_run(
     process = start_process(config)
     if process.is_main:
         tell_limit(config, len(rows.train))
+        for line in rows.told():
+            print(line)
     fetch_weights(plan)
     steps = total_steps(config, len(rows.train))
     with contextlib.ExitStack() as stack:
-        folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine)
+        folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
         keep_kernels(config, process, folder)
         yield Run(config, plan, rows, steps, process, folder, tracker, run_id(process.team, folder))

@@ -19,14 +19,13 @@ from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.api.state import Stateful
 from tandem.config.arithmetic import is_evaluation_due, total_steps
+from tandem.config.data import INDEX, WHERE
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved
-from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
 from tandem.flow.critic import Models
-from tandem.flow.parts import Rows, validation_config
+from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device
 from tandem.flow.residents import check_models, open_reference
@@ -84,6 +83,7 @@ class BatchMaker:
         self.quiet = quiet
         self.loader, self.encoder, self.batch_size = loader, encoder, batch_size
         self.dropped: Counter[str] = Counter()
+        self.last_reason = ""
 
     def next_batch(self) -> TensorDict:
         """The sequences of the next ``batch_size`` rows.
@@ -92,12 +92,20 @@ class BatchMaker:
             ConfigError: a whole pass over the data gave too few usable rows.
         """
         rows: list[Sequences] = []
+        unfit: dict[int, str] = {}
         for _ in range(self.batch_size + len(self.loader.dataset)):
             if len(rows) == self.batch_size:
                 break
-            rows += self._encoded(next(self.loader))
+            row = next(self.loader)
+            encoded = self._encoded(row)
+            rows += encoded
+            if not encoded:
+                unfit[row[INDEX]] = self.last_reason
         if len(rows) < self.batch_size:
-            raise ConfigError(f"no {self.batch_size} usable rows in a whole pass over the data: {dict(self.dropped)}")
+            raise ConfigError(
+                f"no {self.batch_size} usable rows in a whole pass over the {len(self.loader.dataset)} rows of the data: "
+                f"{dict(Counter(unfit.values()))}"
+            )
         return batch_of(rows, self.encoder)
 
     def all_of(self, rows: Iterable[Mapping[str, Any]]) -> TensorDict:
@@ -126,7 +134,8 @@ class BatchMaker:
             level = logging.INFO if self.dropped[failure.reason] else logging.WARNING
             level = logging.DEBUG if self.quiet else level
             self.dropped[failure.reason] += 1
-            log.log(level, "row dropped: %s: %s (counted as rows/dropped/%s)", row.get("where"), failure, failure.reason)
+            self.last_reason = failure.reason
+            log.log(level, "row dropped: %s: %s (counted as rows/dropped/%s)", row.get(WHERE), failure, failure.reason)
             return []
 
 
@@ -135,19 +144,6 @@ def batch_of(rows: Iterable[Sequences], encoder: Encoder) -> TensorDict:
     if not encoder.keeps_rows_together:
         return pack([sequence for sequences in rows for sequence in sequences])
     return pack([sequence | {"unit_id": number} for number, sequences in enumerate(rows) for sequence in sequences])
-
-
-def open_examples(config: BaseConfig, reader: Reader) -> Rows:
-    """Loads the data sets in a reader's format.
-
-    Raises:
-        ConfigError: missing or empty data, missing columns, a value of the wrong type; names the row.
-    """
-    train = load_dataset(config.train_dataset, seed=config.seed, default_split="train", reader=reader)
-    if not config.evaluate.every_steps:
-        return Rows(train, ())
-    valid: Dataset = load_dataset(validation_config(config), seed=config.seed, default_split="test", reader=reader)
-    return Rows(train, valid[: config.evaluate.max_rows])
 
 
 @dataclass(frozen=True)
@@ -256,7 +252,7 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
         ConfigError: anything about sinks, data, device and models, or rows of which too few can be used.
     """
     check_sinks(config.tracking)
-    rows = open_examples(config, recipe.reader)
+    rows = open_rows(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     device = choose_device(config)
     tokenizer = load_tokenizer(describing(config.actor.path))

@@ -14,6 +14,7 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.samples import Sample
 from tandem.api.services import PerEpisode
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.config.data import EPOCH, INDEX
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
@@ -119,7 +120,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         if isinstance(own, int) and self.same_start:
             return own
         parts = [own if isinstance(own, int) else None, *(() if key is None else key[: 3 if self.same_start else 4])]
-        parts += [data.get("epoch"), data.get("index")] if key is None else []
+        parts += [data.get(EPOCH), data.get(INDEX)] if key is None else []
         return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
 
     def _start(self, data: Mapping[str, Any], observation: str) -> Chat:
