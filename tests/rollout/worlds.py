@@ -31,7 +31,7 @@ class Async:
 
     async def reset(self, **given):
         self.left = 2
-        return f"row {given['data']['index']}, seed {given['seed']}"
+        return f"row {given['data']['tandem.index']}, seed {given['seed']}"
 
     async def step(self, action):
         self.left -= 1

@@ -42,9 +42,7 @@ def conversations(table: Table, *, source: str, reward: str | None = None) -> li
                 f"prompt_suffix={table.config.prompt_suffix!r} is put behind a row's question, and these rows are whole "
                 "conversations, every reply of which is learnt: leave it out, or give rows with a prompt and a completion"
             )
-        return [
-            _imitated(table, row, [], messages_of(table.value(row, whole), whole, row.where), source) for row in table.rows
-        ]
+        return [_imitated(table, row, [], whole.messages(row), source) for row in table.rows]
     is_program = find_layout(table.rows[0].columns) is not None
     named = table.config.prompt_column or table.config.answer_column
     if not named and not table.usual(CONVERSATIONS) and table.has("prompt") and table.has("completion"):
@@ -56,8 +54,8 @@ def conversations(table: Table, *, source: str, reward: str | None = None) -> li
     return [_answered(table, row, prompt, reply, source) for row in table.rows]
 
 
-def _whole(table: Table) -> str | None:
-    """The column of whole conversations; None if the rows are questions with an answer. `answer_column` may name it."""
+def _whole(table: Table) -> Prompt | None:
+    """Reads whole conversations; None if the rows are questions with an answer. `answer_column` may name it."""
     wished = table.wished("answer_column")
     names = [wished] if wished else table.usual(CONVERSATIONS)
     found = [name for name in names if any(map(_is_conversation, table.samples(name)))]
@@ -71,7 +69,7 @@ def _whole(table: Table) -> str | None:
                 raise table.ambiguous((name, other), "what is learnt", "answer_column", row)
     if not wished:
         Prompt(table)  # another column asks the same, or the rows are refused
-    return name
+    return Prompt(table, (name,))
 
 
 def _reply_column(table: Table, is_program: bool) -> str:

@@ -82,8 +82,8 @@ def _program(raw: RawRow, layout: ProgramLayout, table: Table) -> RawRow:
 class Prompt:
     """The question of each row; which columns hold it is decided once.
 
-    `prompt_column`; else SVAMP's body and question, or Alpaca's instruction and input, which belong together; else the one
-    column that has one of the usual names. Of several the first, if all of them ask the same.
+    `prompt_column`; else SVAMP's body and question, or Alpaca's instruction and input (Dolly's context), which belong
+    together; else the one column that has one of the usual names. Of several the first, if all of them ask the same.
     """
 
     def __init__(self, table: Table, usual: Sequence[str] = PROMPTS):
@@ -91,7 +91,7 @@ class Prompt:
         self._table = table
         self.columns = self._chosen(usual)
         for name in self.columns:
-            table.reads.setdefault(name, "the prompt")
+            table.reads.setdefault(name, "" if name == "prompt" else "the prompt")
         self._system = next(iter(table.usual(SYSTEMS)), None)
         if self._system is not None:
             table.column(self._system, "the system message")
@@ -110,8 +110,10 @@ class Prompt:
                 f"{table.section}prompt_column"
             )
         first, *others = there.values()
-        if first.lower() == "instruction" and [name.lower() for name in others] == ["input"]:
-            return (first, *others)
+        if first.lower() == "instruction":
+            beside = table.usual(("input", "context"))  # Alpaca's and Dolly's
+            if set(others) <= set(beside):
+                return (first, *beside)
         if first not in table.config.columns:
             for other in others:
                 self._agree(first, other)
@@ -133,7 +135,7 @@ class Prompt:
         values = [self._table.value(row, name) for name in self.columns]
         found = messages_of(values[0], self.columns[0], row.where) if values[0] and _is_chat(values[0]) else []
         for name, value in zip(self.columns, values, strict=True) if not found else ():
-            empty = name.lower() == "input" and not value  # Alpaca's, where the instruction needs none
+            empty = name != self.columns[0] and not value  # an instruction that needs no input
             if not empty and (not isinstance(value, str) or not value.strip()):
                 got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r:.80}"
                 raise ConfigError(f"{row.where}: column {name!r} must be text or a list of messages, got {got}")

@@ -57,6 +57,7 @@ class Table:
                     f"{nearest_names(theirs, self._own)}"
                 )
         self.replace([_renamed(row, config.columns) for row in rows] if config.columns else rows)
+        self._given = self.columns
         self.reads: dict[str, str] = {}
 
     def replace(self, rows: Sequence[RawRow]) -> None:
@@ -143,7 +144,7 @@ class Table:
         return Reading(
             source,
             {names[name]: purpose for name, purpose in self.reads.items()},
-            tuple(name for name in self.columns if name not in parents),
+            tuple(name for name in self._given if name not in parents),
         )
 
     def _refuse_name(self, ours: str, theirs: str) -> None:

@@ -1,0 +1,142 @@
+"""Published data sets are read as published, and every column is read or named as not read."""
+
+import json
+
+import pytest
+
+from tandem.config.data import DatasetConfig
+from tandem.config.errors import ConfigError
+from tandem.data.dataset import load_dataset
+from tandem.data.encoding import ChatEncoder
+from tandem.data.examples import conversations, pairs
+from tandem.data.rows import normalise
+from tests.data.layouts import LAYOUTS, WEATHER, call, filled, reply, system, user
+from tests.tiny import tiny_tokenizer
+
+
+def written(folder, *rows):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def read(folder, reader, *rows, **config):
+    return load_dataset(DatasetConfig(path=str(written(folder, *rows)), **config), reader=reader, section="train_dataset.")
+
+
+def error_of(folder, reader, *rows, **config):
+    with pytest.raises(ConfigError) as error:
+        read(folder, reader, *rows, **config)
+    return str(error.value)
+
+
+def meaning(row):
+    """(prompt, what is learnt or compared with) of a row in our shape."""
+    if "train_from" in row:
+        replies = [message for message in row["messages"] if message["role"] == "assistant"]
+        learnt = [{k: v for k, v in one.items() if k != "weight"} for one in replies if one.get("weight", 1)]
+        return [message for message in row["messages"] if message["role"] != "assistant"], learnt
+    if "chosen" in row:
+        return row["messages"], [*row["chosen"], *row["rejected"]]
+    return row["messages"], row.get("completion") or row.get("steps") or [row["answer"]]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_layout_is_read_as_published(tmp_path, name):
+    layout = LAYOUTS[name]
+    data = read(tmp_path, layout.reader, *(filled(layout.row, n) for n in range(5)))
+    assert [meaning(row) for row in data.rows] == [(filled(layout.asked, n), filled(layout.learnt, n)) for n in range(5)]
+    assert data.readings[0].told() == layout.reads
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.reader is conversations])
+def test_what_is_learnt_are_the_published_replies_and_nothing_else(tmp_path, name):
+    layout, tokenizer = LAYOUTS[name], tiny_tokenizer()
+    for n, row in enumerate(read(tmp_path, conversations, *(filled(layout.row, n) for n in range(5))).rows):
+        (encoded,) = ChatEncoder(tokenizer, max_length=999).conversation(row["messages"], row["train_from"])
+        learnt = tokenizer.decode([token for token, mask in zip(*encoded, strict=True) if mask])
+        assert learnt == "".join(f"{message['content']}<|im_end|>" for message in filled(layout.learnt, n))
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "said"),
+    [
+        (
+            normalise,
+            {"messages": [user("2?")], "prompt": "3?", "answer": 1},
+            "columns messages and prompt both fit the prompt",
+        ),
+        (normalise, {"question": "2?", "input": "a text", "answer": 1}, "set train_dataset.prompt_column=question or"),
+        (conversations, {"prompt": "2?", "messages": [user("3?"), reply("4")]}, "messages and prompt both fit the prompt"),
+        (conversations, {"messages": [user("3?"), reply("4")], "response": "5"}, "messages and response both fit what is"),
+        (
+            conversations,
+            {"problem": "2?", "answer": "4", "solution": "It is 4."},
+            "set train_dataset.answer_column=answer or",
+        ),
+        (pairs, {"prompt": "2?", "question": "3?", "chosen": "a", "rejected": "b"}, "prompt and question both fit"),
+    ],
+)
+def test_two_columns_that_fit_and_differ_are_refused_with_the_key(tmp_path, reader, row, said):
+    text = error_of(tmp_path, reader, row)
+    assert "rows.jsonl:1: " in text and "and differ here" in text and said in text
+
+
+def test_the_key_of_such_a_refusal_leads_to_something_that_works(tmp_path):
+    row = {"messages": [user("3?"), reply("4")], "response": "5", "problem": "3?", "answer": "4", "solution": "It is 4."}
+    whole = read(tmp_path, conversations, row, answer_column="messages").rows[0]
+    assert (whole["messages"], whole["train_from"]) == ([user("3?"), reply("4")], 0)
+    for column in ("response", "solution"):
+        learnt = read(tmp_path, conversations, row, answer_column=column).rows[0]
+        assert learnt["messages"] == [user("3?"), reply(row[column])]
+    assert read(tmp_path, normalise, row, prompt_column="problem").rows[0]["answer"] == "4"
+
+
+def test_an_answer_within_a_column_is_named_with_a_dot(tmp_path):
+    row = {"prompt": "1 + 1?", "gold": {"value": "2", "style": "rule"}}
+    assert read(tmp_path, normalise, row, answer_column="gold.value").rows[0]["answer"] == "2"
+    assert read(tmp_path, normalise, row, columns={"answer": "gold.value"}).rows[0]["answer"] == "2"
+    assert "did you mean 'gold.value'?" in error_of(tmp_path, normalise, row, answer_column="gold.valeu")
+    assert "a value within it is named with a dot: gold.value" in error_of(tmp_path, normalise, row, answer_column="gold")
+
+
+def test_the_first_row_may_be_the_odd_one(tmp_path):
+    text = error_of(tmp_path, normalise, {"question": "1?"}, *({"question": "2?", "answer": 2} for _ in range(4)))
+    assert "rows.jsonl:1: column 'answer' is missing, other rows have it; columns there: question" in text
+
+
+def test_a_number_keeps_the_form_in_which_it_is_written(tmp_path):
+    lines = ['{"question": "?", "answer": %s, "level": 0.50}\n' % text for text in ("1e-05", "0.10", "3.0", "12", "1E6")]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    rows = load_dataset(DatasetConfig(path=str(tmp_path / "rows.jsonl"))).rows
+    assert [row["answer"] for row in rows] == ["1e-05", "0.10", "3", "12", "1E6"]
+    assert type(rows[0]["level"]) is float
+
+
+def test_columns_of_the_users_stay_beside_tandems_own(tmp_path):
+    row = {"question": "?", "answer": "1", "source": "olympiads", "index": 700, "where": "here"}
+    (found,) = read(tmp_path, normalise, row).rows
+    assert {name: found[name] for name in row} == row
+    assert (found["tandem.source"], found["tandem.where"]) == ("rows", f"{tmp_path / 'rows.jsonl'}:1")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"from": "robot", "value": "x"}, "with a role of system, user, assistant, tool"),
+        (user(None), "with a role of system, user, assistant, tool"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_refused_with_its_line(tmp_path, message, said):
+    assert said in error_of(tmp_path, conversations, {"messages": [message, reply("x")]}, answer_column="messages")
+
+
+def test_tools_as_json_text_are_the_tools(tmp_path):
+    row = {"messages": [user("?"), reply("", tool_calls=[call("{}")])], "tools": json.dumps([WEATHER])}
+    assert read(tmp_path, conversations, row).rows[0]["tools"] == [WEATHER]
+    assert "column 'tools' is no JSON" in error_of(tmp_path, conversations, row | {"tools": "[{"})
+
+
+def test_a_system_column_does_not_replace_the_system_message_of_a_conversation(tmp_path):
+    row = {"messages": [system("a"), user("?"), reply("!")], "system": "b"}
+    assert read(tmp_path, conversations, row).rows[0]["messages"][0] == system("a")
