@@ -116,12 +116,10 @@ LAYOUTS = {
             "ID": "chal-{n}",
             "Body": "Ann has {n} nuts",
             "Question": "How many with one more?",
-            "Answer": 3.0,
-            "Type": "Addition",
-        },
+            "Answer": 3.0},
         [user("Ann has {n} nuts. How many with one more?")],
         ["3"],
-        "reads: Body (the prompt), Question (the prompt), Answer (the answer); not read: ID, Type",
+        "reads: Body (the prompt), Question (the prompt), Answer (the answer); not read: ID",
     ),
     # -- conversations to imitate
     "OpenR1-Math, imitated": Layout(

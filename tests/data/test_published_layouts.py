@@ -106,7 +106,8 @@ def test_the_first_row_may_be_the_odd_one(tmp_path):
 
 
 def test_a_number_keeps_the_form_in_which_it_is_written(tmp_path):
-    lines = ['{"question": "?", "answer": %s, "level": 0.50}\n' % text for text in ("1e-05", "0.10", "3.0", "12", "1E6")]
+    numbers = ("1e-05", "0.10", "3.0", "12", "1E6")
+    lines = ['{"question": "?", "level": 0.50, "answer": ' + text + "}\n" for text in numbers]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     rows = load_dataset(DatasetConfig(path=str(tmp_path / "rows.jsonl"))).rows
     assert [row["answer"] for row in rows] == ["1e-05", "0.10", "3", "12", "1E6"]

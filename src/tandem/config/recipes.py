@@ -31,11 +31,12 @@ class Recipes:
         Raises:
             ConfigError: its column is missing, or names no recipe; tells the nearest.
         """
-        if self.column not in row:
+        column = self.column if self.column in row else f"tandem.{self.column}"  # `source`, unless the rows have one
+        if column not in row:
             raise ConfigError(
                 f"reward.by={self.column}, and the row has no such column; {nearest_names(self.column, map(str, row))}"
             )
-        value = row[self.column]
+        value = row[column]
         if str(value) not in self.rewards:
             there = nearest_names(str(value), self.rewards)
             raise ConfigError(f"column {self.column!r} is {value!r}, and no recipe of the reward has that name; {there}")
