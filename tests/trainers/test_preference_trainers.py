@@ -11,11 +11,12 @@ from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.data.examples import pairs
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.parts import open_rows
 from tandem.flow.plan import plan_run
 from tandem.roles.reward_model import RewardModel
 from tandem.trainers import preference, reward
 from tandem.trainers.distill import check_teacher
-from tandem.trainers.supervised import batch_of, open_examples
+from tandem.trainers.supervised import batch_of
 from tests.tiny import tiny_model_folder
 
 LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
@@ -161,7 +162,7 @@ def test_a_saved_reward_model_scores_in_transformers_as_here(items):
     theirs = AutoModelForSequenceClassification.from_pretrained(summary.checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(summary.checkpoint)
     config = load_config(RewardModelConfig, None, [*items, f"actor.path={summary.checkpoint}"]).config
-    rows = open_examples(config, pairs).valid[:4]
+    rows = open_rows(config, pairs).valid[:4]
     encoder = reward.ScoredPairEncoder(tokenizer, config)
     ours = RewardModel(build_train_engine(config.actor, total_steps=0, head="scalar"))
     scores = ours.score(batch_of([encoder.encode(row) for row in rows], encoder)).tolist()

@@ -17,7 +17,6 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.job import Lengths
 from tandem.rollout.chat import Chat
 from tandem.trainers.recipes import recipe_of
-from tandem.trainers.supervised import open_examples
 
 ASSUMED_PROMPT = 256
 """Tokens, where the data cannot be read."""
@@ -96,7 +95,7 @@ def _folder(path: str) -> Path:
 
 def _examples(config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None, int, int]:
     recipe = recipe_of(config)
-    rows, encoder = open_examples(config, recipe.reader), recipe.encoder(tokenizer, config)
+    rows, encoder = open_rows(config, recipe.reader), recipe.encoder(tokenizer, config)
     prompts, rest = [], []
     for row in itertools.islice(rows.train.rows, LOOKED_AT):
         with contextlib.suppress(DataFailure):  # such a row is dropped in training, too
