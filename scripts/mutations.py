@@ -54,7 +54,6 @@ TESTS = (
     "tests/trainers/test_preference_trainers.py",
     "tests/trainers/test_verification.py",
     "tests/state/test_ledger_file.py",
-    "tests/state/test_replaying.py",
 )
 """Quick tests that import these rooms."""
 

@@ -238,16 +238,6 @@ def test_a_term_with_options_comes_and_the_others_means_go_on_also_after_a_cut(o
         assert outcome(where)[1] == whole[1]
 
 
-@pytest.mark.slow
-def test_a_step_of_a_run_that_was_changed_is_replayed_as_it_was(overrides, where, asks):
-    even = asks(25, "reward.add", f'0.3*{SMALL}:short(normalise="running")')
-    keys = [*overrides, "deterministic=true", "checkpoint.every_steps=4", "total_train_steps=5", f"reward={even}"]
-    assert main(["train", *{key.partition("=")[0]: key for key in keys}.values()]) == 0
-    assert [row["step"] for row in changes(where)] == [3]
-    for step in (5, 3):  # from a checkpoint behind the change, and from the beginning
-        assert main(["replay", str(where), "--step", str(step)]) == 0
-
-
 def test_the_first_term_with_options_may_come_later_and_the_last_one_may_go(overrides, where):
     resolved = config_of(overrides, "total_train_steps=3", f"reward={SMALL}:even")
     train(resolved, until=1)

@@ -34,7 +34,6 @@ COMMANDS = {
     "distill": SubCommand("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
     "continue": SubCommand("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
     "control": SubCommand("tandem.cli.control", "change the reward of a run while it trains"),
-    "replay": SubCommand("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
     "runs": SubCommand("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
     "trajectories": SubCommand(
         "tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"

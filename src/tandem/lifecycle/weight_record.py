@@ -1,4 +1,4 @@
-"""Writes down what each step of a deterministic run made of the weights, for `tandem replay`."""
+"""Writes down what each step of a deterministic run made of the weights, so that two runs can be compared."""
 
 from collections.abc import Callable, Iterator
 

@@ -180,7 +180,7 @@ class RunFolder:
         """The run really starts with its new configuration, after ``step``: models are built and the checkpoint is read.
         Idempotent."""
         if self._pending_config is not None:
-            if self.going is not None:  # before the configuration: whoever replays a step asks what it ran under
+            if self.going is not None:
                 self.info["resumed"][-1]["from"] = step
                 self._write_info()
             write_atomically(self.path / "config.yaml", self._pending_config)

@@ -1,4 +1,4 @@
-"""`weights.jsonl` of a run: a digest of each tensor after each step, so that a step can be compared when it is run again."""
+"""`weights.jsonl` of a run: a digest of each tensor after each step, so that two runs can be compared."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,6 @@ import torch
 
 from tandem.api.lines import append_line
 from tandem.api.weights import tensor_digest
-from tandem.state.existing import rows_of
 
 FILE = "weights.jsonl"
 DIGITS = 16
@@ -23,9 +22,3 @@ def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 def append_digests(folder: Path, step: int, digests: Mapping[str, str]) -> None:
     """Adds a line. A step that is done again after a resume has a second one, which counts. Raises `NotWritten`."""
     append_line(folder / FILE, json.dumps({"step": step, "tensors": digests}))
-
-
-def read_digests(folder: Path, step: int) -> dict[str, str] | None:
-    """The contents of the last line of a step; None if there is none, or it is torn."""
-    found = [row for row in rows_of(folder / FILE) if row.get("step") == step and isinstance(row.get("tensors"), dict)]
-    return {str(name): str(digest) for name, digest in found[-1]["tensors"].items()} if found else None
