@@ -86,8 +86,8 @@ def test_single_rows_that_cannot_be_judged_are_named_at_start_and_dropped_when_d
     (tmp_path / "train.jsonl").write_text(text)
     config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=exact_number"]).config
     check_rows(make_reward(config), open_rows(config).train.rows)
-    assert "2 rows of data set" in caplog.text
-    assert "the first is row 2: reward 'exact_number' compares numbers" in caplog.text
+    assert "2 of 5 rows of data set" in caplog.text
+    assert "row 2: reward 'exact_number' compares numbers" in caplog.text and len(caplog.records) == 1
 
 
 def test_answers_that_are_no_numbers_are_refused_by_a_reward_that_compares_numbers(tmp_path):

@@ -7,8 +7,9 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample, Vote
 from tandem.api.workflow import RewardFn, RewardResult
-from tandem.rewards.extraction import final_answer, gold_answer, plain_number
+from tandem.rewards.extraction import final_answer, gold_answer
 from tandem.rewards.pool import WorkerPool
+from tandem.rewards.reading import agree, plain_number
 
 MOST_FAILURES = 2
 """Comparisons of one answer that may fail: a power tower among 64 answers would hold the vote up for 63 deadlines."""
