@@ -5,7 +5,7 @@ An expression here is one line without prose: its words are functions, units and
 
 import re
 
-from tandem.rewards.reading import MAX_LENGTH, SCALES, UNITS, read, tidy
+from tandem.rewards.reading import MAX_LENGTH, SCALES, UNITS, read
 
 NUMBER = re.compile(
     r"(?<![\w.])[-−+]?(?:\d++\s?+)?(?:\\[dt]?frac(?:\{-?\d++\}|\s?\d)(?:\{\d++\}|\d)|[½⅓⅔¼¾])"
@@ -19,16 +19,21 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it takes the meaning from."""
 
 HASHES = re.compile(r"####(?<!#####)(?!#)[ \t]*(.*)")
-LIST_NUMBER = re.compile(r"^[ \t]*(?:#+[ \t]+(?!(?i:answer|total|result))[A-Za-z]+[ \t]+\d+|\d{1,3}[.)][ \t]+(?=\S))", re.MULTILINE)
+LIST_NUMBER = re.compile(
+    r"^[ \t]*(?:#+[ \t]+(?!(?i:answer|total|result))[A-Za-z]+[ \t]+\d+|\d{1,3}[.)][ \t]+(?=\S))", re.MULTILINE
+)
 """The number of an item of a list, or a heading."""
 
-STATED = re.compile(r".*(?:\b(?:is|are|be|equals|get|answer)\b|[:=≈])[\s*:]*(.*)|.*?(?<!\\)(?:\$|\*\*)([^$*]+)(?:\$|\*\*)[.\s]*")
-"""What a line says behind its last verb or sign, or between the marks at its end."""
+STATED = re.compile(
+    r".*(?:\b(?:is|are|be|equals|get|answer)\b|[:=≈])[\s*:]*(.*)|.*?(?<!\\)(?:\$|\*\*)([^$*]+)(?:\$|\*\*)[.\s]*"
+)
+"""The end of a line behind its last verb or sign, or between marks."""
 
 ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\b[\s:*]*([^\n]*)", re.IGNORECASE)
 PROSE = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
-FUNCTIONS = frozenset("sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or".split())
-LABEL = re.compile(r"[A-Za-z]\w?(?:\([a-z]\))? ?=")
+FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or"
+MATHS = {*UNITS, *SCALES, *FUNCTIONS.split()}
+VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 MOST_WORDS = 4
 """Words of an answer in words; a longer one is prose."""
 
@@ -68,28 +73,28 @@ def last_number(text: str) -> str | None:
 
 def prose_words(text: str) -> int:
     r"""The number of words that are not mathematics. Those in ``\text{…}`` count too."""
-    words = (word.lower() for word in PROSE.findall(text))
-    return sum(not {word, word.removesuffix("s")} & (UNITS.keys() | SCALES | FUNCTIONS) for word in words)
+    return sum(MATHS.isdisjoint((word, word.removesuffix("s"))) for word in PROSE.findall(text.lower()))
 
 
 def is_answer(text: str) -> bool:
     """True if a gold can be compared: an expression, a plain number, or a few words; not a solution in prose."""
-    if "\n" in text.strip() and "\\begin" not in text or LIST_NUMBER.match(text):
+    if ("\n" in text and "\\begin" not in text) or LIST_NUMBER.match(text):
         return False
     return prose_words(text) <= MOST_WORDS or (len(text) <= MAX_LENGTH and read(text).number is not None)
 
 
 def _expression(text: str) -> str | None:
-    """The text if it is an expression or begins with its number (``18 clips``), less what is said before it."""
+    """The text if it is an expression or begins with its number (``18 clips``), less "the answer is" and what is on the left
+    of an equality of numbers."""
     text = text.strip(" \t\n*").rstrip(".")
     if said := ANSWER_IS.match(text.removeprefix("The ").removeprefix("the ")):
         text = said[1]
-    if not text or len(text) > MAX_LENGTH or "\n" in text or LIST_NUMBER.match(text) or not re.search(r"\w", text):
+    if len(text) > MAX_LENGTH or "\n" in text or LIST_NUMBER.match(text) or not re.search(r"\w", text):
         return None
-    if not prose_words(re.sub(r"\\text\w*\s*\{[^{}]*\}", "", text)) or (not text[0].isalpha() and read(text).number is not None):
-        sides = text.rsplit("=", 1)
-        return text if len(sides) == 1 or LABEL.match(text) and text.count("=") == 1 else sides[1].strip()
-    return None
+    if prose_words(re.sub(r"\\[a-z]+\s*\{[\w.' ]*\}", "", text)) and (text[0].isalpha() or read(text).number is None):
+        return None
+    left, _, right = text.rpartition("=")
+    return text if VARIABLE.search(left) and "=" not in left else right.strip()
 
 
 def _stated(text: str) -> str | None:
@@ -100,8 +105,8 @@ def _stated(text: str) -> str | None:
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The answer that a completion gives: ``\boxed{}``, else behind ``####``, else all of it if it is an expression, else what
-    it says behind "the answer is" or states at its end, else its last number."""
+    r"""The answer that a completion gives: ``\boxed{}``, else behind ``####``, else all of it if it is an expression, else
+    what it says behind "the answer is" or states at its end, else its last number."""
     found = boxed(completion) or after_hashes(completion) or _expression(completion)
     if found is None and (said := ANSWER_IS.findall(completion)):
         sentence = re.split(r"\.(?:\s|$)", said[-1], maxsplit=1)[0]
@@ -112,8 +117,8 @@ def final_answer(completion: str) -> str | None:
 
 
 def gold_answer(answer: object) -> str:
-    r"""The expected answer; the column may hold a whole solution: ``\boxed{}``, else behind ``####``, else all of it; or what
-    its last line states, if all of it is no answer. It may be none even so (`is_answer`)."""
+    r"""The expected answer; the column may hold a whole solution: ``\boxed{}``, else behind ``####``, else all of it; or
+    what its last line states, if all of it is no answer. It may be none even so (`is_answer`)."""
     text = str(answer).strip()
     found = boxed(text) or after_hashes(text)
     return found or (text if is_answer(text) else _stated(text) or text)

@@ -1,14 +1,15 @@
 r"""Reading an answer: its unit, its exact number, its text; and comparing two of them without algebra.
 
-A unit is a measure (`UNITS`), a currency, a percent sign, degrees, or the base of a number (``52_8``). Where both answers have
-one, it must be the same; where only one has, it does not count, so that ``5 cm`` is 5 and is not 5 km. A percentage is its
-share of 1 too: ``12 %`` is 0.12, and 12 beside an answer without the sign (but half a percent is no half). Other words around
-a number say nothing: ``72 clips`` is 72. Nothing is converted: 100 cm is not 1 m here.
+A unit is a measure (`UNITS`), a currency, a percent sign, degrees, or the base of a number (``52_8``). Where both answers
+have one, it must be the same; where only one has, it does not count, so that ``5 cm`` is 5 and is not 5 km. A percentage is
+its share of 1 too: ``12 %`` is 0.12, and 12 beside an answer without the sign (but half a percent is no half). Other words
+around a number say nothing: ``72 clips`` is 72. Nothing is converted: 100 cm is not 1 m here.
 """
 
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_DIGITS = 100
@@ -20,45 +21,39 @@ MAX_EXPONENT = 400
 MAX_LENGTH = 300
 """Characters; a longer answer has no number and no unit."""
 
-UNITS = {
-    word: group.split()[0]
-    for group in """mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|
-        ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound £|oz ounce|ml milliliter millilitre|
-        l liter litre|gal gallon|ms millisecond|s sec second|min minute|h hr hour|day|week|month|yr year|$ dollar usd buck|
-        ¢ cent|€ euro eur|¥ yen|° circ degree deg|rad radian|% percent|mph|kmh kph|2 square squared sq|3 cubic cubed cu|
-        / per|_ base""".split("|")
-    for word in group.split()
-}
+SPELLINGS = """mm millimeter millimetre|cm centimeter centimetre|m meter metre|km kilometer kilometre|in inch inche|
+    ft foot feet|yd yard|mi mile|mg milligram|g gram|kg kilogram|lb pound £|oz ounce|ml milliliter millilitre|l liter litre|
+    gal gallon|ms millisecond|s sec second|min minute|h hr hour|day|week|month|yr year|$ dollar usd buck|¢ cent|€ euro eur|
+    ¥ yen|° circ degree deg|rad radian|% percent|mph|kmh kph|2 square squared sq|3 cubic cubed cu|/ per|_ base"""
+UNITS = {word: group.split()[0] for group in SPELLINGS.split("|") for word in group.split()}
 """Each spelling of a unit, less the plural's s, and the unit."""
 
-SCALES = dict(dozen=12, hundred=10**2, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
+SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
-COUNTS = re.compile(r"(?<!\\)\b(?:half|halves|thirds?|quarters?|th|pi|infinity|minus|negative|not|plus|times)\b", re.IGNORECASE)
+COUNTS = re.compile(r"(?<!\\)\b(?:half|halves|thirds?|quarters?|th|infinity|minus|negative|not|plus|times)\b", re.IGNORECASE)
 """Words that say something about the number beside them."""
 
 SMALL = re.compile("([⁻⁺⁰¹²³⁴-⁹]+)|([₀-₉]+)|([¼-¾⅐-⅞])")
-SIGNS = str.maketrans(
-    dict(
-        zip(
-            "−–⁄÷×·π∞≤≥≠∪∩∈±°",
-            r"-|-|/|/|\times |\cdot |\pi |\infty |\le |\ge |\ne |\cup |\cap |\in |\pm |^\circ ".split("|"),
-            strict=True,
-        )
+SIGNS, SPELT = "−–⁄÷×·π∞≤≥≠∪∩∈±°", r"-|-|/|/|\times |\cdot |\pi |\infty |\le |\ge |\ne |\cup |\cap |\in |\pm |^\circ "
+SIGN_TABLE = str.maketrans(dict(zip(SIGNS, SPELT.split("|"), strict=True)))
+COSMETIC = [
+    (re.compile(pattern), other)
+    for pattern, _, other in (
+        line.strip().partition(" ⇒")
+        for line in r"""(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\w+)) ⇒\\sqrt{\1\2}
+        (?<![\\A-Za-z])(pi|infty|sin|cos|tan|log|ln)(?![A-Za-z]) ⇒\\\1
+        \\[dtc]frac(?![a-z]) ⇒\\frac
+        \\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\\(?:!\s*|[()\[\]]) ⇒
+        \\(?:mbox|textbf|textrm|textit|textnormal|mathrm)(?![a-z]) ⇒\\text
+        \{,\} ⇒,
+        \\([%$]) ⇒\1
+        (?<=\d),? (?:in )?base (\d+) ⇒_\1
+        (?:square |cubic )?\bunits?\b(?: ?\}? ?\^ ?\{?[23]\b)? ⇒""".splitlines()
     )
-)
-COSMETIC = (
-    (re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\w+))"), r"\\sqrt{\1\2}"),
-    (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
-    (re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\\(?:!\s*|[()\[\]])"), ""),
-    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~"), " "),
-    (re.compile(r"\\(?:mbox|textbf|textrm|textit|textnormal|mathrm)(?![a-z])"), r"\\text"),
-    (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\([%$])"), r"\1"),
-    (re.compile(r"(?<=\d),? (?:in )?base (\d+)"), r"_\1"),
-    (re.compile(r"(?:square |cubic )?\bunits?\b(?: ?\}? ?\^ ?\{?[23]\b)?"), ""),
-    (re.compile(r"\s+"), " "),
-)
+]
+"""Ways to write the same, and the one that is read."""
 
+SPACE = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|[~\s]+")
 WITH_UNIT = re.compile(
     r"(.+?)\s*((?:\\text\s*\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}+|(?<=[\s/])[A-Za-z](?![A-Za-z])|[%$€£¥¢/]"
     r"|\^\s*\{?\s*\\circ\s*\}?|(?<=[a-z}])\s*\^\s*\{?[23]\}?|(?<=\d)_\{?\d+\}?|\s|(?<=[a-z])\.)*)"
@@ -90,9 +85,10 @@ def tidy(text: str) -> str:
         form = " %s " if match[3] else "_{%s}" if match[2] else "^{%s}"
         return form % unicodedata.normalize("NFKC", match[0])
 
-    text = unicodedata.normalize("NFKC", SMALL.sub(spelt, text)).translate(SIGNS)
+    text = unicodedata.normalize("NFKC", SMALL.sub(spelt, text)).translate(SIGN_TABLE)
     for pattern, other in COSMETIC:
         text = pattern.sub(other, text)
+    text = " ".join(SPACE.sub(" ", text).split())
     text = text.strip(" *").rstrip(".,;: ").rstrip("*")
     return (text[1:-1] if text[:1] == text[-1:] == "$" else text.rstrip("$")).strip()
 
@@ -105,6 +101,7 @@ def as_text(text: str) -> str:
     return text.casefold() if re.search(r"[^\W\d_]{2}", text) else text
 
 
+@lru_cache(maxsize=4096)
 def read(text: str) -> Reading:
     """Reads an answer, in time that grows with its length alone."""
     body = tidy(text)
@@ -140,8 +137,8 @@ def _number(text: str) -> Fraction | None:
 
 
 def plain_number(text: str) -> Fraction | None:
-    r"""The exact value of ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``½``, ``1e-05``, ``2 \times 10^{3}``, ``50 %`` (a half),
-    ``18 dollars``, ``x = 18``; None if it is not one plain number."""
+    r"""The exact value of ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``½``, ``1e-05``, ``2 \times 10^{3}``, ``50 %`` (a
+    half), ``18 dollars``, ``x = 18``; None if it is not one plain number."""
     answer = read(text)
     return answer.number / 100 if answer.number is not None and answer.unit == "%" else answer.number
 

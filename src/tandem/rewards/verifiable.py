@@ -20,8 +20,8 @@ CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
 COMPARES_EXPRESSIONS = "reward `math` compares expressions"
 READABLE = (
-    "an answer is a number, an expression, a few words, or a solution with \\boxed{…} or a last line `#### 18`: name another "
-    "answer_column, or a reward that reads texts, such as a judge"
+    "an answer is a number, an expression, a few words, or a solution with \\boxed{…} or a last line `#### 18`: name "
+    "another answer_column, or a reward that reads texts, such as a judge"
 )
 
 
