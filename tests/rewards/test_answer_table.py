@@ -312,8 +312,8 @@ PROSE = "9. Anya climbs one floor, Vanya five: five times longer."
         ("It depends on the speed", r"\boxed{yes}", "answer_unreadable"),
         ("First add.\nThen Anya is older than Boris and Vera.", "7", "answer_unreadable"),
         ("# Solution\nAdd 2 and 5.\n\nThe answer is 7.", "7", 1.0),
-        ("It follows.\n#### yes", "The answer is yes.", 1.0),
-        ("It follows.\n#### yes", "The answer is no.", 0.0),
+        ("It follows.\n#### even", "The answer is even.", 1.0),
+        ("It follows.\n#### even", "The answer is odd.", 0.0),
     ],
 )
 def test_a_gold_that_is_prose_is_a_failure_and_not_a_zero_unless_the_texts_are_equal(gold, completion, said):

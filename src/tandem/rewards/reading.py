@@ -33,14 +33,28 @@ SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "b
 COUNTS = re.compile(r"(?<!\\)\b(?:half|halves|thirds?|quarters?|th|infinity|minus|negative|not|plus|times)\b", re.IGNORECASE)
 """Words that say something about the number beside them."""
 
-SMALL = re.compile("([⁻⁺⁰¹²³⁴-⁹]+)|([₀-₉]+)|([¼-¾⅐-⅞])")
-SIGNS, SPELT = "−–⁄÷×·π∞≤≥≠∪∩∈±°", r"-|-|/|/|\times |\cdot |\pi |\infty |\le |\ge |\ne |\cup |\cap |\in |\pm |^\circ "
-SIGN_TABLE = str.maketrans(dict(zip(SIGNS, SPELT.split("|"), strict=True)))
 COSMETIC = [
     (re.compile(pattern), other)
     for pattern, _, other in (
         line.strip().partition(" ⇒")
-        for line in r"""(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\w+)) ⇒\\sqrt{\1\2}
+        for line in r"""([⁻⁺⁰¹²³⁴-⁹]+) ⇒^{\1}
+        ([₀-₉]+) ⇒_{\1}
+        ([¼-¾⅐-⅞]) ⇒ \1~
+        [−–] ⇒-
+        [⁄÷] ⇒/
+        × ⇒\\times~
+        · ⇒\\cdot~
+        π ⇒\\pi~
+        ∞ ⇒\\infty~
+        ≤ ⇒\\le~
+        ≥ ⇒\\ge~
+        ≠ ⇒\\ne~
+        ∪ ⇒\\cup~
+        ∩ ⇒\\cap~
+        ∈ ⇒\\in~
+        ± ⇒\\pm~
+        ° ⇒^\\circ~
+        (?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\w+)) ⇒\\sqrt{\1\2}
         (?<![\\A-Za-z])(pi|infty|sin|cos|tan|log|ln)(?![A-Za-z]) ⇒\\\1
         \\[dtc]frac(?![a-z]) ⇒\\frac
         \\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\\(?:!\s*|[()\[\]]) ⇒
@@ -80,14 +94,10 @@ class Reading(NamedTuple):
 
 def tidy(text: str) -> str:
     """One way to write it: LaTeX and ASCII, without what only looks nice."""
-
-    def spelt(match: re.Match[str]) -> str:
-        form = " %s " if match[3] else "_{%s}" if match[2] else "^{%s}"
-        return form % unicodedata.normalize("NFKC", match[0])
-
-    text = unicodedata.normalize("NFKC", SMALL.sub(spelt, text)).translate(SIGN_TABLE)
-    for pattern, other in COSMETIC:
-        text = pattern.sub(other, text)
+    for _ in range(2):  # ½ is a fraction only when Unicode's normal form has taken it apart
+        for pattern, other in COSMETIC:
+            text = pattern.sub(other, text)
+        text = unicodedata.normalize("NFKC", text)
     text = " ".join(SPACE.sub(" ", text).split())
     text = text.strip(" *").rstrip(".,;: ").rstrip("*")
     return (text[1:-1] if text[:1] == text[-1:] == "$" else text.rstrip("$")).strip()
@@ -101,9 +111,11 @@ def as_text(text: str) -> str:
     return text.casefold() if re.search(r"[^\W\d_]{2}", text) else text
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def read(text: str) -> Reading:
     """Reads an answer, in time that grows with its length alone."""
+    if len(text) > 3 * MAX_LENGTH:  # all these patterns take milliseconds for a page
+        return Reading(text, "", None, " ".join(text.casefold().split()))
     body = tidy(text)
     match = WITH_UNIT.fullmatch(body) if len(body) <= MAX_LENGTH else None
     whole = Reading(body, "", None, as_text(body))

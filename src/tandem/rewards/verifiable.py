@@ -14,7 +14,7 @@ from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_an
 from tandem.rewards.function import DirectReward, as_result, require_answer
 from tandem.rewards.outcome import Judgement
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.reading import agree, as_text, plain_number
+from tandem.rewards.reading import agree, plain_number, read
 
 CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
@@ -82,7 +82,7 @@ class MathReward(RewardFn):
     ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
         gold, answer = _gold(row), final_answer(completion)
-        right = any(as_text(gold) == as_text(text) for text in (answer, completion) if text)
+        right = any(read(gold).text == read(text).text for text in (answer, completion) if text)
         if not right and not is_answer(gold):
             raise RewardFailure("answer_unreadable", f"the row's answer is {gold!r:.80}; {READABLE}")
         verdict = right if right or answer is None else agree(gold, answer)
