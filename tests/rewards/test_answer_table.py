@@ -182,6 +182,7 @@ TABLE = r"""
 6 - 5i | \boxed{-5i+6} | 1
 6 - 5i | 6+5i | 0
 3 \pm 2 \sqrt{2} | \boxed{3\pm2\sqrt{2}} | 1
+\emptyset | ∅ | 1
 \infty | ∞ | 1
 \infty | -\infty | 0
 # algebra

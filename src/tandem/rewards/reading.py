@@ -54,6 +54,7 @@ COSMETIC = [
         ∈ ⇒\\in~
         ± ⇒\\pm~
         ° ⇒^\\circ~
+        [∅ø] ⇒\\emptyset~
         (?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\w+)) ⇒\\sqrt{\1\2}
         (?<![\\A-Za-z])(pi|infty|sin|cos|tan|log|ln)(?![A-Za-z]) ⇒\\\1
         \\[dtc]frac(?![a-z]) ⇒\\frac
@@ -162,10 +163,10 @@ def agree(gold: str, answer: str) -> bool | None:
         return True
     if one.unit and other.unit and one.unit != other.unit:
         return False
-    if one.number is not None and other.number is not None:
-        if (one.unit == "%") == (other.unit == "%"):
-            return one.number == other.number
-        share, bare = sorted((one, other), key=lambda answer: answer.unit != "%")
-        return share.number == 100 * bare.number or (share.number == bare.number and abs(bare.number) >= 1)
-    of_words = any(each.number is None and WORDS.fullmatch(each.body) for each in (one, other))
-    return False if of_words else None
+    if one.number is None or other.number is None:
+        of_words = any(each.number is None and WORDS.fullmatch(each.body) for each in (one, other))
+        return False if of_words else None
+    if (one.unit == "%") == (other.unit == "%"):
+        return one.number == other.number
+    share, bare = (one.number, other.number) if one.unit == "%" else (other.number, one.number)
+    return share == 100 * bare or (share == bare and abs(bare) >= 1)

@@ -39,4 +39,4 @@ def _same(word: str, expected: str, tolerance: float) -> bool:
     value, target = Fraction(word), Fraction(expected)  # exact: a float has 16 digits, and none above 1e308
     if whole != (None, None) and round(value) != round(target):
         return False
-    return abs(value - target) <= Fraction(tolerance) * max(1, abs(target))
+    return abs(value - target) <= Fraction(tolerance) * max(Fraction(1), abs(target))
