@@ -8,7 +8,8 @@ import pytest
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.build import build_reward
-from tandem.rewards.extraction import boxed, final_answer, gold_answer, last_number, plain_number
+from tandem.rewards.extraction import boxed, final_answer, gold_answer, last_number
+from tandem.rewards.reading import plain_number
 
 
 def judge(spec, completion, answer="18", timeout_s=20.0, **row):
@@ -29,15 +30,15 @@ def judge(spec, completion, answer="18", timeout_s=20.0, **row):
         ("He has 3.\n#### 1,234\nbye 9", "1,234"),
         ("12 + 7 = 19.", "19"),
         ("It is -3", "-3"),
-        ("5-2", "2"),
+        ("5-2", "5-2"),
         ("costs $1,250.50 in all", "$1,250.50"),
-        ("12cm", "12"),
+        ("12cm", "12cm"),
         ("no number", None),
         ("", None),
         ("####", None),
     ],
 )
-def test_the_final_answer_is_the_box_else_after_hashes_else_the_last_number(text, answer):
+def test_the_final_answer_is_the_box_else_after_hashes_else_what_is_stated(text, answer):
     assert final_answer(text) == answer
 
 
@@ -59,10 +60,10 @@ def test_the_final_answer_is_the_box_else_after_hashes_else_the_last_number(text
         ("18.", 18),
         ("18x", None),
         ("18 x", None),
-        ("18 million", None),
+        ("18 million", 18_000_000),
         ("1/0", None),
         ("2^10", None),
-        ("50%", None),
+        ("50%", Fraction(1, 2)),
         ("1e999999999", None),
         ("9" * 5000, None),
         ("", None),
@@ -92,6 +93,14 @@ def test_the_gold_answer_may_stand_in_a_solution():
         "-$" * 50000,
         " a" * 50000,
         "#### " + "=  " * 60 + "( (",
+        "#### 1 a\n" * 10000,
+        "the answer is " * 10000,
+        "is: = " * 20000 + "\n" + "$" * 50000,
+        "1 " * 50000,
+        "10^{" * 30000,
+        "\\frac{1}" * 20000,
+        "\\text{" * 20000 + "5 cm",
+        "sqrt(" * 20000,
         "#### " + "ab  " * 45 + "( (",
         "#### " + "ab  =  " * 25 + "( (",
     ],

@@ -1,7 +1,9 @@
 """Evaluation beside training, and what a run is made of."""
 
 import asyncio
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.parts import open_rows
-from tandem.flow.services import check_names, check_rows, make_reward
+from tandem.flow.services import RewardBySource, check_names, check_rows, make_reward
+from tandem.rewards.build import build_reward
 from tests.trainers.evaluating import evaluate
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
@@ -86,8 +89,34 @@ def test_single_rows_that_cannot_be_judged_are_named_at_start_and_dropped_when_d
     (tmp_path / "train.jsonl").write_text(text)
     config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=exact_number"]).config
     check_rows(make_reward(config), open_rows(config).train.rows)
-    assert "2 rows of data set" in caplog.text
-    assert "the first is row 2: reward 'exact_number' compares numbers" in caplog.text
+    assert "2 of 5 rows of data set" in caplog.text
+    assert "row 2: reward 'exact_number' compares numbers" in caplog.text and len(caplog.records) == 1
+
+
+def test_golds_that_are_prose_are_counted_at_start_and_refused_if_there_is_nothing_else(tmp_path, caplog):
+    prose = {"question": "a?", "answer": "First we add all of the apples, and then we see."}
+    rows = [prose, *({"question": "a?", "answer": "1"} for _ in range(2))]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=math"]).config
+    with contextlib.closing(make_reward(config)) as reward:
+        check_rows(reward, open_rows(config).train.rows)
+        assert "1 of 3 rows of data set" in caplog.text and "cannot read the answer 'First we add" in caplog.text
+        (tmp_path / "train.jsonl").write_text(json.dumps(prose) + "\n")
+        with pytest.raises(ConfigError, match=r"none of 1 rows .* name another answer_column"):
+            check_rows(reward, open_rows(config).train.rows)
+
+
+def test_a_long_data_set_is_looked_at_in_a_moment(caplog):
+    reward = RewardBySource("math", {"math": build_reward("math", timeout_s=1.0)})
+    solution = "So we add. " * 100 + r"\boxed{7}."
+    rows = [
+        {"source": "a", "answer": solution if number % 2 else "First we add, and then we see."} for number in range(100_000)
+    ]
+    with contextlib.closing(reward):
+        began = time.thread_time()
+        check_rows(reward, rows)
+        assert time.thread_time() - began < 3  # a tenth of it where nothing else runs
+    assert "rows of data set 'a' cannot be judged" in caplog.text
 
 
 def test_answers_that_are_no_numbers_are_refused_by_a_reward_that_compares_numbers(tmp_path):

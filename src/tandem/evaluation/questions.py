@@ -10,7 +10,7 @@ from typing import Any
 from tandem.api.program_tests import COLUMN as PROGRAM_TESTS
 from tandem.api.services import NOTHING, Services
 from tandem.api.workflow import RewardFn
-from tandem.config.data import OURS, REWARD, SOURCE, DatasetConfig
+from tandem.config.data import OURS, REWARD, SOURCE, WHERE, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.recipes import sums_of
@@ -157,7 +157,8 @@ def make_judges(
                 try:
                     judges.check_row(row)
                 except ConfigError as error:
-                    raise ConfigError(f"row {number} of data set {one.name!r}: {error}") from error
+                    where = row.get(WHERE) or f"row {number}"
+                    raise ConfigError(f"{where} of data set {one.name!r}: {error}") from error
     except ConfigError:
         judges.close()
         raise

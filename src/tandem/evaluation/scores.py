@@ -9,7 +9,7 @@ from typing import Any
 from tandem.config.evaluation import usual_k
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.numbers import Interval, interval, maj_at_k, pass_at_k
-from tandem.rewards.extraction import plain_number
+from tandem.rewards.reading import plain_number
 
 COSMETIC = re.compile(r"\\left|\\right|\\[,;!: ]|\s+|^\$+|\$+$")
 

@@ -2,9 +2,19 @@
 
 import logging
 
-from math_verify import parse, verify
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from tandem.rewards.reading import plain_number, read
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns each time that its time-outs are off
+
+
+# units are told apart before: left to math-verify, 5m were 5
+FORMS = (
+    LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True)),
+    ExprExtractionConfig(),
+)
 
 
 def verify_answer(gold: str, answer: str) -> float:
@@ -12,5 +22,11 @@ def verify_answer(gold: str, answer: str) -> float:
 
     math-verify's own time-outs are off: they are signals, and would not stop a power tower anyway.
     """
-    expected, given = (parse(f"${text.strip().strip('$')}$", parsing_timeout=None) for text in (gold, answer))
+    expected, given = (parse(f"${_latex(text)}$", FORMS, parsing_timeout=None) for text in (gold, answer))
     return 1.0 if expected and given and verify(expected, given, timeout_seconds=None) else 0.0
+
+
+def _latex(text: str) -> str:
+    """What math-verify reads; it would take the e of 1e-5 for Euler's number."""
+    number = plain_number(text)
+    return read(text).body if number is None else str(number)

@@ -1,20 +1,42 @@
-r"""Finding the final answer in a text, and comparing plain numbers exactly. Linear in the text, whatever it holds."""
+r"""Finding the answer in a completion, and in the row's answer column. Linear in the text, whatever it holds.
+
+An expression here is one line without prose: its words are functions, units and scales, or stand in ``\text{…}``.
+"""
 
 import re
-from fractions import Fraction
 
-MAX_DIGITS = 100
-"""Longer digit strings are no numbers here: the time of exact arithmetic would be in the text's hands."""
+from tandem.rewards.reading import MAX_LENGTH, SCALES, UNITS, read
 
-NUMBER = re.compile(r"(?<![\w.])[-−+]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d+|(?<!\d)\.\d+|(?<=\d))")
-PLAIN = re.compile(r"([-−+]?)\\?\$?([-−+]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?(?:/(\d+))?")
-WORDS_AROUND = re.compile(r"(?:[A-Za-z]{2,}\s++(?![=:])|[A-Za-z]*+\s*+[=:]\s*+)*+(\S+?)(?:\s++[A-Za-z]{2,}+)*+[.!]?")
-"""Possessive: one way to read a text, so that `= = = = (` is not tried in all of them."""
+NUMBER = re.compile(
+    r"(?<![\w.])(?=[-−+\\$€£¥\d.½⅓⅔¼¾])(?:"
+    r"[-−+]?(?:\d++\s?+)?(?:\\[dt]?frac(?:\{-?\d++\}|\s?\d)(?:\{\d++\}|\d)|[½⅓⅔¼¾])"
+    r"|[-−+]?\\?[$€£¥]?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)?(?:(?<=\d)\.\d++|(?<!\d)\.\d++|(?<=\d))"
+    r"(?:[eE][-+]?\d++|(?:\s?+(?:\\times|×|\\cdot|[*x])\s?+10|(?<=10))(?:\^\{?[-+]?\d++\}?|[⁻⁰¹²³⁴-⁹]++)"
+    r"|(?:\s\d++)?/\d++|\s?+\\?%|_\{?\d++\}?)?+)"
+)
+"""A number as it is written: ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``1e-05``, ``10^{-5}``, ``50 %``."""
 
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it takes the meaning from."""
 
-MULTIPLIERS = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen|percent|half|th|cents?)\b", re.IGNORECASE)
+HASHES = re.compile(r"####(?<!#####)(?!#)[ \t]*(.*)")
+LIST_NUMBER = re.compile(
+    r"^[ \t]*(?:#+[ \t]+(?!(?i:answer|total|result))[A-Za-z]+[ \t]+\d+|\d{1,3}[.)][ \t]+(?=\S))", re.MULTILINE
+)
+"""The number of an item of a list, or a heading."""
+
+STATED = re.compile(
+    r".*(?:\b(?:is|are|be|equals|get|answer)\b|[:=≈])[\s*:]*(.*)|.*?(?<!\\)(?:\$|\*\*)([^$*]+)(?:\$|\*\*)[.\s]*"
+)
+"""The end of a line behind its last verb or sign, or between marks."""
+
+ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\b[\s:*]*([^\n]*)", re.IGNORECASE)
+PROSE = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
+FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or"
+MATHS = {*UNITS, *SCALES, *FUNCTIONS.split()}
+VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
+MOST_WORDS = 4
+"""Words of an answer in words; a longer one is prose."""
 
 
 def boxed(text: str) -> str | None:
@@ -33,44 +55,71 @@ def boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """The rest of the line after the last ``####``; None where there is none or it is empty."""
-    start = text.rfind("####")
-    if start < 0:
-        return None
-    return text[start + 4 :].strip().split("\n", 1)[0].strip() or None
+    """The rest of the line after the last ``####`` that is followed by a number or an expression, as GSM8K writes it; None
+    where there is none. Headings (``#### Step 2``) are not; one or two words are at the end of the text only."""
+    for match in reversed(list(HASHES.finditer(text))):
+        at_end = not text[match.end() :].strip() and re.fullmatch(r"[^\W\d]+(?: [^\W\d]+)?\.?", match[1].strip())
+        if found := _expression(match[1]) or (match[1].strip() if at_end else None):
+            return found
+    return None
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in digits."""
+    """The last number written in digits, less those of list items and headings."""
     found = None
-    for match in NUMBER.finditer(text):
+    for match in NUMBER.finditer(LIST_NUMBER.sub("", text)):
         found = match.group()
     return found
 
 
+def prose_words(text: str) -> int:
+    r"""The number of words that are not mathematics. Those in ``\text{…}`` count too."""
+    return sum(MATHS.isdisjoint((word, word.removesuffix("s"))) for word in PROSE.findall(text.lower()))
+
+
+def is_answer(text: str) -> bool:
+    """True if a gold can be compared: an expression, a plain number, or a few words; not a solution in prose."""
+    if ("\n" in text and "\\begin" not in text) or LIST_NUMBER.match(text):
+        return False
+    return prose_words(text) <= MOST_WORDS or (len(text) <= MAX_LENGTH and read(text).number is not None)
+
+
+def _expression(text: str) -> str | None:
+    """The text if it is an expression or begins with its number (``18 clips``), less "the answer is" and what is on the left
+    of an equality of numbers."""
+    text = text.strip(" \t\n*").rstrip(".")
+    if said := ANSWER_IS.match(text.removeprefix("The ").removeprefix("the ")):
+        text = said[1]
+    if len(text) > MAX_LENGTH or "\n" in text or LIST_NUMBER.match(text) or not re.search(r"\w", text):
+        return None
+    if prose_words(re.sub(r"\\[a-z]+\s*\{[\w.' ]*\}", "", text)) and (text[0].isalpha() or read(text).number is None):
+        return None
+    left, _, right = text.rpartition("=")
+    return text if VARIABLE.search(left) and "=" not in left else right.strip()
+
+
+def _stated(text: str) -> str | None:
+    """The expression that a text is, or that its last line states."""
+    line = text.rstrip().rsplit("\n", 1)[-1]
+    match = STATED.fullmatch(line[-MAX_LENGTH:])
+    return _expression(text) or _expression(line) or (_expression(match[1] or match[2] or "") if match else None)
+
+
 def final_answer(completion: str) -> str | None:
-    r"""The answer that a completion gives: ``\boxed{}``, else after ``####``, else its last number."""
-    return boxed(completion) or after_hashes(completion) or last_number(completion)
+    r"""The answer that a completion gives: ``\boxed{}``, else behind ``####``, else all of it if it is an expression, else
+    what it says behind "the answer is" or states at its end, else its last number."""
+    found = boxed(completion) or after_hashes(completion) or _expression(completion)
+    if found is None and (said := ANSWER_IS.findall(completion)):
+        sentence = re.split(r"\.(?:\s|$)", said[-1], maxsplit=1)[0]
+        number = NUMBER.match(sentence)
+        words = sentence if 0 < prose_words(sentence) <= 3 and not re.search(r"\d", sentence) else None
+        found = _stated(sentence) or (number[0] if number else words)
+    return found or _stated(completion) or last_number(completion)
 
 
 def gold_answer(answer: object) -> str:
-    r"""The expected answer; the column may hold a whole solution: ``\boxed{}``, else ``####``, else all of it."""
-    text = str(answer)
-    return boxed(text) or after_hashes(text) or text.strip()
-
-
-def plain_number(text: str) -> Fraction | None:
-    """The exact value of ``-1,234.5``, ``$18``, ``3/4``, ``18 dollars``, ``x = 18``; None if it is not one plain number."""
-    text = text.strip().strip("$").strip()
-    match = PLAIN.fullmatch(text.rstrip("."))
-    if match is None and len(text) <= 200 and not MULTIPLIERS.search(text) and (words := WORDS_AROUND.fullmatch(text)):
-        match = PLAIN.fullmatch(words.group(1).rstrip("."))
-    if match is None or (match.group(1) and match.group(2)):
-        return None
-    whole, decimals, below = (group or "" for group in match.group(3, 4, 5))
-    whole, decimals = whole.replace(",", ""), decimals.removeprefix(".")
-    if not (whole or decimals) or len(whole + decimals + below) > MAX_DIGITS or (below and not int(below)):
-        return None
-    value = Fraction(int(whole + decimals), 10 ** len(decimals) * int(below or 1))
-    negative = (match.group(1) or match.group(2)) in ("-", "−")
-    return -value if negative else value
+    r"""The expected answer; the column may hold a whole solution: ``\boxed{}``, else behind ``####``, else all of it; or
+    what its last line states, if all of it is no answer. It may be none even so (`is_answer`)."""
+    text = str(answer).strip()
+    found = boxed(text) or after_hashes(text)
+    return found or (text if is_answer(text) else _stated(text) or text)

@@ -11,7 +11,7 @@ from tandem.api.failures import RewardFailure, UserCodeFailed, described
 from tandem.api.plugins import in_user_code, run_loop, run_user_code
 from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
-from tandem.config.data import OURS, WHERE
+from tandem.config.data import OURS
 from tandem.config.errors import ConfigError
 from tandem.rewards.outcome import Arguments, Judgement, read_outcome
 from tandem.rewards.pool import WorkerPool
@@ -27,7 +27,7 @@ def require_answer(row: Mapping[str, Any], name: str) -> None:
     if row.get("answer") is None or not str(row["answer"]).strip():
         there = ", ".join(column for column in row if column not in ("messages", "answer", *OURS))
         raise ConfigError(
-            f"{row.get(WHERE, 'a row')}: reward {name!r} compares with the row's answer, and "
+            f"reward {name!r} compares with the row's answer, and "
             f"there is none; name its column by answer_column (of train_dataset, valid_dataset or an evaluation's data). "
             f"Columns there: {there}"
         )

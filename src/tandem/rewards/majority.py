@@ -7,8 +7,9 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample, Vote
 from tandem.api.workflow import RewardFn, RewardResult
-from tandem.rewards.extraction import final_answer, gold_answer, plain_number
+from tandem.rewards.extraction import final_answer, gold_answer
 from tandem.rewards.pool import WorkerPool
+from tandem.rewards.reading import agree, tidy
 
 MOST_FAILURES = 2
 """Comparisons of one answer that may fail: a power tower among 64 answers would hold the vote up for 63 deadlines."""
@@ -21,12 +22,6 @@ class AnswerOnly(RewardFn):
         """Implements `RewardFn.__call__`."""
         answer = final_answer(completion)
         return RewardResult(0.0, answer=answer, extracted=answer is not None)
-
-
-def canonical(answer: str) -> str:
-    """One form for what is plainly the same: numbers as fractions, else the text without dollars and double spaces."""
-    number = plain_number(answer)
-    return str(number) if number is not None else " ".join(answer.strip().strip("$").split())
 
 
 class MajorityVote:
@@ -51,17 +46,17 @@ class MajorityVote:
         """
         failures: Counter[str] = Counter()
         classes: list[str] = []
-        members: list[int | None] = [None if not a or not canonical(a) else -1 for a in answers]
+        members: list[int | None] = [None if not a or not tidy(a) else -1 for a in answers]
         for i, answer in enumerate(answers):
             if members[i] is not None and answer is not None:
-                members[i] = await self._class(canonical(answer), classes, failures)
+                members[i] = await self._class(tidy(answer), classes, failures)
         if not classes:
             return None
         sizes = [members.count(number) for number in range(len(classes))]
         majority = sizes.index(max(sizes))
         right = None
         if expected is not None and str(expected).strip():
-            gold = canonical(gold_answer(expected))
+            gold = tidy(gold_answer(expected))
             failures_of_gold: Counter[str] = Counter()
             matches = [await self._equal(gold, one, failures_of_gold) for one in classes]
             right = tuple(member is not None and matches[member] for member in members)
@@ -78,9 +73,8 @@ class MajorityVote:
         return len(classes) - 1
 
     async def _equal(self, first: str, other: str, failures: Counter[str]) -> bool:
-        numbers = plain_number(first), plain_number(other)
-        if first == other or None not in numbers:
-            return first == other or numbers[0] == numbers[1]
+        if (plain := agree(first, other)) is not None:
+            return plain
         if max(failures[first], failures[other]) >= MOST_FAILURES:
             return False
         try:

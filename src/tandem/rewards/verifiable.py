@@ -10,14 +10,19 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, last_number, plain_number
+from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, is_answer, last_number
 from tandem.rewards.function import DirectReward, as_result, require_answer
 from tandem.rewards.outcome import Judgement
 from tandem.rewards.pool import WorkerPool
+from tandem.rewards.reading import agree, plain_number, read
 
 CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
 COMPARES_EXPRESSIONS = "reward `math` compares expressions"
+READABLE = (
+    "an answer is a number, an expression, a few words, or a solution with \\boxed{…} or a last line `#### 18`: name "
+    "another answer_column, or a reward that reads texts, such as a judge"
+)
 
 
 def _gold(row: Mapping[str, Any]) -> str:
@@ -27,11 +32,10 @@ def _gold(row: Mapping[str, Any]) -> str:
     return gold_answer(answer)
 
 
-def _gold_number(row: Mapping[str, Any]) -> Fraction:
+def _gold_number(row: Mapping[str, Any]) -> str:
+    """The row's number as it is written, with its unit where it is all of the answer."""
     gold = _gold(row)
-    number = plain_number(gold)
-    if number is None:
-        number = plain_number(last_number(gold) or "")
+    number = gold if plain_number(gold) is not None else last_number(gold)
     if number is None:
         raise RewardFailure("reward_raised", f"the row's answer holds no number: {gold!r:.80}; {COMPARES_EXPRESSIONS}")
     return number
@@ -52,17 +56,20 @@ def _verdict(right: bool, answer: str | None) -> Judgement:
 
 
 class MathReward(RewardFn):
-    r"""1 if the final answer (``\boxed{}``, ``####``, last number) is mathematically equal to the row's, else 0.
+    r"""1 if the final answer (`final_answer`) is mathematically equal to the row's, else 0.
 
-    Plain numbers are compared exactly, in microseconds; everything else goes to math-verify in a worker process.
+    Plain numbers, units and words are compared exactly, in microseconds (`agree`); everything else goes to math-verify in a
+    worker process. A gold that is prose is a failure, ``answer_unreadable``, unless the completion says the same text.
     """
 
     def __init__(self, *, timeout_s: float, workers: int | None = None):
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="math", timeout_s=timeout_s, size=workers)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the row has no answer."""
+        """Raises ConfigError where the row has no answer, or none that can be read."""
         require_answer(row, "math")
+        if not is_answer(gold_answer(row["answer"])):
+            raise ConfigError(f"reward 'math' cannot read the answer {row['answer']!r:.80}; {READABLE}")
 
     async def __call__(
         self,
@@ -75,13 +82,12 @@ class MathReward(RewardFn):
     ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
         gold, answer = _gold(row), final_answer(completion)
-        if answer is None:
-            return as_result(_verdict(False, None))
-        numbers = plain_number(gold), plain_number(answer)
-        if None not in numbers:
-            return as_result(_verdict(numbers[0] == numbers[1], answer))
-        if gold == answer:
-            return as_result(_verdict(True, answer))
+        right = any(read(gold).text == read(text).text for text in (answer, completion) if text)
+        if not right and not is_answer(gold):
+            raise RewardFailure("answer_unreadable", f"the row's answer is {gold!r:.80}; {READABLE}")
+        verdict = right if right or answer is None else agree(gold, answer)
+        if verdict is not None:
+            return as_result(_verdict(verdict, answer))
         outcome = await self.pool.call({"gold": gold, "answer": answer})
         return as_result(_verdict(outcome.value > 0, answer))
 
@@ -91,9 +97,12 @@ class MathReward(RewardFn):
 
 
 def exact_number(completion: str, row: Mapping[str, Any]) -> Judgement:
-    """1 if the last number of the completion is the row's number, else 0."""
+    """1 if the last number of the completion, with the words behind it, is the row's number, else 0."""
     expected, found = _gold_number(row), last_number(completion)
-    return _verdict(found is not None and plain_number(found) == expected, found)
+    if found is None:
+        return _verdict(False, None)
+    line = completion[completion.rfind(found) :].split("\n", 1)[0]  # with the unit
+    return _verdict(agree(expected, found if plain_number(line) is None else line) is True, found)
 
 
 def has_form(completion: str) -> float:
@@ -103,11 +112,12 @@ def has_form(completion: str) -> float:
 
 def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | str | None]:
     """Right answer 1; closeness up to 0.3; form 0.2 (0.1 for a number without ``####``); so a weak model sees a spread."""
-    expected, answer = _gold_number(row), final_answer(completion)
+    gold, answer = _gold_number(row), final_answer(completion)
+    expected = plain_number(gold) or Fraction(0)
     number = plain_number(answer) if answer else None
     correct, closeness = 0.0, 0.0
     if number is not None:
-        correct = float(number == expected)
+        correct = float(agree(gold, answer or "") is True)
         closeness = CLOSENESS_WEIGHT / (1 + float(abs(number - expected) / max(Fraction(1), abs(expected))))
     marked = plain_number(after_hashes(completion) or "") is not None
     form = FORM_WEIGHT if marked else FORM_WEIGHT / 2 if number is not None else 0.0

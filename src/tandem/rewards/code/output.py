@@ -1,8 +1,12 @@
 """Comparing what a program printed with what it should print."""
 
 import re
+from fractions import Fraction
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
+WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
+MAX_DIGITS = 400
+"""Longer words are compared as texts, so that no program makes the comparison slow."""
 
 
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
@@ -10,7 +14,8 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
 
     Spaces between words, at the ends of lines, and empty lines at the end do not count. Two words are the same if their
     letters are; or if both are decimal numbers, at least one is written with a point or an exponent, and they differ by at
-    most ``tolerance``, absolutely or relative to the expected one.
+    most ``tolerance``, absolutely or relative to the expected one. Where one is written as a whole number, both must be
+    nearest to the same whole number besides: 1e9 is not 1000000006.
     """
     printed, expected = printed.rstrip(), expected.rstrip()
     if printed.count("\n") != expected.count("\n"):
@@ -26,8 +31,12 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
 def _same(word: str, expected: str, tolerance: float) -> bool:
     if word == expected:
         return True
-    numbers = DECIMAL.fullmatch(word), DECIMAL.fullmatch(expected)
-    if None in numbers or not re.search("[.eE]", word + expected) or max(len(word), len(expected)) > 400:
+    if max(len(word), len(expected)) > MAX_DIGITS or None in (DECIMAL.fullmatch(word), DECIMAL.fullmatch(expected)):
         return False
-    value, target = float(word), float(expected)
-    return abs(value - target) <= tolerance * max(1.0, abs(target))
+    whole = WHOLE.fullmatch(word), WHOLE.fullmatch(expected)
+    if None not in whole:
+        return False
+    value, target = Fraction(word), Fraction(expected)  # exact: a float has 16 digits, and none above 1e308
+    if whole != (None, None) and round(value) != round(target):
+        return False
+    return abs(value - target) <= Fraction(tolerance) * max(Fraction(1), abs(target))
