@@ -22,7 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tandem.cli.training import KINDS, TRAINING, command_of
+from tandem.cli.arguments import run_folder
+from tandem.cli.training import TRAINING, command_of
+from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config, plain_data
 
@@ -33,7 +35,7 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change in the replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to run again; the first is 1")
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
@@ -46,7 +48,7 @@ def interrupted(arguments: argparse.Namespace) -> str:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.state import replaying  # noqa: PLC0415 — imports torch
 
-    folder, step = arguments.run.expanduser().resolve(), arguments.step
+    folder, step = arguments.run.resolve(), arguments.step
     command = command_of(arguments.run)
     wrong = [key for key in arguments.keys if "=" not in key or _path(key)[0] in NOT_ITS_OWN]
     if wrong:
