@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.dry_run:
         try_evaluation(resolved.config)
-        print(describe(resolved, hidden=("default",)))
+        print(describe(resolved))
         return 0
 
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
