@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.arguments import split_arguments
+from tandem.cli.arguments import run_folder, split_arguments
 from tandem.cli.main import COMMANDS, main, run
 from tandem.config.errors import ConfigError, TandemError
 
@@ -61,7 +61,34 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as left:
         main(["trian"])
 
-    assert left.value.code == 2 and "trian" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.endswith("there is no command 'trian'; did you mean 'train'?\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", "--lr", "1e-5"], "values are given as key=value: actor.optimizer.lr=1e-5"),
+        (["train", "--actor.optimizer.lr=1e-5"], "values are given as key=value: actor.optimizer.lr=1e-5"),
+        (["plan", "--seed", "3"], "values are given as key=value: seed=3"),
+        (["sft", "--learning-rate", "1"], "learning_rate is TRL's: use actor.optimizer.lr=…"),
+        (["sft", "--batch-size", "4"], "values are given as key=value: batch_size=4"),
+        (["eval", "--dataset", "x"], "there is no option --dataset; did you mean --data?"),
+        (["runs", "--verbose"], "there is no option --verbose"),
+    ],
+)
+def test_an_option_that_is_not_there_is_answered_with_what_to_write(argv, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_run_is_taken_by_the_name_that_runs_lists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sums" / "one").mkdir(parents=True)
+    assert run_folder("sums/one") == Path("runs/sums/one")
+    (tmp_path / "sums" / "one").mkdir(parents=True)  # a path that is there is meant as it is written
+    assert run_folder("sums/one") == Path("sums/one") and run_folder("none/x") == Path("none/x")
 
 
 def raising(error):
@@ -159,6 +186,6 @@ def test_a_configuration_of_another_command_is_told_by_its_keys(command, capsys)
     file = Path(__file__).parents[2] / "examples" / "addition_distill.yaml"
     assert main([command, str(file)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: this is a configuration for --for distill; for --for train: unknown key teacher.path")
+    assert "unknown key teacher.path" in said and "teacher belongs to `tandem distill` (or --for distill)" in said
     assert main([command, str(file), "no_such_key=1"]) == 2
-    assert "configuration for" not in capsys.readouterr().err
+    assert "no_such_key belongs" not in capsys.readouterr().err

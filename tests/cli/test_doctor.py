@@ -51,3 +51,8 @@ def test_private_text_is_replaced_wherever_it_stands():
 @pytest.mark.parametrize("name", ["", "deep/er/still"])
 def test_a_folder_that_does_not_exist_is_judged_by_its_parent(tmp_path, name):
     assert writable(tmp_path / name)[0] is True
+
+
+def test_a_long_name_does_not_run_into_its_value():
+    said = text({"torch": {"imported_before_tandem": False, "A_VARIABLE_WITH_A_NAME_AS_LONG_AS_THIS_LINE": 64}})
+    assert [line.split()[1] for line in said.splitlines()[1:]] == ["no", "64"]

@@ -142,6 +142,15 @@ def test_a_correction_s_bound_follows_its_kind_whatever_the_preset_s_kind_is(pre
         ("group_adv_norm=true", ["group_adv_norm is AReaL's: use algorithm.whitening=group; see docs/coming_from.md"]),
         ("actor_rollout_ref.rollout.n=5", ["rollout.n is verl's: use gconfig.n_samples=…"]),
         ("eps_clip=0.2", ["eps_clip is LightRFT's: use algorithm.policy_loss.clip_low=…"]),
+        ("kl_coef=0.1", ["kl_ctrl.kl_coef is verl's: use algorithm.kl.coefficient=…"]),
+        ("kl_ctrl.kl_coef=0.1", ["use algorithm.kl.coefficient=…"]),
+        ("gconfig.max_tokens=20", ["did you mean gconfig.max_new_tokens?"]),
+        ("max_tokens=20", ["did you mean gconfig.max_new_tokens or"]),
+        ("actor.lora.r=8", ["did you mean actor.lora.rank?"]),
+        ("tensor_model_parallel_size=2", ["is verl's: use rollout.backend=…"]),
+        ("vllm_tensor_parallel_size=2", ["is TRL's: use rollout.backend=…"]),
+        ("gpu_memory_utilization=0.5", ["is verl's: use rollout.fleet.memory_share=…"]),
+        ("batch_size=4", ["batch_size belongs to `tandem sft`", "did you mean rollout.batch_size?"]),
         ("temperature=1", ["did you mean gconfig.temperature or evaluate.temperature?"]),
         ("gconfig.batch_size=4", ["did you mean rollout.batch_size?"]),
         ("learning_rate=1", ["learning_rate is TRL's: use actor.optimizer.lr=…"]),
@@ -162,7 +171,7 @@ def test_a_correction_s_bound_follows_its_kind_whatever_the_preset_s_kind_is(pre
         ("algorithm.policy_loss.dual_clip=0.5", ["dual_clip must be a number, above 1, or 0, got 0.5"]),
         (
             "train_dataset.sources=[{path: x, wieght: 2}]",
-            ["train_dataset.sources[0] has no key 'wieght'; did you mean weight?"],
+            ["train_dataset.sources[0] has no key 'wieght'; did you mean 'weight'?"],
         ),
         ("train_dataset.sources=[{weight: 2}]", ["sources[0] needs path"]),
         ("seed", ["'seed' is not key=value"]),
@@ -229,5 +238,20 @@ def test_supervised_runs_know_no_sampling():
     assert load("batch_size=4", cls=SFTConfig).config.batch_size == 4
     with pytest.raises(ConfigError, match=r"unknown key gconfig\.n_samples"):
         load("gconfig.n_samples=4", cls=SFTConfig)
+    with pytest.raises(ConfigError, match=r"reward belongs to `tandem train`, `tandem distill` \(or --for train\)$"):
+        load("reward=math", cls=SFTConfig)
     with pytest.raises(ConfigError, match=r"memory_limit_gib=4 .*one model.*take turns in one memory.*actor\.lora\.rank"):
         load("memory_limit_gib=4", cls=SFTConfig)
+
+
+def test_null_takes_back_the_reward_of_a_file(tmp_path):
+    for text in ("reward: length\n", "reward: {name: length, target_tokens: 3}\n"):
+        resolved = load("reward=null", file=written(tmp_path, text))
+        assert (resolved.config.reward, resolved.sources["reward"]) == ("math", "default")
+        assert load("reward=null", "reward=format", file=written(tmp_path, text)).config.reward == "format"
+
+
+def test_what_was_chosen_can_be_shown_without_the_defaults():
+    shown = describe(load("seed=3", "actor.optimizer.lr=1e-4", "algorithm=dapo"), hidden=("default",))
+    assert "lr: 0.0001" in shown and "clip_high: 0.28" in shown and "command line" in shown
+    assert "default" not in shown and "checkpoint" not in shown

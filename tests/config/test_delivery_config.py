@@ -5,10 +5,15 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.trainers.start import check_weights_folder
+
+
+def config(*items):
+    return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
 
 
 def load(*items):
-    return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config.rollout
+    return config(*items).rollout
 
 
 IPC = "rollout.weights.channel=ipc"
@@ -34,6 +39,10 @@ IPC = "rollout.weights.channel=ipc"
         ),
         (["rollout.weights.channel=floppy"], "rollout.weights.channel"),
         (["rollout.weights.folder=/tmp/x"], "no server reads weights from a disk: set rollout.weights.channel=disk"),
+        (
+            ["rollout.weights.channel=collective", "rollout.backend=vllm:d1", "rollout.weights.folder=/tmp/x"],
+            "no server reads weights from a disk",
+        ),
         (["rollout.weights.folder="], "rollout.weights.folder is empty"),
         (["rollout.verify.every_steps=0"], "rollout.verify.every_steps must be a whole number, at least 1, got 0"),
         (["rollout.verify.trajectories=0"], "rollout.verify.trajectories must be"),
@@ -53,3 +62,11 @@ def test_what_can_is_not():
     assert load("rollout.weights.channel=collective", "rollout.backend=vllm:d2+sglang:d1").weights.channel == "collective"
     assert load(IPC, "rollout.backend=vllm:d1").weights.channel == load(IPC, "rollout.backend=sglang:d1").weights.channel
     assert load("rollout.verify.every_steps=null").verify.every_steps is None
+
+
+def test_servers_that_weights_are_broadcast_to_need_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")  # below a file no folder can be made
+    keys = (f"run.root={tmp_path / 'file'}", "rollout.backend=vllm:d1")
+    check_weights_folder(config(*keys, "rollout.weights.channel=collective"))
+    with pytest.raises(ConfigError, match="cannot hold the weights for the servers"):
+        check_weights_folder(config(*keys))

@@ -97,3 +97,22 @@ def test_a_row_that_names_no_recipe_is_told_the_nearest():
 def test_a_folder_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="there is no runs/mine/step_60/config"):
         read_terms("runs/mine/step_60")
+
+
+@pytest.mark.parametrize(
+    ("spec", "key", "write"),
+    [
+        ("mine.py", "reward", "reward=mine.py:score"),
+        ("mine.score", "reward", "reward=mine.py:score"),
+        ("mine:Judge", "reward", "reward=mine.py:Judge"),
+        ("mine.py", "workflow", "workflow=mine.py:score"),
+        ("mine.skore", "reward", "reward=mine.py:score"),
+    ],
+)
+def test_a_file_without_its_function_is_answered_with_those_it_has(spec, key, write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def _help(): ...\nasync def score(answer): ...\nclass Judge: ...\n")
+    with pytest.raises(ConfigError) as error:
+        read_term(spec, key)
+    assert str(error.value) == f"{key} {spec!r}: mine.py has: score, Judge; write {write}"
+    assert read_term("mine.py:score", key).name == "mine.py:score"

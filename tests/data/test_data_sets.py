@@ -227,3 +227,17 @@ def test_functions_have_separate_splits_and_tests_that_their_references_pass():
         assert row["program_tests"]["names"] == ["f"] and len(row["program_tests"]["cases"]) == 5
         program = row["answer"].removeprefix("```python\n").removesuffix("```")
         exec("\n".join([program, *row["program_tests"]["cases"]]), {})
+
+
+def test_rows_come_from_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def rows():\n    yield {'question': '1+1?', 'answer': '2'}\nlisted = list(rows())\nwrong = [1]\n"
+        "def broken():\n    yield from listed\n    1 / 0\n"
+    )
+    made, listed = load(f"{file}:rows"), load(f"{file}:listed")
+    assert [row["messages"][0]["content"] for row in made] == ["1+1?"] == [row["question"] for row in listed]
+    assert "a row must be a dict of columns, got 1" in error_of(f"{file}:wrong")
+    assert "ZeroDivisionError" in (said := error_of(f"{file}:broken")) and "line 7" in said
+    assert "did you mean 'rows'?" in error_of(f"{file}:row")
+    assert "mine.py:listed, row 1" in error_of(f"{file}:listed", answer_column="gold")

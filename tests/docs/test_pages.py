@@ -15,7 +15,7 @@ from tandem.cli import compare as cli_compare
 from tandem.cli import eval as cli_eval
 from tandem.cli.arguments import split_arguments
 from tandem.cli.main import COMMANDS
-from tandem.cli.training import KINDS
+from tandem.config.commands import KINDS
 from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config

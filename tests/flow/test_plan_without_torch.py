@@ -10,7 +10,7 @@ import contextlib, io, sys
 from pathlib import Path
 from tandem.config.presets import PRESETS
 from tandem.cli.main import main
-from tandem.cli.training import KINDS
+from tandem.config.commands import KINDS
 
 heavy = {"torch", "transformers", "tensordict", "numpy", "matplotlib"}
 

@@ -403,6 +403,23 @@ def test_other_ways_that_fit_are_named_beside_the_nearest():
     assert others(plan_with({"actor.lora.rank": 16}), None, plan_with) == []
 
 
+def test_a_plan_refuses_servers_whose_devices_cannot_share_out_the_heads(capsys):
+    keys = [
+        "actor.path=smollm2-135m",
+        "train_dataset.path=addition",
+        "placement=decoupled",
+        "--device",
+        "h200",
+        "--count",
+        "8",
+    ]
+    assert main(["plan", "rollout.backend=vllm:d1t2", *keys]) == 2  # 9 heads
+    assert (
+        "vllm:d1t2 spreads each server over 2 devices" in (said := capsys.readouterr().err)
+        and "possible: t1, t3, t9" in said
+    )
+
+
 @pytest.mark.slow
 def test_this_machine_can_be_measured(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))

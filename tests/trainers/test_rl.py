@@ -282,7 +282,8 @@ def test_every_preset_and_option_trains(overrides, model, items):
 
 def test_dry_run_says_what_a_step_is_and_makes_nothing(overrides, tmp_path, capsys):
     train(load_config(TrainConfig, None, overrides), dry_run=True)
-    assert "4 prompts × 4 samples = 16 sequences" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 prompts × 4 samples = 16 sequences" in said and "default\n" not in said
     assert not list(tmp_path.glob("*/*"))
 
 

@@ -8,9 +8,9 @@ algorithm that needs one more tensor is one more function.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
+from tandem.config.nearest import nearest_names
 from tandem.config.parts import PARTS, PartRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,9 +94,7 @@ class Registry(Generic[F]):
             UnknownName: names the nearest one and those that there are.
         """
         if name not in self._functions:
-            near = get_close_matches(name, self._functions, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? There" if near else "there"
-            raise UnknownName(f"no {self.kind} is called {name!r}; {hint} are: {', '.join(sorted(self))}")
+            raise UnknownName(f"no {self.kind} is called {name!r}; {nearest_names(name, self)}")
         return self._functions[name]
 
     def asked(self, function: Callable[..., Any]) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 from tandem.api.failures import UserCodeFailed
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
+from tandem.config.nearest import nearest_names
 
 T = TypeVar("T")
 
@@ -70,9 +70,7 @@ def load_object(spec: str) -> Any:
             raise
     if not hasattr(module, name):
         names = [n for n in vars(module) if not n.startswith("_")]
-        near = get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; names there: {', '.join(names) or 'none'}"
-        raise ConfigError(f"{spec!r}: {path.name} has no {name!r}{hint}")
+        raise ConfigError(f"{spec!r}: {path.name} has no {name!r}; {nearest_names(name, names)}")
     return getattr(module, name)
 
 

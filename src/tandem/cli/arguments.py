@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from tandem.config.errors import ConfigError
 
@@ -17,6 +18,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[FILE] [key=value …]",
         help="a YAML file, and keys that replace its values, such as actor.optimizer.lr=1e-5 (docs/configuration.md)",
     )
+
+
+def run_folder(text: str) -> Path:
+    """The folder of a run, by its path or, as `tandem runs` lists it, by its name below `runs`."""
+    named = Path("runs", text)
+    return named if named.exists() and not Path(text).exists() else Path(text).expanduser()
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -9,8 +9,8 @@ examples:
 """
 
 import argparse
-from pathlib import Path
 
+from tandem.cli.arguments import run_folder
 from tandem.cli.running import add_choices_of_a_run, left_in
 from tandem.cli.training import TRAINING, command_of
 from tandem.config.errors import ConfigError
@@ -19,17 +19,17 @@ FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change from here on")
     add_choices_of_a_run(parser)
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
-    return left_in(arguments.run.expanduser())
+    return left_in(arguments.run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = arguments.run.expanduser().resolve()
+    folder = arguments.run.resolve()
     command = command_of(arguments.run)
     wrong = [key for key in arguments.keys if "=" not in key or key.partition("=")[0] in FOLDER_KEYS]
     if wrong:

@@ -160,7 +160,7 @@ def text(report: dict[str, Any]) -> str:
                 shown = ", ".join(
                     f"{item['name']} ({item['memory_gib']} GiB)" if isinstance(item, dict) else str(item) for item in shown
                 )
-            lines.append(f"  {name:<22}{shown if shown != '' else 'none'}")
+            lines.append(f"  {name:<32} {shown if shown != '' else 'none'}")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ examples:
 import argparse
 from pathlib import Path
 
+from tandem.cli.arguments import run_folder
 from tandem.config.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.state.export import ADAPTER, checkpoint_of, export  # noqa: PLC0415 — imports torch
 
     name, _, step = arguments.run.rpartition("@") if "@" in Path(arguments.run).name else (arguments.run, "", "")
-    checkpoint = checkpoint_of(Path(name).expanduser(), step or None)
+    checkpoint = checkpoint_of(run_folder(name), step or None)
     adapts = (checkpoint / ADAPTER).is_dir()
     if arguments.merge is not None and not adapts:
         raise ConfigError(f"{checkpoint} has no adapter, so there is nothing to merge: leave --merge and --no-merge out")

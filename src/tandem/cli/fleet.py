@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tandem.cli.arguments import run_folder
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import INSIDE, parse_address
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(arguments.arguments) != wanted:
         words = "RUN" if wanted == 1 else "SERVER RUN"
         raise ConfigError(f"write: tandem fleet {arguments.action} {words}; got {' '.join(arguments.arguments)}")
-    folder = Path(arguments.arguments[-1]).expanduser()
+    folder = run_folder(arguments.arguments[-1])
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
     if arguments.action == "list":

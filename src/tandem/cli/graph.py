@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
-from tandem.cli.config import resolve_kind
-from tandem.cli.training import KINDS
+from tandem.cli.running import resolve
+from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
 from tandem.config.preference import may_sleep
 from tandem.flow.draw import mermaid, picture, text
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = resolve_kind(arguments).config
+    config = resolve(arguments, KINDS[arguments.kind]).config
     plan = plan_run(config)
     slept = ""
     if may_sleep(config):

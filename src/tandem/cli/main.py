@@ -8,12 +8,17 @@ import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.api.failures import RankFailed
+from tandem.config.coming_from import hint
 from tandem.config.errors import ConfigError, TandemError
+from tandem.config.experiment import TrainConfig
+from tandem.config.keys import all_keys
+from tandem.config.nearest import nearest_keys, nearest_names
 from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, EXIT_INTERRUPTED
 from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
@@ -78,8 +83,21 @@ def top_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     return parser
+
+
+def _unknown(text: str, argv: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> str:
+    """Says what to write in place of an option that the command of ``parser`` does not have. ``kind``: has its keys."""
+    name, _, value = text.partition("=")
+    near = get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
+    if near or "key=value" not in parser.format_usage():
+        return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
+    key, keys = name.strip("-").replace("-", "_"), list(all_keys(kind))
+    value = value or "".join(argv[argv.index(text) + 1 :][:1]) or "…"
+    foreign = "" if key in keys else hint(key, keys)
+    key = key if key in keys else (nearest_keys(key, keys) or [key])[0]
+    return f"values are given as key=value: {foreign or f'{key}={value}'}"
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -91,7 +109,10 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = top_parser().parse_args(argv[:1] or ["--help"]).command
+    top = top_parser()
+    name = top.parse_args(argv[:1] or ["--help"]).command
+    if name not in COMMANDS:
+        top.error(f"there is no command {name!r}; {nearest_names(name, COMMANDS).partition(' There')[0]}")
     command = COMMANDS[name]
     module = pkgutil.resolve_name(command.module)
     parser = argparse.ArgumentParser(
@@ -101,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
-    arguments = parser.parse_intermixed_args(argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(argv[1:])
+    if unknown:
+        parser.error(_unknown(unknown[0], argv, parser, getattr(module, "config", TrainConfig)))
     arguments.command_line = argv
     return run(module.run, arguments, getattr(module, "interrupted", None))
 

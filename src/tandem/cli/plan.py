@@ -13,11 +13,11 @@ import json
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
-from tandem.cli.config import resolve_kind
-from tandem.cli.training import KINDS
+from tandem.cli.running import resolve
 from tandem.config import choose_backend
 from tandem.config.arithmetic import arithmetic
 from tandem.config.backend import parse_layout
+from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -76,7 +76,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
     """The plan of these arguments, with what to change where it does not fit."""
     file, given = split_arguments(arguments.arguments)
     kind = KINDS[arguments.kind]
-    resolved = resolve_kind(arguments)
+    resolved = resolve(arguments, KINDS[arguments.kind])
     machine = _machine(arguments, resolved.config)
     decide = functools.partial(decided, machine=_seats(resolved.config, machine))
     resolved = decide(resolved)

@@ -82,18 +82,15 @@ example:
 )
 
 TRAINING = {"train": TRAIN, "sft": SFT, "preference": PREFERENCE, "reward": REWARD, "distill": DISTILL}
-KINDS = {name: training.config for name, training in TRAINING.items()}
-"""Name of a command that trains → its configuration."""
 
 
 def command_of(run: Path) -> str:
     """The command that began the run. Raises `ConfigError` where the folder holds no run, or does not say."""
-    folder = run.expanduser()
-    if existing_run(folder) is None or not (folder / "config.yaml").is_file():
+    if existing_run(run) is None or not (run / "config.yaml").is_file():
         raise ConfigError(
             f"{run} is not the folder of a run that a command of Tandem made; `tandem runs` lists those there are"
         )
-    command = run_info(folder).get("command")
+    command = run_info(run).get("command")
     if command not in TRAINING:
         raise ConfigError(
             f"{run} does not say which command began it: its run.json is lost or damaged, or a script made it. "

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.cli.arguments import run_folder
 from tandem.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ Decode = Callable[[int], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder")
     parser.add_argument("--step", default="last", help="a step, `last` (default) or `all`")
     parser.add_argument("--sample", type=int, metavar="ID", help="only the sample of this number in its batch")
     parser.add_argument("--dropped", action="store_true", help="only prompts that were not trained, with their reasons")
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.tracking.records import load_trajectories, recorded_steps  # noqa: PLC0415 — imports torch
 
-    folder = arguments.run.expanduser()
+    folder = arguments.run
     recorded = recorded_steps(folder)
     step = _step(arguments.step, recorded)
     found = list(load_trajectories(folder, step))

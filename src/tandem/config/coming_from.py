@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tandem.config.nearest import OTHER_WORDS
+
 PAGE = Path(__file__).with_suffix(".md")
 
 _CELLS = re.compile(r"(?<!\\) ?\| ?")
@@ -55,9 +57,9 @@ def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignNa
 def hint(key: str, keys: Sequence[str]) -> str:
     """Says whose name ``key`` is, which of ``keys`` it stands for, and the page that explains it; empty if it is nobody's.
 
-    A name that one of ``keys`` ends with too is nobody's in particular.
+    A name that one of ``keys`` ends with too, or that everybody uses, is nobody's in particular.
     """
-    own, there_are = {k.rpartition(".")[2] for k in keys}, set(keys)
+    own, there_are = {k.rpartition(".")[2] for k in keys} | OTHER_WORDS.keys(), set(keys)
     known = {k for f in foreign_names() for k in f.ours if _with_parent(k) & there_are}  # a knob's parent is its choice
     fit = [f for f in foreign_names() if not f.ours or known & set(f.ours)]
     closeness = {f: _closeness(f.name, key, own) for f in fit}

@@ -44,7 +44,8 @@ class SourceConfig:
     """One data set of a mixture."""
 
     path: str
-    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
+    `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
 
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
@@ -66,7 +67,8 @@ class DatasetConfig:
     """Rows for training."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
+    `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
 
     split: str | None = None
     """Split of the data set; null takes `train`."""
@@ -101,8 +103,8 @@ class ValidDatasetConfig:
     """Rows for validation. Without `path` they are another split of `train_dataset`, read in the same way."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `seeds`, `reasoning_gym:NAME`; null: as
-    `train_dataset`."""
+    """Folder, file, hub name, `my_file.py:rows`, `addition`, `addition_pairs`, `functions`, `seeds`,
+    `reasoning_gym:NAME`; null: as `train_dataset`."""
 
     split: str | None = None
     """Split of the data set; null takes `test`."""

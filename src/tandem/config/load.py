@@ -143,20 +143,23 @@ def to_yaml(config: BaseConfig) -> str:
     return yaml.safe_dump(plain_data(config), sort_keys=False, allow_unicode=True, width=1000)
 
 
-def describe(resolved: Resolved[Any]) -> str:
-    """The whole configuration as YAML with the source of each value as a comment."""
-    lines = list(_described(plain_data(resolved.config), "", "", resolved.sources))
+def describe(resolved: Resolved[Any], hidden: Sequence[str] = ()) -> str:
+    """The configuration as YAML with the source of each value as a comment; without values from the sources ``hidden``."""
+    lines = list(_described(plain_data(resolved.config), "", "", resolved.sources, hidden))
     width = min(60, max(len(text) for text, _ in lines))
     return "\n".join(f"{text:<{width}}  # {source}" if source else text for text, source in lines)
 
 
-def _described(data: Mapping[str, Any], indent: str, prefix: str, sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _described(
+    data: Mapping[str, Any], indent: str, prefix: str, sources: Mapping[str, str], hidden: Sequence[str]
+) -> Iterator[tuple[str, str]]:
     for name, value in data.items():
         key = prefix + name
         if isinstance(value, Mapping) and value and (key not in sources or f"{key}.{_last(value)}" in sources):
-            yield f"{indent}{name}:", ""
-            yield from _described(value, indent + "  ", key + ".", {f"{key}.name": sources.get(key, ""), **sources})
-        else:
+            below = {f"{key}.name": sources.get(key, ""), **sources}
+            inner = list(_described(value, indent + "  ", key + ".", below, hidden))
+            yield from [(f"{indent}{name}:", ""), *inner] if inner else ()
+        elif sources.get(key) not in hidden:
             text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
             yield f"{indent}{name}: {text.removesuffix('...' + chr(10)).strip()}", sources.get(key, "")
 

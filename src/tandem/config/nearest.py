@@ -11,6 +11,7 @@ OTHER_WORDS = {
     "epochs": "total_train_epochs",
     "steps": "total_train_steps",
     "dataset": "train_dataset.path",
+    "r": "rank",
 }
 """A usual word for it → our key, or its last part. Names of other systems are in `coming_from.md`."""
 
@@ -21,7 +22,7 @@ def nearest_names(name: str, names: Iterable[str]) -> str:
     begins = [other for other in names if other.startswith(name)]
     close = begins or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     close.sort(key=lambda other: sorted(other) != sorted(name))  # two letters that changed places, before another letter
-    return (f"did you mean {close[0]!r}? There" if close else "there") + f" are: {', '.join(names)}"
+    return (f"did you mean {close[0]!r}? There" if close else "there") + f" are: {', '.join(names) or 'none'}"
 
 
 def nearest_keys(key: str, keys: Sequence[str]) -> list[str]:

@@ -169,6 +169,12 @@ def parse_terms(spec: str, key: str = "reward") -> list[Term]:
         return [Term("model", knobs={"path": text})]
     if key in ("reward", "partner") and re.fullmatch(r"[^\s*()]*/[\w.-]+/?", text):
         raise ConfigError(f"{key} {spec!r} looks like the folder of a model, and there is no {text.rstrip('/')}/config.json")
+    bare = re.fullmatch(r"(.+)[.:](\w+)", text)  # my_file.py, my_file.name or my_file:name
+    if bare and _is_file(f"{bare[1]}.py"):
+        file = Path(f"{bare[1]}.py")
+        names = re.findall(r"^(?:async )?(?:def|class) ([A-Za-z]\w*)", file.expanduser().read_text("utf-8"), re.M)
+        name = bare[2] if bare[2] in names else "".join(names[:1]) or "NAME"
+        raise ConfigError(f"{key} {spec!r}: {file} has: {', '.join(names) or 'nothing'}; write {key}={file}:{name}")
     files: list[str] = []
 
     def name_file(match: re.Match[str]) -> str:

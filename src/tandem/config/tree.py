@@ -7,9 +7,10 @@ from typing import Any, get_args, get_origin
 from tandem.config.algorithm import Component, Knob
 from tandem.config.coerce import coerce, expected, without_none
 from tandem.config.coming_from import hint
+from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
-from tandem.config.keys import all_keys, field_types, section
-from tandem.config.nearest import nearest_keys
+from tandem.config.keys import all_keys, field_types, leaves, section
+from tandem.config.nearest import nearest_keys, nearest_names
 from tandem.config.terms import Spec, spelled
 from tandem.config.yaml_file import Assignment, Scalar, plain
 
@@ -101,15 +102,20 @@ NO_TURNS = (
 def _unknown(place: _KeyPlace, rest: tuple[str, ...], value: Any) -> ConfigError:
     wanted = ".".join((*place.prefix, *rest))
     keys = list(all_keys(place.draft.cls))
+    text = f"unknown key {wanted}={plain(value)} ({place.source})"
     foreign = hint(wanted, keys)
     if foreign:
-        return ConfigError(f"unknown key {wanted}={plain(value)} ({place.source}): {foreign}")
-    close = nearest_keys(wanted, keys) or nearest_keys(place.key, keys)
-    text = f"unknown key {wanted}={plain(value)} ({place.source})"
+        return ConfigError(f"{text}: {foreign}")
     if wanted == "memory_limit_gib" and "actor.path" in keys:
         return ConfigError(f"{text}; {NO_TURNS}")
-    if close:
-        return ConfigError(f"{text}; did you mean {' or '.join(close)}?")
+    single = [key for key, _ in leaves(place.draft.cls())]  # a section takes no value, so it would be a wrong hint
+    close = nearest_keys(wanted, single) or nearest_keys(place.key, keys)
+    others = [name for name, kind in KINDS.items() if place.key in all_keys(kind)]
+    if others:
+        text += f"; {place.key} belongs to `tandem {'`, `tandem '.join(others)}` (or --for {others[0]})"
+        close = [key for key in close if key.rpartition(".")[2] == wanted.rpartition(".")[2]]
+    if close or others:
+        return ConfigError(f"{text}; did you mean {' or '.join(close)}?" if close else text)
     section_name = ".".join(place.prefix[:-1])
     there = [k for k in keys if k.rpartition(".")[0] == section_name]
     return ConfigError(f"{text}; {section_name or 'the top level'} has {', '.join(there)}")
@@ -149,6 +155,9 @@ def _spec(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, p
         if not isinstance(tree.get(name), dict):
             tree[name] = {"name": tree.get(name), "knobs": {}}
         _component(tree, name, rest, value, place)
+    elif isinstance(value, Scalar) and value.value is None and not without_none(kind)[1]:
+        tree.pop(name, None)  # what a file says is taken back
+        place.draft.sources.pop(place.key, None)
     else:
         tree[name] = _value(kind, value, place)
         place.record()
@@ -205,9 +214,7 @@ def _item(kind: type, value: Any, place: _KeyPlace) -> Any:
     types, values = field_types(kind), {}
     for key, entry in entries.items():
         if key not in types:
-            close = nearest_keys(key, list(types))
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
-            raise place.error(f"has no key {key!r}; {hint}")
+            raise place.error(f"has no key {key!r}; {nearest_names(key, types)}")
         values[key] = _value(types[key], entry, place.inside(key))
     missing = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.name not in values]
     if missing:

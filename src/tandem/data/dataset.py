@@ -4,11 +4,12 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
+from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.config.data import WHERE, DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
 from tandem.data.examples import Reader
@@ -138,6 +139,13 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
         return _located(PROCEDURAL[path](split, size=config.size, seed=seed), path)
     if path.startswith("reasoning_gym:"):
         return _located(reasoning_gym(path.partition(":")[2], split, size=config.size, seed=seed), path)
+    if is_file_spec(path):
+        own = load_object(path)
+        rows = in_user_code(path, lambda: list(own() if callable(own) else own))
+        wrong = next((row for row in rows if not isinstance(row, dict)), None)
+        if wrong is not None:
+            raise ConfigError(f"data set {path}: a row must be a dict of columns, got {wrong!r}")
+        return _located(rows, path)
     local = Path(path).expanduser()
     if local.is_dir():
         return read_folder(local, config.split, default_split)
@@ -152,5 +160,5 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
     return _located(read_hub(path, split), path)
 
 
-def _located(rows: Iterator[Row], path: str) -> list[RawRow]:
+def _located(rows: Iterable[Row], path: str) -> list[RawRow]:
     return [RawRow(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]

@@ -99,7 +99,10 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
             if measure in pair[1]:
                 found.append(_difference(data, measure, pair[0][measure], pair[1][measure], first, second, seed, confidence))
     if not found:
-        raise ConfigError("there is nothing to compare: the rewards of these evaluations state no accuracy")
+        raise ConfigError(
+            "there is nothing to compare: in one of them the reward states no accuracy and not all its values lie "
+            "in 0…1; let it return a dict with `accuracy` (docs/writing_a_reward.md) and evaluate both again"
+        )
     one, other = ({**recorded.settings["config"], "files": recorded.settings["files"]} for recorded in (first, second))
     changed = tuple(item for item in differences(one, other) if item[0] not in ("label", "out"))
     alike = first.label == second.label

@@ -96,7 +96,10 @@ def notes(results: Mapping[str, DataScores], answers: Iterable[Answer]) -> list[
         said.append(f"Intervals: {' or '.join(methods)}.")
     for data, scores in results.items():
         if not scores.measures:
-            said.append(f"{data}: the reward states no accuracy and its values are no shares, so only its mean is given.")
+            said.append(
+                f"{data}: the reward states no accuracy and not all its values lie in 0…1, so only its mean is given; for "
+                "pass@k and `tandem compare` let it return a dict with `accuracy` (docs/writing_a_reward.md)."
+            )
         if scores.failed:
             said.append(f"{data}: samples that failed and count as wrong; all of them are in samples.jsonl, with `error`:")
         for reason, count in scores.failed.items():

@@ -30,7 +30,7 @@ from tandem.config.services import NAMED
 from tandem.config.terms import read_term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.inference.check import check_inference_engine
+from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
 from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
 from tandem.evaluation.folder import RESULTS, SETTINGS, EvaluationFolder, read_settings
 from tandem.evaluation.numbers import mean_interval
@@ -145,6 +145,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
+    warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)

@@ -448,9 +448,11 @@ def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
     set_ += [(f"gconfig.{n}", "gconfig") for n in SAMPLING if getattr(config.gconfig, n) != getattr(sampling, n)]
     for key, argument in set_:
         if argument not in taken:
+            how = "add the argument, or" if workflow_of(config).is_file else "so"
+            why = " (its rewards are its own; reward=null takes back what a file says)" if argument == "reward" else ""
             raise ConfigError(
-                f"{key} is set, but workflow={config.workflow} has no argument {argument!r} to be given it; "
-                f"add the argument, or leave {key} out"
+                f"{key} is set, but workflow={config.workflow} has no argument {argument!r} to be given it; {how} leave "
+                f"{key} out{why}"
             )
 
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from tandem.api.failures import UserCodeFailed
 from tandem.api.team import Team
 from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
-from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.commands import COMMANDS
+from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
-from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.flow.draw import text
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
@@ -50,7 +50,8 @@ def announce(resolved: Resolved[Any], config: BaseConfig, rows: Rows, plan: RunP
     """Prints what a run would do, for `--dry-run`: the configuration, what is read of the rows, what training by
     ``config`` on them comes to in words, the models and the stages of a step, and what sleeps between them. ``devices``:
     lines about who holds what on which device."""
-    print(describe(resolved))
+    print(describe(resolved, hidden=("default",)))
+    print("Defaults are not listed; `tandem config` with the same arguments shows all.")
     for line in rows.told():
         print(line)
     print(arithmetic(config, len(rows.train)))
@@ -61,16 +62,6 @@ def announce(resolved: Resolved[Any], config: BaseConfig, rows: Rows, plan: RunP
     if sleeping is not None:
         print(describe_sleep(sleeping))
     return Summary(folder=None, steps=0)
-
-
-COMMANDS: dict[type[BaseConfig], str] = {
-    TrainConfig: "train",
-    SFTConfig: "sft",
-    PreferenceConfig: "preference",
-    RewardModelConfig: "reward",
-    DistillConfig: "distill",
-}
-"""Whose configuration it is; `run.json` says so, for `tandem continue`."""
 
 
 def tell_limit(config: BaseConfig, num_rows: int) -> None:
@@ -112,6 +103,7 @@ def open_run(
                     run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config), notes=notes
                 )
             )
+            print(f"Run folder: {run.path}. Loading {config.actor.path} …", flush=True)
     return run, tracker
 
 

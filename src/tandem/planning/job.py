@@ -7,16 +7,17 @@ import torch
 
 from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
 from tandem.config.backend import parse_layout
+from tandem.config.commands import COMMANDS
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
 from tandem.config.engine_memory import cache_gib, chunk_tokens, takes_graphs
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
 from tandem.config.terms import read_term
+from tandem.engines.inference.check import check_tensor_parallel
 from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
 from tandem.flow.sleep_plan import Part, SleepPlan
 from tandem.flow.state_parts import Where, sleep_plan
-from tandem.lifecycle.summary import COMMANDS
 from tandem.models.footprint import engine_bytes
 from tandem.models.shape import Dtype, Shape
 from tandem.planning.disk import CheckpointSchedule, saves_of
@@ -307,6 +308,8 @@ def _saves_beside(config: BaseConfig) -> bool:
 def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, samples: int) -> Generator:
     rollout, shape = config.rollout, actor.shape
     servers = parse_backend(rollout.backend)
+    for one in servers or ():
+        check_tensor_parallel(one.tensor, shape.heads, shape.kv_heads, rollout.backend)
     kinds = {one.kind for one in servers or ()}
     foreign = sorted(kinds - {"embedded", "tandem"}) or (["attached"] if servers is not None and not kinds else [])
     delivered = resolved(rollout.dtype, machine)

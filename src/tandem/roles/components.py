@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from tandem.algorithms.registry import PREPARATIONS, REQUIRED, Registry, knobs_of, own_knobs, preparation_of
@@ -13,6 +12,7 @@ from tandem.api.lazy_torch import torch
 from tandem.api.plugins import is_file_spec, load_object, run_user_code
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
 from tandem.config.parts import PartRecord, keep_part
 
 
@@ -75,9 +75,7 @@ def choose(registry: Registry[Any], component: Component, key: str, filled: Mapp
     asked, knobs = part.asks, knobs_of(function)
     for name in component.knobs:
         if name not in knobs:
-            near = get_close_matches(name, knobs, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(knobs) or 'none'}"
-            raise ConfigError(f"{key}.{name} is not a knob of {component.name}; {hint}")
+            raise ConfigError(f"{key}.{name} is not a knob of {component.name}; {nearest_names(name, knobs)}")
     required = {name for name, default in knobs.items() if default is REQUIRED}
     values = {name: value for name, value in (filled or {}).items() if name in required and value is not None}
     values |= component.knobs

@@ -16,7 +16,7 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
-from tandem.engines.inference.check import check_inference_engine
+from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
 from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
@@ -24,9 +24,7 @@ from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
-from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
-from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
@@ -148,7 +146,7 @@ def check_prompts(
     Raises:
         ConfigError: none does; says how long the first one is.
     """
-    room = config.rollout.engine.max_model_len or Architecture.from_config(read_hf_config(folder)).max_position_embeddings
+    room = context_of(config.rollout.engine, folder)
     lengths = []
     for row in rows[:LOOKED_AT] if workflow_of(config).name in SERVICES["workflow"] else ():
         try:
@@ -164,6 +162,7 @@ def check_prompts(
             ) from error
         lengths.append(len(chat.prompt_ids))
         if lengths[-1] < room:
+            warn_of_cut(config.gconfig.max_new_tokens, room, lengths[-1])
             return
     if lengths:
         raise ConfigError(
@@ -180,7 +179,7 @@ def check_weights_folder(config: TrainConfig) -> None:
     """
     servers = kinds_of(config.rollout.backend, config.rollout.fleet) - {"embedded"}
     channel = config.rollout.weights.channel
-    if channel == "ipc" or (channel != "disk" and not servers):
+    if channel in ("ipc", "collective") or (channel != "disk" and not servers):
         return
     folder = weights_folder(config)
     try:
