@@ -29,6 +29,7 @@ import traceback
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 __all__ = [
+    "BROKEN",
     "BatchError",
     "ConfigError",
     "DataFailure",
@@ -114,11 +115,22 @@ class EpisodeFailure(TandemError):
 
     def __init__(self, reason: str, message: str = ""):
         super().__init__(f"{reason}: {message}" if message else reason)
-        self.reason = reason
+        self.reason, self.words = reason, message
+        self.num_left = 0
+        """Samples of the group that had not failed. 0 too where the group failed as a whole."""
+
         self.failed_samples: tuple[str, ...] = ()
         """Reasons of single samples that had failed before; their group, which would have listed them, was never made."""
         self.completion_text = ""
         """The reply that could not be judged; empty if there is none."""
+
+
+BROKEN = {"reward_raised", "reward_timeout", "reward_not_finite", "reward_wrong_type"} | {
+    "workflow_raised",
+    "agent_raised",
+    "environment_raised",
+}
+"""The reasons that are a mistake in a user's code or in what it was given, and neither a server's nor a choice of the user's."""
 
 
 class DataFailure(EpisodeFailure):
@@ -173,12 +185,12 @@ LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get
 
 
 def described(error: BaseException) -> str:
-    """An error of a user's code in words: its type, its text, and the last line of no library on the way there."""
-    place = ""
-    if error.__traceback__ is not None:
-        lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        file, line = ([one for one in lines if not one[0].startswith(LIBRARIES)] or lines)[-1]
-        place = f" ({os.path.basename(file)}:{line})"
+    """An error of a user's code in words: its type, its text, and the last line of no library on the way there:
+    ``ValueError: bad (my.py:7 in reward: return int(completion))``."""
+    place, frames = "", traceback.extract_tb(error.__traceback__)
+    if frames:
+        frame = ([one for one in frames if not one.filename.startswith(LIBRARIES)] or frames)[-1]
+        place = f" ({os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line or '':.80})"
     return f"{kind_and_text(error)}{place}"
 
 
