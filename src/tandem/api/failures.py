@@ -115,7 +115,10 @@ class EpisodeFailure(TandemError):
 
     def __init__(self, reason: str, message: str = ""):
         super().__init__(f"{reason}: {message}" if message else reason)
-        self.reason, self.words = reason, message
+        self.reason = reason
+        self.words = message
+        """What went wrong; of a group that lost its samples, with the first of them."""
+
         self.num_left = 0
         """Samples of the group that had not failed. 0 too where the group failed as a whole."""
 
@@ -125,12 +128,9 @@ class EpisodeFailure(TandemError):
         """The reply that could not be judged; empty if there is none."""
 
 
-BROKEN = {"reward_raised", "reward_timeout", "reward_not_finite", "reward_wrong_type"} | {
-    "workflow_raised",
-    "agent_raised",
-    "environment_raised",
-}
-"""The reasons that are a mistake in a user's code or in what it was given, and neither a server's nor a choice of the user's."""
+BROKEN = {f"reward_{what}" for what in ("raised", "timeout", "not_finite", "wrong_type")}
+BROKEN |= {"workflow_raised", "agent_raised", "environment_raised"}
+"""Reasons that are a mistake in a user's code or in what it was given, and neither a server's fault nor a choice."""
 
 
 class DataFailure(EpisodeFailure):
@@ -187,11 +187,9 @@ LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get
 def described(error: BaseException) -> str:
     """An error of a user's code in words: its type, its text, and the last line of no library on the way there:
     ``ValueError: bad (my.py:7 in reward: return int(completion))``."""
-    place, frames = "", traceback.extract_tb(error.__traceback__)
-    if frames:
-        frame = ([one for one in frames if not one.filename.startswith(LIBRARIES)] or frames)[-1]
-        place = f" ({os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line or '':.80})"
-    return f"{kind_and_text(error)}{place}"
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(LIBRARIES)]
+    place = "".join(f" ({os.path.basename(f.filename)}:{f.lineno} in {f.name}: {f.line or '':.80})" for f in frames[-1:])
+    return kind_and_text(error) + place
 
 
 def as_failure(error: BaseException) -> EpisodeFailure:

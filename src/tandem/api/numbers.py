@@ -9,7 +9,7 @@ from typing import Any
 def as_float(value: Any) -> float | None:
     """The number as a float: a bool, int, float, Fraction or Decimal, or an array or tensor that holds a single one.
 
-    None if it is no number: a text, None, several values, a complex number. A number that no float can hold is infinite.
+    None if it is no number: a text, None, several values, a complex number. A number that no float holds is infinite.
     """
     if math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()
@@ -17,7 +17,5 @@ def as_float(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):  # 10**400; a Decimal that signals NaN
         return math.inf
-    except ValueError:  # a Decimal that signals NaN
-        return math.nan

@@ -32,11 +32,28 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
+THEIRS = {
+    "completions": """TRL\'s
+{define} {name}_here(prompt, completion, completion_ids, **row):
+    row |= {{"prompts": prompt, "completions": completion, "completion_ids": completion_ids}}
+    return ({call}(**{{name: [value] for name, value in row.items(){some}}}))[0]
+
+If it reads chats, as completion[0]["content"]: "completions": [{{"role": "assistant", "content": completion}}]""",
+    "solution_str": """verl\'s
+{define} {name}_here(completion, {truth}, **row):
+    where = {{"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info")}}
+    score = {call}(solution_str=completion, ground_truth={truth}, **where)
+    return score["score"] if isinstance(score, dict) else score""",
+}
+"""A parameter that tells whose signature a function has: whose, and what adapts it. ``some``: a condition where the function
+does not take every column."""
+
+
 class Arguments:
     """The arguments that a function takes, read from its signature once."""
 
     def __init__(self, function: Callable[..., Any], name: str):
-        self.name = name
+        self.name, self.is_async = name, is_async(function)
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.names = {p.name for p in named}
@@ -53,6 +70,18 @@ class Arguments:
         absent = sorted(self.required - set(GIVEN) - set(columns))
         if not absent:
             return None
+        for whose, _, lines in (THEIRS[word].partition("\n") for word in THEIRS if word in absent):
+            lines = lines.format(
+                define="async def" if self.is_async else "def",
+                name=self.name.rpartition(":")[2],
+                call=("await " if self.is_async else "") + self.name.rpartition(":")[2],
+                some="" if self.rest else f" if name in {sorted(self.names)}",
+                truth="ground_truth" if "ground_truth" in columns else "answer",
+            )
+            return (
+                f"reward {self.name} has {whose} signature, and here a reward judges one completion. Write this below "
+                f"it, and use reward={self.name}_here:\n\n{lines}"
+            )
         return (
             f"reward {self.name} needs {', '.join(map(repr, absent))}, which is no column of the row; "
             f"columns there: {', '.join(map(str, columns)) or 'none'}; always there: {', '.join(GIVEN)}"
@@ -96,8 +125,9 @@ def late(name: str, timeout_s: float, end: str) -> RewardFailure:
 
 def words_of(failure: RewardFailure, function: Callable[..., Any]) -> str:
     """What failed, and the file and line of the function that it failed in."""
-    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(function.__call__, "__code__", None)  # type: ignore[operator]
-    return failure.words + (f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name})" if code else "")
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(function.__call__, "__code__", None)  # type: ignore
+    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name})" if code else ""
+    return failure.words + place
 
 
 def read_outcome(value: Any) -> Judgement:

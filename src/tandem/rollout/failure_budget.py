@@ -40,7 +40,7 @@ def too_few(failures: Sequence[EpisodeFailure], n: int, least: int) -> DataFailu
         f"{len(failures)} of {n} samples failed, and a group needs {least} (rollout.min_group_size); the first of these: "
         f"{first}",
     )
-    failure.__cause__, failure.num_left = first, n - len(failures)
+    failure.__cause__, failure.words, failure.num_left = first, first.words, n - len(failures)
     return failure
 
 
@@ -120,11 +120,9 @@ class FailureBudget:
 
     def lose(self, failure: EpisodeFailure) -> NoBatch | None:
         """Counts a group that failed. Returns the error that ends the run if it is one too many."""
-        early, first = None, failure.__cause__ if isinstance(failure.__cause__, EpisodeFailure) else failure
         if failure.num_left:
             self.beginning.well()
-        else:
-            early = self.beginning.lose((failure.reason, *failure.failed_samples), str(first))
+        early = self.beginning.lose((failure.reason, *failure.failed_samples), f"{failure.reason}: {failure.words}")
         return early or self.spend("infrastructure" if isinstance(failure, InfrastructureFailure) else "data")
 
     def restore(self, kind: str) -> None:
