@@ -117,7 +117,7 @@ class EpisodeFailure(TandemError):
         super().__init__(f"{reason}: {message}" if message else reason)
         self.reason = reason
         self.words = message
-        """What went wrong; of a group that lost its samples, with the first of them."""
+        """The message without the reason; for a group that lost its samples, that of the first of them."""
 
         self.num_left = 0
         """Samples of the group that had not failed. 0 too where the group failed as a whole."""

@@ -124,7 +124,7 @@ def late(name: str, timeout_s: float, end: str) -> RewardFailure:
 
 
 def words_of(failure: RewardFailure, function: Callable[..., Any]) -> str:
-    """What failed, and the file and line of the function that it failed in."""
+    """The failure in words, with the file and line of the function that it failed in."""
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(function.__call__, "__code__", None)  # type: ignore
     place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name})" if code else ""
     return failure.words + place
