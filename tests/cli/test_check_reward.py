@@ -1,11 +1,16 @@
 """`tandem check-reward`: good rewards pass, and each way to be bad is named."""
 
+import asyncio
 import json
+import os
+import signal
 
 import pytest
 
+from tandem.api.workflow import RewardFn, RewardResult
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
+from tandem.evaluation.reward_check import check_reward, report
 from tandem.sandbox.choose import choose_sandbox
 
 BAD = """
@@ -18,6 +23,7 @@ def strict(completion, answer): return float(completion == answer + "!")
 def stuck(completion, answer):
     if len(completion) > 10**5: time.sleep(60)
     return float(completion == answer)
+def crashes(completion, answer): return int(completion)
 def picky(completion, answer, missing): return 1.0
 """
 
@@ -60,6 +66,34 @@ def test_a_good_reward_has_no_problems(data, capsys):
 def test_a_bad_reward_is_told_what_is_wrong_with_it(data, capsys, name, says):
     code, said = checked(capsys, f"{data.parent}/bad.py:{name}", data, "--timeout", 2)
     assert code == 1 and says in said
+
+
+def test_a_reward_that_fails_is_quoted_with_its_line(data, capsys):
+    code, said = checked(capsys, f"{data.parent}/bad.py:crashes", data)
+    assert code == 1 and "0 of 3 right, 3 reward_raised" in said
+    line = BAD.splitlines().index("def crashes(completion, answer): return int(completion)") + 1
+    assert "; the first: reward_raised: " in said and f"(bad.py:{line} in crashes: def crashes(" in said
+
+
+class Interrupted(RewardFn):
+    """Ctrl-C comes in its fifth call."""
+
+    calls = 0
+
+    async def __call__(self, *, completion, row, **given):
+        self.calls += 1
+        if self.calls == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        return RewardResult(float(completion == row["answer"]))
+
+
+def test_ctrl_c_gives_what_was_seen_until_then():
+    rows = [{"messages": [{"role": "user", "content": "?"}], "answer": str(i)} for i in range(3)]
+    result = check_reward(Interrupted(), rows, 5.0)
+    assert [call.right for call in result.references] == [True] * 3 and not result.swapped
+    said = report(result)
+    assert "3 of 3 right" in said and "problem: it was interrupted" in said and "No problem" not in said
 
 
 def test_rows_that_cannot_be_judged_are_refused_where_there_are_no_others(data, capsys):

@@ -48,7 +48,7 @@ def test_the_commands_print_what_the_page_shows(folder, monkeypatch, capsys, num
     assert main(shlex.split(command)[1:]) == 0
     said = capsys.readouterr().out
     assert kinds(said) >= kinds(blocks("text")[number]) - {"-- a"}  # whether a sample of this group failed is chance
-    assert "tidy: ValueError: an answer with digits cannot be judged (my_reward.py:" in PAGE
+    assert "tidy: ValueError: an answer with digits cannot be judged (my_reward.py:3 in tidy: raise" in PAGE
 
 
 def test_the_snippet_runs(folder, monkeypatch, capsys):

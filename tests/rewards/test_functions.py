@@ -5,15 +5,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
+from decimal import Decimal
 
+import numpy
 import psutil
 import pytest
+import torch
 
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardResult
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
+from tandem.rewards.outcome import compared, read_outcome
 from tandem.rewards.pool import most_workers
 from tests.zygote import gone
 
@@ -90,6 +95,9 @@ async def stubborn(completion):
 async def fails(completion): raise ValueError("bad")
 async def fails_silently(completion): raise ValueError
 def needs(answr): return 1.0
+class Judge:
+    def __call__(self, completion): return 'good'
+judge = Judge()
 not_callable = 3
 """
 
@@ -141,6 +149,66 @@ def test_a_function_takes_what_it_names_and_returns_a_number_or_parts(reward, na
     assert call(reward(name)) == expected
 
 
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        (numpy.bool_(True), 1.0),
+        (numpy.float32(0.5), 0.5),
+        (numpy.array(2), 2.0),
+        (torch.tensor([0.5], dtype=torch.bfloat16, requires_grad=True), 0.5),
+        (torch.tensor(True), 1.0),
+        (Decimal("0.5"), 0.5),
+        ({"a": numpy.bool_(True), "b": Decimal(1), "accuracy": torch.tensor(0.5)}, 2.0),
+    ],
+    ids=repr,
+)
+def test_what_is_a_number_to_a_person_is_a_reward(returned, value):
+    result = read_outcome(returned)
+    assert result.value == value and type(result.value) is float
+    assert all(type(part) is float for part in (*result.rewards.values(), result.accuracy or 0.0))
+    assert result.rewards or compared("mine", [returned], 1) == [result]
+
+
+def test_a_wrong_type_names_value_type_line_and_what_is_expected(reward):
+    line = SOURCE.splitlines().index("def echo(returned): return eval(returned)") + 1
+    said = str(failure_of(reward("echo"), returned="'yes'"))
+    assert "my_rewards.py:echo: the value is no number but a str, 'yes'; a reward returns a number, parts such as" in said
+    assert said.endswith(f"(my_rewards.py:{line} in echo)") and "TRL" not in said
+    assert "part 'a' is no number but a NoneType, None" in str(failure_of(reward("echo"), returned="{'a': None}"))
+    assert "a list for several completions is TRL's" in str(failure_of(reward("echo"), returned="[1.0]"))
+    line = SOURCE.splitlines().index("    def __call__(self, completion): return 'good'") + 1
+    assert str(failure_of(reward("judge"))).endswith(f"(my_rewards.py:{line} in __call__)")
+
+
+THEIRS = {
+    "trl": ("TRL", "def trl(prompts, completions, answer, **kwargs): return [c == a for c, a in zip(completions, answer)]"),
+    "strict": ("TRL", "def strict(completions, answer): return [float(c == a) for c, a in zip(completions, answer)]"),
+    "waits": ("TRL", "async def waits(completions, answer, **kwargs): return [completions[0] == answer[0]]"),
+    "compute_score": (
+        "verl",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': solution_str == ground_truth, 'acc': 1.0, 'pred': solution_str}",
+    ),
+    "plain": ("verl", "def plain(data_source, solution_str, ground_truth, extra_info): return solution_str == ground_truth"),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_function_of_trl_or_verl_is_named_with_the_lines_that_adapt_it(tmp_path, name):
+    whose, source = THEIRS[name]
+    (tmp_path / "theirs.py").write_text(source)
+    says = pytest.raises(ConfigError, match=f"has {whose}'s signature.*use reward=.*theirs.py:{name}_here")
+    with closing(build_reward(f"{tmp_path}/theirs.py:{name}", timeout_s=20.0)) as built, says as caught:
+        built.check_row({"answer": "c"})
+    lines = str(caught.value).split("\n\n")[1]
+    assert lines.count("\n") <= 3
+    (tmp_path / "adapted.py").write_text(f"{source}\n\n\n{lines}\n")
+    with closing(build_reward(f"{tmp_path}/adapted.py:{name}_here", timeout_s=20.0)) as adapted:
+        adapted.check_row({"answer": "c"})
+        assert call(adapted, answer="c").value == 1.0
+        assert call(adapted, answer="other", prompt="a column").value == 0.0
+
+
 def test_what_is_no_finite_number_is_a_named_failure(reward):
     echo = reward("echo")
     assert call(echo, returned="True").value == 1.0
@@ -153,6 +221,8 @@ def test_what_is_no_finite_number_is_a_named_failure(reward):
         "{'accuracy': 1.0}",
         "{'a': None}",
         "{'a': 1, 'accuracy': 2}",
+        "__import__('numpy').zeros(2)",
+        "__import__('numpy').str_('1')",
         "1j",
         "echo",
     ):
@@ -173,7 +243,9 @@ def test_a_reward_that_raises_keeps_its_cause(reward, name, words):
 
 def test_an_error_names_its_place_also_in_an_async_reward_and_needs_no_text(reward):
     line = SOURCE.splitlines().index("async def fails_silently(completion): raise ValueError") + 1
-    assert str(failure_of(reward("fails_silently"))).endswith(f"fails_silently: ValueError (my_rewards.py:{line})")
+    assert str(failure_of(reward("fails_silently"))).endswith(
+        f"fails_silently: ValueError (my_rewards.py:{line} in fails_silently: {SOURCE.splitlines()[line - 1]})"
+    )
 
 
 @pytest.mark.parametrize(("name", "words"), [("exits", "exit code 3"), ("crashes", "SIGSEGV")])
@@ -189,7 +261,7 @@ def test_a_reward_past_its_deadline_is_a_timeout(reward, name):
     start = time.monotonic()
     failure = failure_of(reward(name, timeout_s=0.5))
 
-    assert failure.reason == "reward_timeout" and "0.5 s" in str(failure)
+    assert failure.reason == "reward_timeout" and "(reward_timeout_s=0.5) and was" in str(failure)
     assert time.monotonic() - start < 60
 
 
@@ -316,6 +388,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path):
     script = f"""
 import asyncio
 from tandem.rewards.build import build_reward
+from tandem.rewards.outcome import compared, read_outcome
 reward = build_reward({str(tmp_path / "mine.py")!r} + ":hangs_with_children", timeout_s=1000)
 asyncio.run(reward(prompt="", completion="", prompt_ids=(), completion_ids=(), row={{"path": {str(tmp_path / "pids")!r}}}))
 """

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tandem.api.failures import DataFailure, RewardFailure
+from tandem.api.failures import DataFailure, RewardFailure, ServerFailed
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
@@ -88,15 +88,84 @@ def test_a_group_with_most_of_its_samples_begins_the_count_anew():
 
 
 def test_each_reason_is_said_once_with_its_cause(caplog):
-    with caplog.at_level(logging.WARNING, "tandem.rollout"), rollout_of(batch_size=4) as rollout:
+    with caplog.at_level(logging.INFO, "tandem.rollout"), rollout_of(batch_size=4) as rollout:
         rollout.rollout_batch(broken_rows(2, 2, 3, 1), Repeated(SomeFail(), 8))
-    assert [record.getMessage() for record in caplog.records] == [
+    said = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in said] == [
         "a sample failed and is missing in its group (reward_raised: the judge hangs); samples/failed/reward_raised counts "
         "the others",
         "a sample failed and is missing in its group (reward_timeout: the judge hangs); samples/failed/reward_timeout "
         "counts the others",
     ]
-    assert all(record.exc_info for record in caplog.records)
+    assert not any(record.exc_info for record in said)  # the trace is for log.txt, which has INFO too
+    assert [str(record.exc_info[1]) for record in caplog.records if record.levelno == logging.INFO] == [
+        "reward_raised: the judge hangs",
+        "reward_timeout: the judge hangs",
+    ]
+
+
+ENDLESS = [{"epoch": 0, "index": i, "broken": 8} for i in range(99)]
+
+
+def taken_from(broken, eta=0, workflow=SomeFail, batches=1, **config):
+    """Number of rows that were drawn until the batches stood, or the error."""
+    data = iter([{**row, "broken": n} for row, n in zip(ENDLESS, [*broken, *[8] * 90], strict=False)])
+    with rollout_of(batch_size=1, max_head_offpolicyness=eta, **config) as rollout:
+        try:
+            for _ in range(batches):
+                rollout.prepare_batch(data, Repeated(workflow(), 8))
+                rollout.end_step()
+        except NoBatch as error:
+            return rollout.ledger.total("dropped"), str(error)
+    return rollout.ledger.total("dropped"), None
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_three_groups_that_fail_by_the_users_code_before_any_other_end_the_run(eta):
+    dropped, said = taken_from([], eta)
+    assert said.startswith("the first 3 groups all failed, so the next would too: reward_timeout: the judge hangs. Mend it")
+    assert dropped >= 3 if eta else dropped == 3
+    assert taken_from([], eta, max_data_failures=2)[1].startswith("2 episodes in a row")
+
+
+class Refuses(SomeFail):
+    """Fails by a word of its own; a choice, and no mistake."""
+
+    async def arun_episode(self, engine, data):
+        try:
+            return await super().arun_episode(engine, data)
+        except RewardFailure as failure:
+            raise RewardFailure("unreadable", "the completion is empty") from failure
+
+
+class ServerAway(SomeFail):
+    async def arun_episode(self, engine, data):
+        if data["broken"]:
+            raise ServerFailed("it is away", url="http://judge")
+        return await OneAnswer().arun_episode(engine, data)
+
+
+def test_what_has_worked_once_or_fails_by_choice_or_by_a_server_does_not_end_early():
+    assert taken_from([8, 8, 0, 8, 8, 8, 0], batches=2) == (5, None)
+    assert taken_from([8, 8, 7, 8, 8, 8, 0]) == (6, None)  # one sample of the third group came through
+    assert taken_from([8] * 9 + [0], workflow=Refuses) == (9, None)
+    assert taken_from([8] * 9 + [0], workflow=ServerAway, max_retries=0) == (9, None)
+
+
+class ComparesBadly(OneAnswer):
+    async def finish_group(self, samples, data):
+        raise RewardFailure("reward_raised", "my.py:Judge: ZeroDivisionError: division by zero (my.py:9 in compare: 1 / 0)")
+
+
+class Bug(OneAnswer):
+    async def arun_episode(self, engine, data):
+        return [].pop()
+
+
+@pytest.mark.parametrize(("workflow", "words"), [(ComparesBadly, "(my.py:9 in compare"), (Bug, "return [].pop()")])
+def test_so_does_what_compares_a_group_and_a_workflow(workflow, words):
+    dropped, said = taken_from([], workflow=workflow)
+    assert dropped == 3 and said.startswith("the first 3 groups all failed") and words in said
 
 
 class Together(RolloutWorkflow):

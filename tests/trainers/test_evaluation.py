@@ -1,8 +1,10 @@
 """`tandem eval`: what it measures, what it leaves, that it goes on where it was, and what it refuses."""
 
+import asyncio
 import fcntl
 import io
 import json
+import logging
 import re
 import shutil
 import signal
@@ -13,13 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.failures import RewardFailure
+from tandem.api.workflow import RolloutWorkflow
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
+from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tandem.evaluation.folder import read_samples
 from tandem.evaluation.questions import make_judges, open_questions
 from tandem.evaluation.report import ProgressLine
 from tandem.evaluation.scores import metrics_of, row_values, score_data, vote_key
+from tandem.rollout.failure_budget import NoBatch
+from tests.rollout.clockwork import ClockworkEngine, OneAnswer, rows
 from tests.trainers.evaluating import DATA, answer, contents, evaluated, settings
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
@@ -29,6 +36,29 @@ REWARDS = Path(__file__).parent / "small_rewards.py"
 def whole(model, tmp_path_factory):
     """An evaluation that nobody interrupted."""
     return evaluated(model, tmp_path_factory.mktemp("evaluations"), f"data=[{DATA}/gsm8k, {DATA}/svamp]")
+
+
+class Judged(RolloutWorkflow):
+    """Its judgement fails in all rows but ``fine``."""
+
+    async def arun_episode(self, engine, data):
+        if data["fine"]:
+            return await OneAnswer().arun_episode(engine, data)
+        raise RewardFailure("reward_raised", "my.py:reward: ValueError: no (my.py:7 in reward: return int(completion))")
+
+
+@pytest.mark.parametrize(("fine", "early"), [(None, True), (3, True), (None, False)])
+def test_an_evaluation_whose_first_answers_all_fail_by_the_reward_ends_early(fine, early, caplog):
+    items = [Ask("d", i, 0, {**row, "fine": i == fine}) for i, row in enumerate(rows(40))]
+    asking = ask(ClockworkEngine(), Judged(), items, AskingTerms(ends_early=early, max_concurrent=1))
+    if early and fine is None:
+        says = r"the first 24 answers all failed.*\(my.py:7 in reward: return int"
+        with pytest.raises(NoBatch, match=says):
+            asyncio.run(asking)
+    else:  # one came through; or it is beside training, which goes on
+        assert sum(one.failed is not None for one in asyncio.run(asking)) == (40 if fine is None else 39)
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1 and "my.py:7" in warned[0].getMessage()
 
 
 def test_it_leaves_one_line_a_sample_and_a_result_by_data_set(whole):

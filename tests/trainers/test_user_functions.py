@@ -81,7 +81,8 @@ def test_a_function_that_raises_ends_the_run_with_its_line_and_the_step(override
     with pytest.raises(UserCodeFailed) as raised:
         train(load_config(TrainConfig, None, items))
     message = str(raised.value)
-    assert message.startswith(f"step {step}: '{file}:{name}' raised {error} ({file}, line {line_of(words)}); mend it there")
+    assert message.startswith(f"step {step}: '{file}:{name}' raised {error} ({file.name}:{line_of(words)} in {name}: ")
+    assert words in message and "); mend it there" in message
     record, log = failed_run(tmp_path)
     assert (record["status"], record["steps"]) == ("failed", step - 1)
     assert message in record["error"]
@@ -119,6 +120,6 @@ def test_so_does_a_preference_loss(model, tmp_path):
         f"loss={file}:pairs",
         "threads=1",
     ]
-    with pytest.raises(UserCodeFailed, match=rf"^step 3: .*IndexError: mine \(.*, line {line_of('IndexError')}\)"):
+    with pytest.raises(UserCodeFailed, match=rf"^step 3: .*IndexError: mine \(.*:{line_of('IndexError')} in "):
         preference.train(load_config(PreferenceConfig, None, items))
     assert failed_run(tmp_path)[0]["steps"] == 2

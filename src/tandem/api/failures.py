@@ -29,6 +29,7 @@ import traceback
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 __all__ = [
+    "BROKEN",
     "BatchError",
     "ConfigError",
     "DataFailure",
@@ -115,10 +116,21 @@ class EpisodeFailure(TandemError):
     def __init__(self, reason: str, message: str = ""):
         super().__init__(f"{reason}: {message}" if message else reason)
         self.reason = reason
+        self.words = message
+        """The message without the reason; for a group that lost its samples, that of the first of them."""
+
+        self.num_left = 0
+        """Samples of the group that had not failed. 0 too where the group failed as a whole."""
+
         self.failed_samples: tuple[str, ...] = ()
         """Reasons of single samples that had failed before; their group, which would have listed them, was never made."""
         self.completion_text = ""
         """The reply that could not be judged; empty if there is none."""
+
+
+BROKEN = {f"reward_{what}" for what in ("raised", "timeout", "not_finite", "wrong_type")}
+BROKEN |= {"workflow_raised", "agent_raised", "environment_raised"}
+"""Reasons that are a mistake in a user's code or in what it was given, and neither a server's fault nor a choice."""
 
 
 class DataFailure(EpisodeFailure):
@@ -173,13 +185,11 @@ LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)), *map(sysconfig.get
 
 
 def described(error: BaseException) -> str:
-    """An error of a user's code in words: its type, its text, and the last line of no library on the way there."""
-    place = ""
-    if error.__traceback__ is not None:
-        lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        file, line = ([one for one in lines if not one[0].startswith(LIBRARIES)] or lines)[-1]
-        place = f" ({os.path.basename(file)}:{line})"
-    return f"{kind_and_text(error)}{place}"
+    """An error of a user's code in words: its type, its text, and the last line of no library on the way there:
+    ``ValueError: bad (my.py:7 in reward: return int(completion))``."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(LIBRARIES)]
+    place = "".join(f" ({os.path.basename(f.filename)}:{f.lineno} in {f.name}: {f.line or '':.80})" for f in frames[-1:])
+    return kind_and_text(error) + place
 
 
 def as_failure(error: BaseException) -> EpisodeFailure:

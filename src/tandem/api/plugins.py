@@ -11,14 +11,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from tandem.api.failures import UserCodeFailed
-from tandem.config.errors import ConfigError, TandemError, kind_and_text
+from tandem.api.failures import UserCodeFailed, described
+from tandem.config.errors import ConfigError, TandemError
 from tandem.config.nearest import nearest_names
 
 T = TypeVar("T")
@@ -87,7 +86,7 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the boundary of a user's code, which may end with sys.exit(main())
-        raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
+        raise ConfigError(f"{spec!r} raised {described(error)}; mend it there") from error
 
 
 @contextlib.contextmanager
@@ -198,7 +197,7 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
         raise
     except BaseException as error:  # the boundary of a user's code
         raise UserCodeFailed(
-            f"{_raised(spec, error)}; mend it there and start again. Checkpoints that were saved stay"
+            f"{spec!r} raised {described(error)}; mend it there and start again. Checkpoints that were saved stay"
         ) from error
 
 
@@ -234,15 +233,3 @@ def ends_the_task(error: BaseException) -> bool:
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
     return isinstance(error, GeneratorExit)
-
-
-def _raised(spec: str, error: BaseException) -> str:
-    """The error that it raised, and the last line of the user's file on the way there."""
-    file = spec.rpartition(":")[0]
-    if isinstance(error, SyntaxError) and error.lineno:
-        line: int | None = error.lineno
-    else:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
-        line = frames[-1].lineno if frames else None
-    place = f"{file}, line {line}" if line else file
-    return f"{spec!r} raised {kind_and_text(error)} ({place})"

@@ -6,7 +6,7 @@ examples:
   tandem check-reward "code(credit=share)" data/mbpp/mbpp.jsonl
   tandem check-reward my_reward.py:reward my/data.jsonl answer_column=label
 
-The exit code is 0 if no problem was seen, and 1 otherwise.
+Ctrl-C ends it early, and tells what was seen until then. The exit code is 0 if no problem was seen, and 1 otherwise.
 """
 
 import argparse

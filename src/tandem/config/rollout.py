@@ -98,7 +98,8 @@ class RolloutConfig:
 
     max_data_failures: int = 1000
     """The run stops after this many episodes in a row that were dropped, or lost most of their samples, because of data,
-    reward or workflow; also after this many in a row that were dropped because of the infrastructure."""
+    reward or workflow; also after this many in a row that were dropped because of the infrastructure. If the first three
+    groups fail as a whole by the user's code, the run ends with the third."""
 
     min_group_size: int | None = None
     """A group is dropped if fewer of its samples than this are left, because the others failed; null: half, rounded up."""

@@ -15,6 +15,7 @@ from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.rollout.failure_budget import Beginning
 from tandem.rollout.sample_checks import check_sample
 from tandem.rollout.wave import Wave
 
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 
 EVALUATION_EPOCH = -1
 """Epoch in the noise keys of evaluation, so that they never meet those of training."""
+
+
+EARLY_ANSWERS = 24
+"""An evaluation whose first answers all fail by the user's code ends with this one: as many as three groups of eight."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class AskingTerms:
     max_retries: int = 0
     max_concurrent: int | None = None
     """Most samples under way at once; None: all."""
+
+    ends_early: bool = False
+    """Give up where the first answers all fail by the user's code."""
 
     on_samples: Callable[["Ask", Sequence[Sample]], None] | None = None
     """Called with what each episode made, which then has log-probabilities: for rewards that need a model."""
@@ -116,7 +124,9 @@ async def ask(
     Raises:
         EngineDied: the engine is gone.
         WrongWorkflow: the workflow returns what nobody can use.
+        NoBatch: the first answers all fail by the user's code, and `AskingTerms.ends_early`.
     """
+    beginning, told = Beginning(EARLY_ANSWERS if terms.ends_early else 0, "answers"), set[str]()
     at_once = asyncio.Semaphore(terms.max_concurrent or max(1, len(asks)))
     places = [_Place() for _ in asks]
     wave = Wave(engine, places) if together and isinstance(engine, InferenceEngine) else None
@@ -128,6 +138,13 @@ async def ask(
                 answer = await _ask_one(engine, workflow, item, terms, place, on_issue)
         finally:
             place.leave()
+        if answer.failed is None:
+            beginning.well()
+        elif error := beginning.lose([answer.failed], answer.error):
+            raise error
+        elif answer.failed not in told:
+            told.add(answer.failed)
+            log.warning("%s, row %d, sample %d failed: %s", answer.data, answer.row, answer.sample, answer.error)
         if on_answer is not None:
             on_answer(answer)
         return answer
@@ -291,5 +308,5 @@ def answer_of(item: Ask, samples: Sequence[Sample]) -> Answer:
 
 def failure_answer(item: Ask, failure: EpisodeFailure, text: str) -> Answer:
     """The answer of a sample that failed; ``text``: what the model had said."""
-    log.warning("%s, row %d, sample %d failed: %s", item.data, item.row, item.sample, failure)
+    log.info("%s, row %d, sample %d failed: %s", item.data, item.row, item.sample, failure)  # to log.txt
     return Answer(item.data, item.row, item.sample, failed=failure.reason, error=str(failure), text=text)

@@ -1,6 +1,7 @@
 """`tandem check-reward`: is a reward fast, does it say the same twice, does it hang, what forges it, do references pass."""
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,9 @@ from tandem.evaluation.forgeries import STALLS, forgeries
 
 GRACE_S = 5.0
 """A call that takes so much longer than the deadline hangs."""
+
+SAY_EVERY_S = 5.0
+"""Seconds between lines of progress."""
 
 SHOWN = 5
 """Most examples of a problem."""
@@ -31,6 +35,9 @@ class RewardCall:
     failed: str = ""
     """Reason; empty if there is a reward."""
 
+    words: str = ""
+    """The failure in words, with the line of the user's file."""
+
     @property
     def right(self) -> bool:
         """True if the reward takes the answer for right; a reward that states no accuracy says so by its full value."""
@@ -45,21 +52,21 @@ class RewardCall:
 
 @dataclass
 class RewardCheck:
-    """Observations of a reward."""
+    """Observations of a reward; an interrupted check has those until then."""
 
     rows: int
     unfit: Mapping[int, str]
     """Row → why the reward cannot judge it."""
 
-    references: Sequence[RewardCall]
-    swapped: Sequence[RewardCall]
+    references: list[RewardCall]
+    swapped: list[RewardCall]
     """Each row with the reference of another."""
 
-    repeated: Sequence[tuple[RewardCall, RewardCall]]
+    repeated: list[tuple[RewardCall, RewardCall]]
     """The same answer, twice."""
 
-    stalls: Sequence[RewardCall]
-    forged: Sequence[RewardCall]
+    stalls: list[RewardCall]
+    forged: list[RewardCall]
     deadline_s: float
     per_second: float
     """References judged a second, when all are asked for at once."""
@@ -76,9 +83,14 @@ class Asker:
 
     def __init__(self, reward: RewardFn, deadline_s: float):
         self.reward, self.deadline_s = reward, deadline_s
+        self._count, self._said = 0, time.monotonic()
 
     async def call(self, number: int, row: Mapping[str, Any], what: str, answer: str) -> RewardCall:
-        """One judgement; a failure is a value, and so is a call that never ends."""
+        """One judgement; a failure is a value, and so is a call that never ends. Says now and then where it is."""
+        self._count += 1
+        if time.monotonic() - self._said > SAY_EVERY_S:
+            self._said = time.monotonic()
+            print(f"{self._count} answers so far; now row {number + 1}, {what}", file=sys.stderr, flush=True)
         began = time.monotonic()
         ids = tuple(range(len(answer) // 4))  # four letters a token
         prompt = str(row["messages"][-1]["content"])
@@ -87,14 +99,15 @@ class Asker:
         try:
             result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
         except RewardFailure as failure:
-            return RewardCall(number, what, time.monotonic() - began, failed=failure.reason)
+            return RewardCall(number, what, time.monotonic() - began, failed=failure.reason, words=str(failure))
         except TimeoutError:
             return RewardCall(number, what, time.monotonic() - began, failed="hangs")
         return RewardCall(number, what, time.monotonic() - began, result.value, result.accuracy)
 
-    async def one_by_one(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
-        """Each after the other, so that times are those of the reward alone."""
-        return [await self.call(*one) for one in asked]
+    async def one_by_one(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]], made: list[RewardCall]) -> None:
+        """Each after the other, so that times are those of the reward alone; adds them to ``made``."""
+        for one in asked:
+            made.append(await self.call(*one))
 
     async def all_at_once(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
         """All at once."""
@@ -110,26 +123,29 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
         raise ConfigError(f"the reward can judge none of {len(rows)} rows; row {number + 1}: {why}")
     known = [(number, row, str(row["answer"])) for number, row in fit if row.get("answer")]
     others = [answer for _, _, answer in known[1:] + known[:1]]
-    asker = Asker(reward, deadline_s)
+    asker, result = Asker(reward, deadline_s), RewardCheck(len(rows), unfit, [], [], [], [], [], deadline_s, 0.0)
 
-    async def ask() -> RewardCheck:
+    async def ask() -> None:
         true = [(number, row, "the reference", answer) for number, row, answer in known]
         mixed = [
             (number, row, "the reference of another row", other)
             for (number, row, answer), other in zip(known, others, strict=True)
             if other != answer
         ]
-        references, began = await asker.one_by_one(true), time.monotonic()
+        await asker.one_by_one(true, result.references)
+        began = time.monotonic()
         again = await asker.all_at_once(true)
-        per_second = len(true) / (time.monotonic() - began)
-        swapped = await asker.all_at_once(mixed)
-        swapped_again = await asker.all_at_once(mixed)
-        stalls = await asker.one_by_one((*fit[0], what, answer) for what, answer in STALLS.items())
-        forged = await asker.all_at_once((number, row, *one) for number, row in fit for one in forgeries(row))
-        pairs = list(zip([*references, *swapped], [*again, *swapped_again], strict=True))
-        return RewardCheck(len(rows), unfit, references, swapped, pairs, stalls, forged, deadline_s, per_second)
+        result.per_second = len(true) / (time.monotonic() - began)
+        result.repeated += zip(result.references, again, strict=True)
+        result.swapped += await asker.all_at_once(mixed)
+        result.repeated += zip(result.swapped, await asker.all_at_once(mixed), strict=True)
+        await asker.one_by_one(((*fit[0], what, answer) for what, answer in STALLS.items()), result.stalls)
+        result.forged += await asker.all_at_once((number, row, *one) for number, row in fit for one in forgeries(row))
 
-    result = asyncio.run(ask())
+    try:
+        asyncio.run(ask())
+    except KeyboardInterrupt:
+        result.problems.append("it was interrupted: the figures are of what had been judged until then")
     result.problems += problems_of(result)
     return result
 
@@ -153,7 +169,7 @@ def problems_of(result: RewardCheck) -> list[str]:
     if result.unfit:
         number, why = next(iter(result.unfit.items()))
         said.append(f"{len(result.unfit)} rows cannot be judged; row {number + 1}: {why}")
-    if not result.references:
+    if not (result.references or result.problems):
         said.append("no row has a reference answer, so nothing says that right answers are rewarded (answer_column)")
     if wrong := [call for call in result.references if not call.right]:
         said.append(f"{len(wrong)} references are not right: {examples(wrong)}")
@@ -176,7 +192,8 @@ def examples(calls: Sequence[RewardCall]) -> str:
         f"row {call.row + 1}, {call.what} ({call.failed or f'{call.value:g}'}, {call.seconds:.2f} s)"
         for call in calls[:SHOWN]
     ]
-    return "; ".join([*words, *(["…"] if len(calls) > SHOWN else [])])
+    first = [f"the first: {calls[0].words}"] if calls[0].words else []
+    return "; ".join([*words, *(["…"] if len(calls) > SHOWN else []), *first])
 
 
 def report(result: RewardCheck) -> str:
@@ -184,7 +201,7 @@ def report(result: RewardCheck) -> str:
     right = sum(call.right for call in result.references)
     failed = Counter(call.failed for call in result.references if call.failed)
     reasons = "".join(f", {count} {reason}" for reason, count in failed.items())
-    times = [call.seconds for call in result.references] or [0.0]
+    times, stalled = ([call.seconds for call in calls] or [0.0] for calls in (result.references, result.stalls))
     same = sum(one.verdict == two.verdict for one, two in result.repeated)
     lines = [
         ("rows", f"{result.rows}, of which {len(result.unfit)} cannot be judged"),
@@ -192,7 +209,7 @@ def report(result: RewardCheck) -> str:
         ("speed alone", f"mean {sum(times) / len(times):.3g} s, slowest {max(times):.3g} s"),
         ("speed together", f"{result.per_second:.3g} references a second"),
         ("same verdict twice", f"{same} of {len(result.repeated)}"),
-        ("stalling answers", f"{len(result.stalls)}, slowest {max(call.seconds for call in result.stalls):.3g} s"),
+        ("stalling answers", f"{len(result.stalls)}, slowest {max(stalled):.3g} s"),
         ("another row's reference", f"{sum(call.right for call in result.swapped)} of {len(result.swapped)} pass"),
         ("forged answers", f"{sum(call.right for call in result.forged)} of {len(result.forged)} pass"),
     ]

@@ -259,7 +259,7 @@ async def _ask(
 ) -> list[Answer]:
     """``made``: takes what the episodes made, for rewards that need a model."""
     keep = None if made is None else made.keep
-    terms = AskingTerms(config.seed, config.episode_timeout_s, config.max_retries, workflow.at_once, keep)
+    terms = AskingTerms(config.seed, config.episode_timeout_s, config.max_retries, workflow.at_once, True, keep)
     asking = ask_together if config.deterministic else ask
     return await asking(engine, workflow, wave, terms, on_answer=progress.answered)
 

@@ -317,7 +317,7 @@ class ModelGroupScorer:
         least = least_samples(self.min_group_size, n)
         if lost_baseline or count < least or not any(s.in_loss for s in fine):
             lost = failed[-1] if lost_baseline else too_few(failed, n, least)
-            lost.failed_samples = reasons
+            lost.failed_samples, lost.num_left = reasons, count
             return lost
         return replace(group, samples=fine, failures=reasons)
 

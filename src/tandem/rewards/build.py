@@ -284,7 +284,7 @@ def asked_columns(reward: RewardFn) -> set[str]:
 
 
 def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> Judge:
-    make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
+    make, key = factory_of("reward", term.name, "reward"), f"reward={term.name}"
     term = _named(term, make)
     if not term.is_file:
         parameters = inspect.signature(make).parameters
@@ -298,12 +298,12 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
     if isinstance(make, GroupReward):
         check_coroutine(key, make.compare, "compare(self, samples, row)", (), {})
-        return OwnGroupReward(make, name, timeout_s=timeout_s)
+        return OwnGroupReward(make, term.name, timeout_s=timeout_s)
     if isinstance(make, RewardFn):
         given = dict.fromkeys(("prompt", "completion", "prompt_ids", "completion_ids", "row"))
         form = "__call__(self, *, prompt, completion, prompt_ids, completion_ids, row)"
         check_coroutine(key, make.__call__, form, **given, **({"messages": ()} if make.reads_messages else {}))
-        return OwnReward(make, name, term.name, timeout_s=timeout_s)
+        return OwnReward(make, term.name, timeout_s=timeout_s)
     if not callable(make):
         raise ConfigError(f"{key} is a {type(make).__name__}; it must be a function, sync or async")
     if term.knobs:
@@ -315,8 +315,8 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
     except (TypeError, ValueError):
         raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
     if is_async(make):
-        return AsyncReward(make, name, timeout_s=timeout_s)
-    return WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)
+        return AsyncReward(make, term.name, timeout_s=timeout_s)
+    return WorkerReward(make, term.name, name=term.name, timeout_s=timeout_s, workers=workers)
 
 
 def _named(term: Term, make: Any) -> Term:

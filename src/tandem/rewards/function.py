@@ -13,7 +13,7 @@ from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.data import OURS
 from tandem.config.errors import ConfigError
-from tandem.rewards.outcome import Arguments, Judgement, read_outcome
+from tandem.rewards.outcome import Arguments, Judgement, late, read_outcome, words_of
 from tandem.rewards.pool import WorkerPool
 
 
@@ -108,7 +108,7 @@ class DirectReward(FunctionReward):
 
     async def _judge(self, arguments: dict[str, Any]) -> Judgement:
         try:
-            return read_outcome(self.function(**arguments), self.name)
+            return read_outcome(self.function(**arguments))
         except RewardFailure:
             raise
         except Exception as error:  # the reward boundary
@@ -132,11 +132,12 @@ class AsyncReward(FunctionReward):
             raise
         if not done:
             self._abandon(task)  # not awaited: it may refuse to be cancelled
-            raise RewardFailure("reward_timeout", f"{self.name} took longer than {self.timeout_s:g} s and was cancelled")
+            raise late(self.name, self.timeout_s, "cancelled")
         try:
-            return read_outcome(task.result(), self.name)
-        except RewardFailure:
-            raise
+            return read_outcome(task.result())
+        except RewardFailure as failure:
+            words = f"{self.name}: {words_of(failure, self.function)}"
+            raise RewardFailure(failure.reason, words) from failure
         except BaseException as error:  # the reward boundary: sys.exit() in a reward is a failure of the reward
             raise _raised(self.name, error) from error
 
@@ -156,16 +157,16 @@ class AsyncReward(FunctionReward):
 class OwnReward(AsyncReward):
     """A `RewardFn` that a user wrote, held to the deadline; what it returns is checked as a function's is."""
 
-    def __init__(self, reward: RewardFn, name: str, spec: str, *, timeout_s: float):
-        """``spec``: the file and class, for errors."""
+    def __init__(self, reward: RewardFn, name: str, *, timeout_s: float):
+        """``name``: the file and class, for errors."""
         super().__init__(reward.__call__, name, timeout_s=timeout_s)
-        self.reward, self.reads_messages, self._spec = reward, reward.reads_messages, spec
+        self.reward, self.reads_messages = reward, reward.reads_messages
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """The reward's own check, where it has one."""
         check = getattr(self.reward, "check_row", None)
         if check is not None:
-            in_user_code(self._spec, check, row)
+            in_user_code(self.name, check, row)
 
     async def __call__(self, **given: Any) -> RewardResult:
         """Implements `RewardFn.__call__`."""
@@ -177,9 +178,9 @@ class OwnReward(AsyncReward):
         Raises:
             UserCodeFailed: it raised, or gave something else.
         """
-        found = run_user_code(self._spec, self.reward.metrics)
+        found = run_user_code(self.name, self.reward.metrics)
         if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(x, Real) for n, x in found.items()):
-            raise UserCodeFailed(f"{self._spec!r}: metrics() must give a dict of names and numbers, it gave {found!r:.200}")
+            raise UserCodeFailed(f"{self.name!r}: metrics() must give a dict of names and numbers, it gave {found!r:.200}")
         return found
 
     def close(self) -> None:
@@ -205,9 +206,7 @@ class OwnGroupReward(GroupReward):
             if self._loop is loop:
                 self._loop = None  # the next call finds a thread that is free; those under way end in this one
                 asyncio.run_coroutine_threadsafe(_end(), loop)
-            raise RewardFailure(
-                "reward_timeout", f"{self.name} took longer than {self.timeout_s:g} s and was left to itself"
-            )
+            raise late(self.name, self.timeout_s, "left to itself")
         return call.result()
 
     async def _called(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> Sequence[float | RewardResult]:

@@ -2,13 +2,14 @@
 
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 from tandem.api.failures import RewardFailure
+from tandem.api.numbers import as_float
 
 GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
 """Names that a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
@@ -34,11 +35,28 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
+THEIRS = {
+    "completions": """TRL\'s
+{define} {name}_here(prompt, completion, completion_ids, **row):
+    row |= {{"prompts": prompt, "completions": completion, "completion_ids": completion_ids}}
+    return ({call}(**{{name: [value] for name, value in row.items(){some}}}))[0]
+
+If it reads chats, as completion[0]["content"]: "completions": [{{"role": "assistant", "content": completion}}]""",
+    "solution_str": """verl\'s
+{define} {name}_here(completion, {truth}, **row):
+    where = {{"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info")}}
+    score = {call}(solution_str=completion, ground_truth={truth}, **where)
+    return score["score"] if isinstance(score, dict) else score""",
+}
+"""A parameter that tells whose signature a function has: whose, and what adapts it. ``some``: a condition where the function
+does not take every column."""
+
+
 class Arguments:
     """The arguments that a function takes, read from its signature once."""
 
     def __init__(self, function: Callable[..., Any], name: str):
-        self.name = name
+        self.name, self.is_async = name, is_async(function)
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.names = {p.name for p in named}
@@ -55,6 +73,18 @@ class Arguments:
         absent = sorted(self.required - {*GIVEN, *LENT} - set(columns))
         if not absent:
             return None
+        for whose, _, lines in (THEIRS[word].partition("\n") for word in THEIRS if word in absent):
+            lines = lines.format(
+                define="async def" if self.is_async else "def",
+                name=self.name.rpartition(":")[2],
+                call=("await " if self.is_async else "") + self.name.rpartition(":")[2],
+                some="" if self.rest else f" if name in {sorted(self.names)}",
+                truth="ground_truth" if "ground_truth" in columns else "answer",
+            )
+            return (
+                f"reward {self.name} has {whose} signature, and here a reward judges one completion. Write this below "
+                f"it, and use reward={self.name}_here:\n\n{lines}"
+            )
         return (
             f"reward {self.name} needs {', '.join(map(repr, absent))}, which is no column of the row; "
             f"columns there: {', '.join(map(str, columns)) or 'none'}; always there: {', '.join(GIVEN)}"
@@ -69,19 +99,41 @@ class Arguments:
         return chosen
 
 
+EXPECTED = 'a reward returns a number, parts such as {"correct": 1.0, "format": 0.2}, or a RewardResult'
+"""The words about what a reward function may return."""
+
+
 def _number(value: Any, what: str) -> float:
-    if not isinstance(value, Real) or value is None:
-        raise RewardFailure("reward_wrong_type", f"{what} must be a number, got {type(value).__name__}: {value!r:.80}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = as_float(value)
+    if number is None:
+        hint = "; a list for several completions is TRL's: here each completion is judged by a call of its own"
+        raise RewardFailure(
+            "reward_wrong_type",
+            f"{what} is no number but a {type(value).__name__}, {value!r:.80}; {EXPECTED}"
+            f"{hint if isinstance(value, list) else ''}",
+        )
     if not math.isfinite(number):
         raise RewardFailure("reward_not_finite", f"{what} is {number}; a reward is a finite number")
     return number
 
 
-def read_outcome(value: Any, name: str) -> Judgement:
+def late(name: str, timeout_s: float, end: str) -> RewardFailure:
+    """A call that ran past its deadline. ``end``: what was done with it."""
+    return RewardFailure(
+        "reward_timeout",
+        f"{name} took longer than {timeout_s:g} s (reward_timeout_s={timeout_s:g}) and was {end}; make it faster, or set "
+        "reward_timeout_s higher",
+    )
+
+
+def words_of(failure: RewardFailure, function: Callable[..., Any]) -> str:
+    """The failure in words, with the file and line of the function that it failed in."""
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(function.__call__, "__code__", None)  # type: ignore
+    place = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name})" if code else ""
+    return failure.words + place
+
+
+def read_outcome(value: Any) -> Judgement:
     """Checks what a reward function returned.
 
     A mapping's text under ``answer`` is the answer that was found in the completion, its None that none was found.
@@ -104,16 +156,16 @@ def read_outcome(value: Any, name: str) -> Judgement:
             answer = parts.pop("answer")
             extracted = answer is not None
         if not parts:
-            raise RewardFailure("reward_wrong_type", f"{name} returned no part to sum, only {value!r:.80}")
-        total = sum(_number(part, f"{name}[{key!r}]") for key, part in parts.items())
+            raise RewardFailure("reward_wrong_type", f"there is no part to sum in {value!r:.80}; {EXPECTED}")
+        total = sum(_number(part, f"part {key!r}") for key, part in parts.items())
     else:
         parts, total, accuracy = {}, value, None
-    rewards = {str(key): _number(part, f"{name}[{key!r}]") for key, part in parts.items()}
-    total = _number(total, f"the value of {name}")
+    rewards = {str(key): _number(part, f"part {key!r}") for key, part in parts.items()}
+    total = _number(total, "the value")
     if accuracy is not None:
-        accuracy = _number(accuracy, f"accuracy of {name}")
+        accuracy = _number(accuracy, "accuracy")
         if not 0 <= accuracy <= 1:
-            raise RewardFailure("reward_wrong_type", f"accuracy of {name} must lie in 0…1, got {accuracy}")
+            raise RewardFailure("reward_wrong_type", f"accuracy must lie in 0…1, got {accuracy}")
     return Judgement(total, rewards, accuracy, answer, extracted, words)
 
 
@@ -124,12 +176,13 @@ def compared(name: str, values: Any, count: int) -> list[Judgement]:
         RewardFailure: ``reward_wrong_type`` or ``reward_not_finite``.
     """
     try:
-        given = [value if hasattr(value, "words") else float(value) for value in values]
-    except (TypeError, ValueError) as error:
+        outcomes = [read_outcome(value) for value in values]
+    except RewardFailure as failure:
+        raise RewardFailure(failure.reason, f"{name}: {failure.words}") from failure
+    except TypeError as error:
         raise RewardFailure("reward_wrong_type", f"{name} must give a list of numbers: {error}") from error
-    if len(given) != count:
-        raise RewardFailure("reward_wrong_type", f"{name} must give each of {count} samples a number, got {len(given)}")
-    outcomes = [read_outcome(value, name) for value in given]
+    if len(outcomes) != count:
+        raise RewardFailure("reward_wrong_type", f"{name} must give each of {count} samples a number, got {len(outcomes)}")
     if any(outcome.rewards or outcome.accuracy is not None or outcome.answer is not None for outcome in outcomes):
         raise RewardFailure("reward_wrong_type", f"{name} compares: its results have a value and words, and nothing else")
     return outcomes

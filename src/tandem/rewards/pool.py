@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.config.cores import usable_cores
-from tandem.rewards.outcome import Judgement
+from tandem.rewards.outcome import Judgement, late
 from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
 from tandem.workers.trees import computes
 
@@ -131,7 +131,7 @@ class WorkerPool:
                 if self._closed:
                     raise RewardFailure("reward_raised", f"{self.name}: the reward was closed during the call")
                 is_new = not self._idle
-                worker = Worker("tandem.rewards.worker", self.spec, self.name) if is_new else self._idle.pop()
+                worker = Worker("tandem.rewards.worker", self.spec) if is_new else self._idle.pop()
                 self._all.add(worker)
                 self._begin_turn(worker)
             if is_new:
@@ -162,6 +162,8 @@ class WorkerPool:
         if self._closed:
             return RewardFailure("reward_raised", f"{self.name}: the reward was closed during the call")
         if why == "late":
+            if not when:
+                return late(self.name, limit_s, "killed")
             return RewardFailure("reward_timeout", f"{self.name} took longer than {limit_s:g} s{when} and was killed")
         return RewardFailure("reward_raised", f"{self.name}: the worker died with exit code {exit_code(code)}{when}")
 

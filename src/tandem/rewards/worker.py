@@ -4,16 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.rewards.outcome import read_outcome
+from tandem.rewards.outcome import read_outcome, words_of
 from tandem.workers.child import Answering, failure_message, load_function, serve
 
 
-def judge(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def judge(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """One call as a message: the outcome, or the named failure."""
     try:
-        outcome = read_outcome(function(**arguments), name)
+        outcome = read_outcome(function(**arguments))
     except RewardFailure as failure:
-        return failure_message(failure.reason, failure, str(failure).removeprefix(f"{failure.reason}: "))
+        return failure_message(failure.reason, failure, words_of(failure, function))
     except BaseException as error:  # the reward boundary: sys.exit() in a reward is a failure of the reward
         return failure_message("reward_raised", error)
     return {
@@ -25,11 +25,11 @@ def judge(function: Callable[..., Any], name: str, arguments: dict[str, Any]) ->
     }
 
 
-def main(requests: int, answers: int, spec: str, name: str) -> None:
+def main(requests: int, answers: int, spec: str) -> None:
     """Serves until the run closes its end of the pipe."""
 
     def load() -> Answering:
         function = load_function(spec)
-        return lambda arguments: judge(function, name, arguments)
+        return lambda arguments: judge(function, arguments)
 
     serve(requests, answers, load, reason="reward_raised", tidy=True)

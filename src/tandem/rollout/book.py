@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure
 from tandem.api.samples import Dropped, Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.data import EPOCH, INDEX
@@ -146,6 +146,7 @@ class EpisodeBook:
         if isinstance(outcome, DataFailure):
             self._failed(episode, outcome)
             return
+        self._budget.beginning.well()
         failed, n = len(outcome.failures), len(outcome.failures) + len(outcome.samples)
         if 2 * failed > n:  # it may be trained on (rollout.min_group_size), and yet the judge or the data is at fault
             self._budget.remember(episode.prompt, f"{failed} of {n} samples failed: {dict(Counter(outcome.failures))}")
@@ -169,11 +170,11 @@ class EpisodeBook:
             self._leave(episode, None)
             return
         if failure.reason not in self.ledger.dropped:
-            logger.warning("an episode was dropped (%s)", message, exc_info=failure)
+            logger.warning("an episode was dropped (%s)", message)
+            logger.info("cause", exc_info=failure)  # to log.txt
         self._leave(episode, failure.reason, str(failure))
         self.ledger.failed_samples.update(failure.failed_samples)
-        kind = "infrastructure" if isinstance(failure, InfrastructureFailure) else "data"
-        self.broken = self.broken or self._budget.spend(kind)
+        self.broken = self.broken or self._budget.lose(failure)
 
     def _settle(self, episode: Episode) -> None:
         """The group enters a batch or is dropped; from now on it counts."""

@@ -3,17 +3,23 @@
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tandem.api.failures import DataFailure, EpisodeFailure, TandemError
+from tandem.api.failures import BROKEN, DataFailure, EpisodeFailure, InfrastructureFailure, TandemError
 from tandem.rollout.ledger import PromptId
 
 logger = logging.getLogger("tandem.rollout")
 
 NUM_REMEMBERED = 5
 """Failed episodes that an error message can name."""
+
+
+EARLY_GROUPS = 3
+"""A run whose first groups all fail by the user's code ends with this one."""
+
+REMEDY = "Mend it and start again; `tandem check-reward REWARD DATA` tries a reward alone, and log.txt has the whole trace"
 
 
 class NoBatch(TandemError, RuntimeError):
@@ -34,7 +40,7 @@ def too_few(failures: Sequence[EpisodeFailure], n: int, least: int) -> DataFailu
         f"{len(failures)} of {n} samples failed, and a group needs {least} (rollout.min_group_size); the first of these: "
         f"{first}",
     )
-    failure.__cause__ = first
+    failure.__cause__, failure.words, failure.num_left = first, first.words, n - len(failures)
     return failure
 
 
@@ -48,8 +54,27 @@ def counted(reasons: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
+class Beginning:
+    """Ends early what fails every time: the first ``most`` (``what``) of this process all failed, and by `BROKEN` reasons.
+    Other failures count neither way; the first that comes through ends the watch."""
+
+    def __init__(self, most: int, what: str):
+        self._left, self._what = most, f"the first {most} {what}"
+
+    def well(self) -> None:
+        """One came through."""
+        self._left = 0
+
+    def lose(self, reasons: Iterable[str], words: str) -> NoBatch | None:
+        """One failed as a whole, for these reasons. Returns the error if it is the last that may."""
+        if not self._left or not BROKEN.issuperset(reasons):
+            return None
+        self._left -= 1
+        return None if self._left else NoBatch(f"{self._what} all failed, so the next would too: {words}. {REMEDY}")
+
+
 class FailureLog:
-    """Warns of each reason once, with the traceback of its first failure."""
+    """Warns of each reason once; the traceback of its first failure goes to log.txt."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
@@ -63,8 +88,8 @@ class FailureLog:
                     "a sample failed and is missing in its group (%s); samples/failed/%s counts the others",
                     failure,
                     failure.reason,
-                    exc_info=failure,
                 )
+                logger.info("cause", exc_info=failure)  # to log.txt
 
 
 class FailureBudget:
@@ -74,6 +99,7 @@ class FailureBudget:
     def __init__(self, max_in_a_row: int, batch_size: int, max_draws: int):
         self._max_in_a_row, self._batch_size, self._max_draws = max_in_a_row, batch_size, max_draws
         self._in_a_row = {"data": 0, "infrastructure": 0}
+        self.beginning = Beginning(EARLY_GROUPS, "groups")
         self.filtered: Counter[str] = Counter()  # since the last batch
         self._last: deque[tuple[str, str]] = deque(maxlen=NUM_REMEMBERED)  # which prompt, and why
 
@@ -91,6 +117,13 @@ class FailureBudget:
             f"{self._in_a_row[kind]} episodes in a row were dropped, or lost most of their samples, by {kind} failures "
             f"(rollout.max_data_failures); the last: {self._named()}"
         )
+
+    def lose(self, failure: EpisodeFailure) -> NoBatch | None:
+        """Counts a group that failed. Returns the error that ends the run if it is one too many."""
+        if failure.num_left:
+            self.beginning.well()
+        early = self.beginning.lose((failure.reason, *failure.failed_samples), f"{failure.reason}: {failure.words}")
+        return early or self.spend("infrastructure" if isinstance(failure, InfrastructureFailure) else "data")
 
     def restore(self, kind: str) -> None:
         """An episode went well: the row of failures of this kind ends."""

@@ -217,7 +217,7 @@ class Helper:
         told = self._team.portable(error)
         if isinstance(error, EpisodeFailure) and not isinstance(told, EpisodeFailure):
             kind = InfrastructureFailure if isinstance(error, InfrastructureFailure) else DataFailure
-            told = kind(error.reason, str(error).removeprefix(f"{error.reason}: "))
-            told.failed_samples = error.failed_samples
+            told = kind(error.reason, error.words)
+            told.failed_samples, told.num_left = error.failed_samples, error.num_left
         told.add_note(f"on rank {dist.get_rank()}:\n" + "".join(traceback.format_exception(error)))
         return told

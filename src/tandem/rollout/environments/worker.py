@@ -11,10 +11,10 @@ import math
 import os
 import threading
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from tandem.api.environment import InvalidAction, StepResult
+from tandem.api.numbers import as_float
 from tandem.workers.child import Answering, failure_message, load_function, serve
 
 MAX_CHARACTERS = 100_000
@@ -122,11 +122,12 @@ def _text(value: Any, where: str) -> str:
 
 
 def _number(value: Any, what: str) -> float:
-    if not isinstance(value, Real):
+    number = as_float(value)
+    if number is None:
         raise WrongType(f"{what} must be a number, got a {type(value).__name__}: {value!r:.80}")
-    if not math.isfinite(value):
-        raise FloatingPointError(f"{what} is {value}")
-    return float(value)
+    if not math.isfinite(number):
+        raise FloatingPointError(f"{what} is {number}")
+    return number
 
 
 def _flag(value: Any, what: str) -> bool:
