@@ -42,7 +42,7 @@ from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan, plan_scores
 from tandem.flow.process import KERNELS, kernels_here, uses_gpu
 from tandem.flow.residents import check_models, check_scores
-from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
+from tandem.flow.services import asks_for_reward, check_chats, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
@@ -145,6 +145,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
+    check_chats(asked, [row for one in questions for row in one.rows], tokenizer)
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)

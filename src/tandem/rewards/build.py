@@ -18,7 +18,7 @@ from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Options, Term, read_terms
 from tandem.rewards.combination import alone, is_open, told_raw
 from tandem.rewards.engine_judge import WritingReward
-from tandem.rewards.function import AsyncReward, OwnGroupReward, OwnReward, WorkerReward
+from tandem.rewards.function import AsyncReward, FunctionReward, OwnGroupReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import compared, is_async
 from tandem.rewards.pool import WorkerPool
 
@@ -305,9 +305,13 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
         inspect.signature(make)
     except (TypeError, ValueError):
         raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
-    if is_async(make):
-        return AsyncReward(make, name, timeout_s=timeout_s)
-    return WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)
+    reward: FunctionReward = (
+        AsyncReward(make, name, timeout_s=timeout_s)
+        if is_async(make)
+        else WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)
+    )
+    reward.tokenizer = services.given("tokenizer")
+    return reward
 
 
 def _named(term: Term, make: Any) -> Term:

@@ -10,7 +10,8 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 
-GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
+WHOLE = "completion_with_special_tokens"
+GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row", WHOLE)
 """Names that a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
 
 
