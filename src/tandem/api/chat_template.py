@@ -7,9 +7,9 @@ JSON text. What a template does is tried once with small conversations, and mess
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
@@ -33,9 +33,9 @@ TEMPLATE_ERRORS = (
 )
 """Errors of a template that cannot take its messages: it is a program of whoever made the model."""
 
-_TEXT_PARTS = (None, "text", "input_text", "output_text")
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _NO_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+
 PROBE = "probe_of_tandem"
 """A word that stands nowhere else."""
 
@@ -47,25 +47,22 @@ CALLS: dict[str, Any] = {
 }
 """Messages with which a template is tried."""
 
-_BEFORE: dict[str, list[dict[str, Any]]] = {"assistant": [ASKS], "tool": [ASKS, CALLS]}
-_AFTER: dict[str, list[dict[str, Any]]] = {"system": [ASKS]}
-
 
 class ChatTemplate:
     """What a tokenizer's template takes and writes, tried when it is first asked."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        self._tokenizer = tokenizer
-        self._takes: dict[tuple[str, bool], bool] = {}
+        self._tokenizer, self._wants_parts = tokenizer, dict[str, bool]()
 
-    def takes(self, role: str, *, parts: bool) -> bool:
-        """True if the content of such a message arrives as what it says, given as a text or as ``parts``."""
-        if (role, parts) not in self._takes:
-            content = [{"type": "text", "text": PROBE}] if parts else PROBE
-            messages = [*_BEFORE.get(role, ()), {"role": role, "content": content}, *_AFTER.get(role, ())]
-            text = self._tried([with_arguments(message, as_text=self.text_arguments) for message in messages])
-            self._takes[role, parts] = PROBE in text and not re.search("""['"]text['"]""", text)
-        return self._takes[role, parts]
+    def wants_parts(self, role: str) -> bool:
+        """True if the content of such a message is written where it is given as parts, and lost where it is a text."""
+        if role not in self._wants_parts:
+            parts = [{"type": "text", "text": PROBE}]
+            text, several = ({"role": role, "content": content} for content in (PROBE, parts))
+            before, after = [ASKS] * (role == "assistant"), [ASKS] * (role == "system")
+            tried = [PROBE in self._tried([*before, message, *after]) for message in (text, several)]
+            self._wants_parts[role] = tried == [False, True]
+        return self._wants_parts[role]
 
     @cached_property
     def text_arguments(self) -> bool:
@@ -78,7 +75,7 @@ class ChatTemplate:
     @cached_property
     def end(self) -> int | None:
         """The special token that it writes behind a reply, which ends the turn; None where it writes none, or other text."""
-        text = self._tried([ASKS, {"role": "assistant", "content": self.content("assistant", PROBE)}])
+        text = self._tried(self.shaped([ASKS, {"role": "assistant", "content": PROBE}]))
         special, tail = special_ids(self._tokenizer), text.rpartition(PROBE)[2]
         for token in self._tokenizer(tail, add_special_tokens=False)["input_ids"]:
             if token in special:
@@ -95,30 +92,18 @@ class ChatTemplate:
         found: set[str] = set().union(*(find_undeclared_variables(env.parse(_MARKS.sub("", text))) for text in texts))
         return found - env.globals.keys() - _NO_OPTIONS
 
-    def content(self, role: str, content: Any) -> Any:
-        """A message's content in the shape that it takes.
+    def shaped(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages in the shape that it takes.
 
         Raises:
-            DataFailure: ``template_refuses``: it is neither text nor made of text parts.
+            DataFailure: ``template_refuses``: a content that is no text; names the message.
         """
-        if content is None:
-            return None
-        if self.takes(role, parts=True) and (isinstance(content, list | tuple) or not self.takes(role, parts=False)):
-            parts = content if isinstance(content, list | tuple) else [content]
-            return [{"type": "text", "text": text_of(part)} for part in parts]
-        return text_of(content)
-
-    def shaped(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages in the shape that it takes. Raises `DataFailure` where there is none, naming the message."""
-        shaped = []
-        for number, message in enumerate(messages, 1):
-            try:
-                content = self.content(message.get("role", ""), message.get("content"))
-            except DataFailure as failure:
-                said = str(failure).removeprefix(f"{failure.reason}: ")
-                raise DataFailure(failure.reason, f"message {number} ({message.get('role')}) {said}") from None
-            own = {**message, "content": content} if "content" in message else dict(message)
-            shaped.append(with_arguments(own, as_text=self.text_arguments) if own.get("tool_calls") else own)
+        shaped = [with_arguments(message, as_text=self.text_arguments) for message in messages]
+        for number, message in enumerate(shaped, 1):
+            role = message.get("role", "")
+            if message.get("content") is not None:
+                text = text_of(message["content"], f"message {number} ({role})")
+                message["content"] = [{"type": "text", "text": text}] if self.wants_parts(role) else text
         return shaped
 
     def _tried(self, messages: Messages) -> str:
@@ -129,44 +114,28 @@ class ChatTemplate:
             return ""
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[Any, ChatTemplate]] = WeakKeyDictionary()
-
-
 def template_of(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
     """What is known of the template that a tokenizer has now."""
-    text, known = _KNOWN.get(tokenizer, (None, None))
-    if known is None or text != tokenizer.chat_template:
-        known = ChatTemplate(tokenizer)
-        _KNOWN[tokenizer] = (tokenizer.chat_template, known)
-    return known
+    return _template_of(tokenizer, str(tokenizer.chat_template))
 
 
-def render(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Messages,
-    *,
-    add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    **options: Any,
-) -> str:
-    """The messages as the text that the model reads, special tokens included. ``options``: `chat_template_kwargs`.
+@lru_cache(maxsize=16)
+def _template_of(tokenizer: "PreTrainedTokenizerBase", text: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
+
+
+def render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> str:
+    """The messages as the text that the model reads, special tokens included. ``options``: ``tools``,
+    ``add_generation_prompt`` and `chat_template_kwargs`. Raises as `apply_template`."""
+    return str(apply_template(tokenizer, messages, tokenize=False, **options))
+
+
+def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
+    """What ``tokenizer.apply_chat_template`` gives for messages in the shape that the template takes.
 
     Raises:
         DataFailure: ``template_refuses``: the template does not take them; says what it said.
     """
-    given = options | ({} if tools is None else {"tools": [dict(tool) for tool in tools]})
-    return str(_apply(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given))
-
-
-def render_marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> tuple[list[int], list[bool]]:
-    """Tokens ``[S]`` of a whole conversation, and which of them the template marks as the assistant's ``[S]``. Raises as
-    `render`."""
-    asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    found = _apply(tokenizer, messages, **asked, **options)
-    return list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
-
-
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
     shaped = template_of(tokenizer).shaped(messages)
     try:
         return tokenizer.apply_chat_template(shaped, **options)
@@ -180,37 +149,36 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> Collection[int]:
     return {*tokenizer.all_special_ids, *(token for token, told in added if told.special)}
 
 
-def text_of(content: Any) -> str:
-    """A message's content as one text: a text, a part with text, or several of them joined; None is no text.
+def text_of(content: Any, where: str = "a message") -> str:
+    """A message's content as one text: a text, a part with text, or several of them joined; None is no text. ``where``: the
+    message, for errors.
 
     Raises:
         DataFailure: ``template_refuses``: something else, an image for example.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, Mapping) and content.get("type") in _TEXT_PARTS and isinstance(content.get("text"), str):
-        return str(content["text"])
     if isinstance(content, list | tuple):
-        return "".join(map(text_of, content))
-    what = f"a part of type {content['type']!r}" if isinstance(content, Mapping) and "type" in content else repr(content)
-    raise DataFailure("template_refuses", f"has {what:.80}, and this model reads text alone: leave it out")
+        return "".join(text_of(part, where) for part in content)
+    kind = content.get("type") if isinstance(content, Mapping) else type(content).__name__
+    if kind in (None, "text", "input_text", "output_text") and isinstance(content.get("text"), str):
+        return str(content["text"])
+    raise DataFailure("template_refuses", f"{where} has a part of type {kind!r}, and this model reads text alone")
 
 
 def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
     """A message whose calls have their arguments as JSON text, or as objects; text that is no JSON stays as it is."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_call(call, as_text) for call in calls]} if calls else dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _spelled(call["function"].get("arguments", {}), as_text)}}
+        if "function" in call
+        else call
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
-def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(call["function"], as_text)}
-    arguments = call.get("arguments")
-    if as_text and arguments is not None and not isinstance(arguments, str):
-        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    if not as_text and isinstance(arguments, str):
-        try:
-            return {**call, "arguments": json.loads(arguments)}
-        except (ValueError, RecursionError):
-            pass
-    return dict(call)
+def _spelled(arguments: Any, as_text: bool) -> Any:
+    with suppress(ValueError, RecursionError):
+        if as_text != isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
+    return arguments

@@ -84,7 +84,8 @@ class LocalPartner(ChatPartner):
         folder = resolve(arguments.model)
         self._tokenizer = load_tokenizer(folder)
         check_chat_template(self._tokenizer)
-        check_system_prompt(self._tokenizer, [[ASKS]], arguments.system, {}, key="--system")
+        if arguments.system is not None:
+            check_system_prompt(self._tokenizer, [[ASKS]], arguments.system, "--system")
         device = device_of(arguments)
         threads = arguments.threads or usable_cores()
         version = WeightVersion(0)

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import render
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.cli.sampling import add_device_arguments, add_sampling_arguments, device_of, require, sampling_of
 from tandem.config.cores import usable_cores
@@ -68,13 +67,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | Non
     else:
         check_chat_template(tokenizer)
         messages = [{"role": "user", "content": prompt}]
-        check_system_prompt(tokenizer, [messages], system, {}, key="--system")
-        messages = [*([{"role": "system", "content": system}] if system is not None else []), *messages]
-        try:
-            text = render(tokenizer, messages, add_generation_prompt=True)
-        except DataFailure as error:
-            raise ConfigError(f"the chat template refuses the prompt: {error.__cause__ or error}") from error
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if system is not None:
+            check_system_prompt(tokenizer, [messages], system, "--system")
+            messages.insert(0, {"role": "system", "content": system})
+        ids = tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError("the prompt has no tokens; give it some text")
     return tuple(ids)

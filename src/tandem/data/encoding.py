@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import Messages, render, render_marked, special_ids, template_of, text_of
+from tandem.api.chat_template import Messages, apply_template, render, special_ids, template_of, text_of
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 
@@ -174,10 +174,12 @@ class ChatEncoder:
         encoded.mask.extend([False] * len(ids))
 
     def _by_marks(self, messages: Messages) -> Encoded:
-        encoded = Encoded(*render_marked(self.tokenizer, messages, **self._kwargs))
-        if not any(encoded.mask):
+        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True} | self._kwargs
+        found = apply_template(self.tokenizer, messages, **asked)
+        mask = [bool(value) for value in found["assistant_masks"]]
+        if not any(mask):
             raise DataFailure("no_answer", "the chat template marks nothing of this conversation as the assistant's")
-        return encoded
+        return Encoded(list(found["input_ids"]), mask)
 
     def _check_length(self, encoded: Encoded) -> None:
         if len(encoded.ids) <= self.max_length:

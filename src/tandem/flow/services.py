@@ -21,11 +21,10 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sum_of, sums_of
-from tandem.config.services import GIVEN, NAMED, SERVICES
+from tandem.config.services import GIVEN, NAMED
 from tandem.config.terms import read_terms
 from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan
-from tandem.models.template_options import check_options, check_system_prompt
 from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
@@ -116,19 +115,6 @@ def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Se
     services = Services(named, tokenizer=tokenizer, engine=RunEngine(), recorder=recorder, **_settings(config))
     services.keep(recorder)
     return services
-
-
-def check_chats(config: TrainConfig, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Passes if the options for the chat template have an effect on these rows. A workflow of the user's makes prompts as it
-    likes, so of its options only the names are checked.
-
-    Raises:
-        ConfigError: see `check_options` and `check_system_prompt`.
-    """
-    chats = [row["messages"] for row in rows] if workflow_of(config).name in SERVICES["workflow"] else []
-    options = config.chat_template_kwargs
-    check_options(tokenizer, chats, options)
-    check_system_prompt(tokenizer, chats, config.system_prompt if chats else None, options)
 
 
 def refuse_unused(config: TrainConfig, services: Services) -> None:

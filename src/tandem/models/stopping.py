@@ -8,7 +8,7 @@ from typing import Any
 from tandem.api.chat_template import template_of
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import read_generation_config
-from tandem.models.tokenizer import TOKENIZER_FILES, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 
 
 def stop_ids(folder: Path, hf_config: Any) -> list[int]:
@@ -35,18 +35,17 @@ def set_stop_ids(model: Any, folder: Path) -> None:
 def template_ends(folder: Path) -> Sequence[int]:
     """The special token that ends a reply in the chat template of the tokenizer in ``folder``, ``eos_token`` where it writes
     none; nothing without a template."""
-    stats = [(name, (folder / name).stat()) for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return _template_ends(folder, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
+    return _template_ends(folder, max((file.stat().st_mtime_ns for file in folder.glob("*.j*")), default=0))
 
 
 @lru_cache(maxsize=64)
-def _template_ends(folder: Path, files: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-    """``files``: names, times and sizes of the tokenizer's; others are another tokenizer."""
+def _template_ends(folder: Path, newest: int) -> Sequence[int]:
+    """``newest``: when its files were written; those written later may be of another tokenizer."""
     try:
         tokenizer = load_tokenizer(folder)
     except ConfigError:  # a model without one works with tokens; whoever needs text says so
         return ()
-    end = template_of(tokenizer).end if tokenizer.chat_template else None
+    end = template_of(tokenizer).end
     end = tokenizer.eos_token_id if end is None and tokenizer.chat_template else end
     return () if end is None else (end,)
 

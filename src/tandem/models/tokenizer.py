@@ -11,8 +11,6 @@ from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refuse_absurd
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-TOKENIZER_FILES = (*_FILES, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
-"""Files that make a tokenizer what it is."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import ASKS, CALLS, PROBE, render, text_of, with_arguments
+from tandem.api.chat_template import ASKS, CALLS, PROBE, render, special_ids, text_of, with_arguments
 from tandem.api.failures import DataFailure
 from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError
@@ -64,8 +64,7 @@ class CallReader:
 
         self._opening, self._closing = re.compile(self.family.opening), re.compile(self.family.closing)
         self._noise = re.compile(self.family.noise) if self.family.noise else None
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._special = sorted(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))), key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, self._special)))
 
     def render(

@@ -1,12 +1,10 @@
 """Supervised fine-tuning: `tandem sft`. Conversations, packed, trained on the assistant's tokens only."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import template_of
 from tandem.config.experiment import BaseConfig, SFTConfig
 from tandem.config.load import Resolved
 from tandem.data.encoding import ChatEncoder, sequence
@@ -16,8 +14,6 @@ from tandem.models.tokenizer import check_chat_template
 from tandem.roles.language_model import LanguageModel
 from tandem.trainers.supervised import Recipe, Sequences, train_on_rows
 
-log = logging.getLogger(__name__)
-
 
 def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig, *, adds_end: bool = True) -> ChatEncoder:
     """The encoder of a run. ``adds_end``: see `ChatEncoder`; where the model is to write and not to score.
@@ -26,11 +22,6 @@ def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig, *, adds
         ConfigError: the tokenizer has no chat template, or it has no end and can be given none.
     """
     check_chat_template(tokenizer)
-    if adds_end and template_of(tokenizer).end is None:
-        said = (
-            "the chat template puts no special token behind a reply: %s is put there, and learnt, so that the model can stop"
-        )
-        log.info(said, tokenizer.eos_token)
     return ChatEncoder(
         tokenizer,
         max_length=config.max_length,  # type: ignore[attr-defined]

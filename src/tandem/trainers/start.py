@@ -23,11 +23,11 @@ from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import check_models, check_scores
-from tandem.flow.services import EpisodeParts, asks_for_reward, check_chats, check_names, check_rows, make_parts
+from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
-from tandem.models.template_options import warn_of_no_end
+from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
@@ -142,17 +142,17 @@ def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
 def check_prompts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Passes if the options for the chat template have an effect, and one of the first prompts leaves room for a token in the
-    engine's context. A workflow of the user's makes prompts as it likes, so of the options only their names are checked.
+    """Passes if the options for the chat template have an effect, and one of the first prompts leaves room for a token in
+    the engine's context. A workflow of the user's makes prompts as it likes: of the options only the names are checked.
 
     Raises:
         ConfigError: none does, and says how long the first one is; an option without effect; a prompt that is refused.
     """
-    check_chats(config, rows, tokenizer)
-    warn_of_no_end(tokenizer)
+    rows = rows if workflow_of(config).name in SERVICES["workflow"] else ()
+    check_template_options(config, rows, tokenizer)
     room = config.rollout.engine.max_model_len or Architecture.from_config(read_hf_config(folder)).max_position_embeddings
     lengths = []
-    for number, row in enumerate(rows[:LOOKED_AT] if workflow_of(config).name in SERVICES["workflow"] else (), 1):
+    for number, row in enumerate(rows[:LOOKED_AT], 1):
         try:
             chat = Chat(
                 tokenizer,

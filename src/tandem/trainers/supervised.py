@@ -35,7 +35,7 @@ from tandem.flow.session import make_residency
 from tandem.flow.training import TrainingSession
 from tandem.lifecycle.summary import Summary
 from tandem.models.catalog import describing
-from tandem.models.template_options import check_options, check_system_prompt
+from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.reference import Reference
 from tandem.tracking.statistics import PhaseTimer
@@ -264,20 +264,13 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     tokenizer = load_tokenizer(describing(config.actor.path))
     check_chat_template(tokenizer)
     check_models(plan, device)
-    options = config.chat_template_kwargs
-    check_options(tokenizer, _chats(rows), options)
-    check_system_prompt(tokenizer, _chats(rows), config.system_prompt, options)
+    check_template_options(config, rows.train.rows, tokenizer)
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)
     batches.next_batch()
     if is_evaluation_due(config.evaluate.every_steps, 0, steps):
         validation_batches(batches).all_of(rows.valid)
     yield rows, tokenizer
-
-
-def _chats(rows: Rows) -> Iterator[list[dict[str, Any]]]:
-    """Each row as a conversation, with the reply to learn from."""
-    return ([*row["messages"], *(row.get("chosen") or row.get("completion") or ())] for row in rows.train.rows)
 
 
 def validation_batches(batches: BatchMaker) -> BatchMaker:
