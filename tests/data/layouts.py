@@ -112,11 +112,7 @@ LAYOUTS = {
     ),
     "SVAMP": Layout(
         normalise,
-        {
-            "ID": "chal-{n}",
-            "Body": "Ann has {n} nuts",
-            "Question": "How many with one more?",
-            "Answer": 3.0},
+        {"ID": "chal-{n}", "Body": "Ann has {n} nuts", "Question": "How many with one more?", "Answer": 3.0},
         [user("Ann has {n} nuts. How many with one more?")],
         ["3"],
         "reads: Body (the prompt), Question (the prompt), Answer (the answer); not read: ID",

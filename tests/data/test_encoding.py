@@ -168,7 +168,7 @@ def test_steps_end_at_their_own_last_token():
         (says("2" * 600, "4"), CHATML, "prompt_too_long"),
         (says("2 + 2?", "4"), UPSIDE_DOWN, "template_rewrites"),
         (says("2 + 2?", "4", system="Sing."), STRICT, "template_refuses"),
-        ([{"role": "user", "content": [{"type": "text", "text": "2"}]}, says("", "4")[1]], CHATML, "template_refuses"),
+        ([{"role": "user", "content": [{"type": "image"}]}, says("", "4")[1]], CHATML, "template_refuses"),
     ],
 )
 def test_what_cannot_be_learnt_says_why(messages, template, reason):

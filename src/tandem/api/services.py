@@ -286,6 +286,10 @@ class Services:
         asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
         return tuple(dict.fromkeys(asked)), read
 
+    def given(self, name: str) -> Any:
+        """The object that is there under this name; None if there is none."""
+        return self._given.get(name)
+
     def get(self, name: str) -> Any:
         """Gives what belongs to an argument's name. A service that the configuration names is made at the first call: an
         ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`), after

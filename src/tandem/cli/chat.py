@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tandem.api.chat_template import ASKS
 from tandem.api.failures import ServerFailed
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
@@ -31,6 +32,7 @@ from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.serve.text import TextStream
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
+from tandem.models.template_options import check_system_prompt
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.protocol.client import HttpClient, stream_events
 from tandem.rollout.chat import Chat
@@ -82,6 +84,8 @@ class LocalPartner(ChatPartner):
         folder = resolve(arguments.model)
         self._tokenizer = load_tokenizer(folder)
         check_chat_template(self._tokenizer)
+        if arguments.system is not None:
+            check_system_prompt(self._tokenizer, [[ASKS]], arguments.system, "--system")
         device = device_of(arguments)
         threads = arguments.threads or usable_cores()
         version = WeightVersion(0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import render
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.cli.sampling import add_device_arguments, add_sampling_arguments, device_of, require, sampling_of
@@ -26,6 +27,7 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
+from tandem.models.template_options import check_system_prompt
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 
 
@@ -64,9 +66,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | Non
         ids = tokenizer(prompt)["input_ids"]
     else:
         check_chat_template(tokenizer)
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": prompt})
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            check_system_prompt(tokenizer, [messages], system, "--system")
+            messages.insert(0, {"role": "system", "content": system})
+        ids = tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError("the prompt has no tokens; give it some text")
     return tuple(ids)

@@ -10,26 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import Messages, apply_template, render, special_ids, template_of, text_of
 from tandem.api.failures import DataFailure
+from tandem.config.errors import ConfigError
 
 _MARKS = re.compile(r"\{%-?\s*generation\b")
-Messages = Sequence[Mapping[str, Any]]
-
-
-TEMPLATE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TemplateError,
-    TypeError,
-    ValueError,
-)
-"""Errors of a template that cannot take its messages: it is a program of whoever made the model."""
 
 
 class Encoded(NamedTuple):
@@ -49,11 +36,28 @@ class ChatEncoder:
         max_length: int,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adds_end: bool = False,
     ):
-        """``system_prompt``: put before conversations that have none. ``max_length``: longer sequences are refused."""
+        """``system_prompt``: put before conversations that have none. ``max_length``: longer sequences are refused.
+        ``adds_end``: where the template puts no special token behind a reply, the tokenizer's ``eos_token`` is put there
+        and learnt.
+
+        Raises:
+            ConfigError: it is to be added, and the tokenizer has none.
+        """
         self.tokenizer, self.max_length, self.system_prompt = tokenizer, max_length, system_prompt
         self._kwargs = dict(chat_template_kwargs or {})
-        self._marked = bool(_MARKS.search(str(tokenizer.chat_template)))
+        self._added: list[int] = []
+        """What is put behind each reply."""
+
+        if adds_end and template_of(tokenizer).end is None:
+            if tokenizer.eos_token_id is None:
+                raise ConfigError(
+                    "the chat template puts no special token behind a reply, and the tokenizer has no eos_token, so the "
+                    "model could not learn to stop; set eos_token in tokenizer_config.json, or mend the chat template"
+                )
+            self._added = [int(tokenizer.eos_token_id)]
+        self._marked = bool(_MARKS.search(str(tokenizer.chat_template))) and not self._added
 
     def conversation(self, messages: Messages, train_from: int = 0) -> list[Encoded]:
         """Every reply of the assistant from message ``train_from`` on is learnt, up to and with its end-of-turn token.
@@ -139,28 +143,30 @@ class ChatEncoder:
                 found.append(Encoded([], []))
                 text = rest = ""
             self._add_context(found[-1], rest + before[len(text) :])
-            reply = self.encode(after[len(before) :])
-            size, rest = self._ended(reply, after)
-            found[-1].ids.extend(reply[:size])
-            found[-1].mask.extend([True] * size)
+            reply, rest = self._reply(after[len(before) :])
+            found[-1].ids.extend(reply)
+            found[-1].mask.extend([True] * len(reply))
             text = after
         self._add_context(found[-1], rest)
         return found
 
     def _turn(self, messages: Messages, index: int) -> tuple[str, str]:
         """The conversation before the reply at ``index``, ready for it, and with it."""
-        before = self._render(messages[:index], add_generation_prompt=True) if index else ""
-        after = self._render(messages[: index + 1], add_generation_prompt=False)
+        before = render(self.tokenizer, messages[:index], add_generation_prompt=True, **self._kwargs) if index else ""
+        after = render(self.tokenizer, messages[: index + 1], **self._kwargs)
         if not after.startswith(before):
             raise DataFailure("template_rewrites", "the chat template does not put the reply behind its prompt")
         return before, after
 
-    def _ended(self, reply: list[int], text: str) -> tuple[int, str]:
-        """Number of the reply's tokens that the model makes, and the white space behind them that the template adds."""
-        special = set(self.tokenizer.all_special_ids)
+    def _reply(self, text: str) -> tuple[list[int], str]:
+        """The tokens of a reply that the model makes, and the white space behind them that the template adds."""
+        if self._added:
+            said = text.rstrip()
+            return [*self.encode(said), *self._added], text[len(said) :]
+        reply, special = self.encode(text), special_ids(self.tokenizer)
         size = next((i + 1 for i in range(len(reply) - 1, -1, -1) if reply[i] in special), len(reply))
         tail = str(self.tokenizer.decode(reply[size:], skip_special_tokens=False)) if size < len(reply) else ""
-        return (size, tail) if not tail.strip() and text.endswith(tail) else (len(reply), "")
+        return (reply[:size], tail) if not tail.strip() and text.endswith(tail) else (reply, "")
 
     def _add_context(self, encoded: Encoded, text: str) -> None:
         ids = self.encode(text)
@@ -168,16 +174,8 @@ class ChatEncoder:
         encoded.mask.extend([False] * len(ids))
 
     def _by_marks(self, messages: Messages) -> Encoded:
-        try:
-            found = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **self._kwargs,
-            )
-        except TEMPLATE_ERRORS as error:
-            raise DataFailure("template_refuses", str(error)) from error
+        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True} | self._kwargs
+        found = apply_template(self.tokenizer, messages, **asked)
         mask = [bool(value) for value in found["assistant_masks"]]
         if not any(mask):
             raise DataFailure("no_answer", "the chat template marks nothing of this conversation as the assistant's")
@@ -191,22 +189,9 @@ class ChatEncoder:
             raise DataFailure("prompt_too_long", f"the prompt has {prompt} tokens, max_length={self.max_length}")
         raise DataFailure("too_long", f"{len(encoded.ids)} tokens, max_length={self.max_length}")
 
-    def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._kwargs,
-            )
-        except TEMPLATE_ERRORS as error:  # roles that do not alternate, contents in parts that it joins as text …
-            raise DataFailure("template_refuses", str(error)) from error
-        return str(rendered)
-
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
-    content = message.get("content")
-    return not message.get("tool_calls") and not (content.strip() if isinstance(content, str) else content)
+    return not message.get("tool_calls") and not text_of(message.get("content")).strip()
 
 
 def sequence(encoded: Encoded, **fields: Any) -> dict[str, Any]:

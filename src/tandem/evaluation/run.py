@@ -19,14 +19,14 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import is_file_spec
 from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import partner_of
+from tandem.config.arithmetic import partner_of, workflow_of
 from tandem.config.cores import usable_cores
 from tandem.config.engine_memory import CACHE_GIB
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
-from tandem.config.services import NAMED
+from tandem.config.services import NAMED, SERVICES
 from tandem.config.terms import read_term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
@@ -46,6 +46,7 @@ from tandem.flow.services import asks_for_reward, check_names, make_workflow, op
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
+from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
@@ -146,6 +147,8 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
+    rows = [row for one in questions for row in one.rows] if workflow_of(asked).name in SERVICES["workflow"] else []
+    check_template_options(config, rows, tokenizer)
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)

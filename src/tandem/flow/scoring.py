@@ -10,13 +10,14 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import num_sequences, pack
+from tandem.api.chat_template import render, text_of
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure, UserCodeFailed
 from tandem.api.plugins import interrupted_after, run_user_code
 from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
 from tandem.config.errors import ConfigError
-from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
+from tandem.data.encoding import ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
 from tandem.flow.steps import last_tokens, step_spans
@@ -52,7 +53,7 @@ class ModelReader:
     ) -> dict[str, Any]:
         """Implements `ScoreReader.steps`. A reply without words is one step, which ends with the last token."""
         *prompt, reply = _messages(sample, row)
-        text = str(reply.get("content") or "")
+        text = text_of(reply.get("content"))
         spans = step_spans(text, separator)
         if spans:
             steps = [text[start:end] for start, end in spans]
@@ -70,15 +71,15 @@ class ModelReader:
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The fields of `conversation` for these messages, of which the last is the reply."""
-        if not str(messages[-1].get("content") or "").strip():
+        if not text_of(messages[-1].get("content")).strip():
             return self._silence(messages)
         return _fields(self._chat.completion(list(messages[:-1]), list(messages[-1:])))
 
     def _silence(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A conversation that ends with an empty reply. It is judged too, or silence would cost the policy nothing."""
         try:
-            rendered = str(self.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
-        except TEMPLATE_ERRORS as error:
+            rendered = render(self.tokenizer, messages)
+        except DataFailure as error:
             raise DataFailure("template_refuses", f"the chat template refuses an empty reply: {error}") from error
         return self.text(rendered)
 

@@ -13,9 +13,10 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
-from tandem.models.foreign import UNREADABLE, error_words, read_generation_config, read_weights
+from tandem.models.foreign import UNREADABLE, error_words, read_weights
 from tandem.models.layout import TokenLayout
 from tandem.models.packed import PackedCausalLM, PackedModel
+from tandem.models.stopping import as_list, stop_ids
 
 HEAD = "score.weight"
 """Name of the head's only tensor, ``[1, H]``: it has no bias."""
@@ -198,8 +199,7 @@ def padding_token(folder: Path, config: PretrainedConfig) -> int:
     Raises:
         ConfigError: all of them end texts, or there are none.
     """
-    generation = read_generation_config(folder)  # a classifier's folder has none
-    ends = _as_set(config.eos_token_id) | (set() if generation is None else _as_set(generation.eos_token_id))
+    ends = {*as_list(config.eos_token_id), *stop_ids(folder, config)}
     for token in (config.pad_token_id, config.bos_token_id, *_special_tokens(folder)):
         if token is not None and token not in ends and token < config.vocab_size:
             return token
@@ -222,9 +222,3 @@ def _special_tokens(folder: Path) -> list[int]:
         return [int(token["id"]) for token in first]
     except UNREADABLE as error:
         raise ConfigError(f"{file} cannot be read: {error_words(error)}") from error
-
-
-def _as_set(tokens: int | list[int] | None) -> set[int]:
-    if tokens is None:
-        return set()
-    return set(tokens) if isinstance(tokens, list) else {tokens}

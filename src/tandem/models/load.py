@@ -18,6 +18,7 @@ from tandem.models.heads import (
     refuse_missing,
 )
 from tandem.models.packed import PackedCausalLM
+from tandem.models.stopping import set_stop_ids
 
 
 def load_causal_lm(
@@ -45,6 +46,7 @@ def load_causal_lm(
     refuse_classifier(folder, config)
     model, missing = read_weights(AutoModelForCausalLM, folder, config, dtype)
     refuse_missing(folder, missing)
+    set_stop_ids(model, folder)
     model.to(device)
     kind = PackedActorCritic if value_head else PackedCausalLM
     packed = kind(model, chunk_tokens=chunk_tokens)

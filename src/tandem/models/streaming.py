@@ -30,6 +30,7 @@ from tandem.models.heads import (
 )
 from tandem.models.load import read_config
 from tandem.models.packed import PackedCausalLM, PackedModel
+from tandem.models.stopping import set_stop_ids
 from tandem.models.tensor_parallel import Pieces
 
 PREFIX = "model."
@@ -102,6 +103,7 @@ def open_unfilled(
         refuse_classifier(folder, config)
         model = _empty(AutoModelForCausalLM, config, folder)
         model.generation_config = read_generation_config(folder) or model.generation_config
+        set_stop_ids(model, folder)
         packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = {name: tuple(files[name].get_shape()) for name in shapes if name in files}

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import pack
+from tandem.api.chat_template import render
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.api.team import Team
@@ -72,7 +73,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[int, ...]:
     if not tokenizer.chat_template:
         return tuple(tokenizer.encode(text))
     messages = [{"role": "user", "content": text}]
-    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    return tuple(tokenizer.encode(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False))
 
 
 async def ask(engine: InferenceEngine, prompts: Sequence[tuple[int, ...]], gconfig: GenerationConfig) -> list[LLMResponse]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import ASKS, CALLS, PROBE, render, special_ids, text_of, with_arguments
+from tandem.api.failures import DataFailure
 from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
@@ -52,19 +53,18 @@ class CallReader:
             raise ConfigError(f"no family of tool calls is called {family!r}; {nearest_names(family, FAMILIES)}")
         self.tokenizer = tokenizer
         known = FAMILIES[family] if family is not None else family_of(_template_of(tokenizer))
-        self.writes_calls = known is not None and _writes(tokenizer, known, _PROBE_CALL)
+        self.writes_calls = known is not None and _writes(tokenizer, [ASKS, CALLS])
         """The template writes calls and results itself."""
 
         if not self.writes_calls and family not in (None, "hermes"):
             raise ConfigError(f"the chat template of this model writes no tool calls, so not {family!r}; use 'hermes'")
         self.family: Family = known if known is not None and self.writes_calls else FAMILIES["hermes"]
-        self.writes_tools = self.writes_calls and _writes(tokenizer, self.family)
+        self.writes_tools = self.writes_calls and _writes_tools(tokenizer)
         """The template writes the tools' schemas itself."""
 
         self._opening, self._closing = re.compile(self.family.opening), re.compile(self.family.closing)
         self._noise = re.compile(self.family.noise) if self.family.noise else None
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._special = sorted(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))), key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, self._special)))
 
     def render(
@@ -75,20 +75,18 @@ class CallReader:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The chat as the model reads it."""
+        """The chat as the model reads it. Raises `DataFailure` where the template refuses it."""
         options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         if tools and self.writes_tools:
             options["tools"] = [dict(tool) for tool in tools]
-        return str(self.tokenizer.apply_chat_template(self._spelled(messages, tools), tokenize=False, **options))
+        return render(self.tokenizer, self._spelled(messages, tools), **options)
 
     def _spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as the template takes them: what it cannot write itself is text in them."""
         if not self.writes_calls:
             return plain_chat(messages, tools)
         written = [dict(message) for message in messages]
-        if tools and not self.writes_tools:
-            written = _with_system_block(written, tools, self.family)
-        return [_with_text_arguments(message) for message in written] if self.family.text_arguments else written
+        return _with_system_block(written, tools, self.family) if tools and not self.writes_tools else written
 
     def read(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
@@ -234,23 +232,16 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return template or ""
 
 
-_PROBE = "probe_of_tandem"
-_PROBE_CALL = {"id": "000000000", "type": "function", "function": {"name": _PROBE, "arguments": {_PROBE: _PROBE}}}
+def _writes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tries whether the template writes the tools: many mention what they omit."""
+    function = {"name": PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
+    return _writes(tokenizer, [ASKS], tools=[{"type": "function", "function": function}])
 
 
-def _writes(tokenizer: PreTrainedTokenizerBase, family: Family, call: Mapping[str, Any] | None = None) -> bool:
-    """Tries whether the template writes the tools, or the call in an assistant's message: many mention what they omit."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
-    options: dict[str, Any] = {"tokenize": False}
-    if call is not None:
-        reply = {"role": "assistant", "content": "", "tool_calls": [dict(call)]}
-        messages.append(_with_text_arguments(reply) if family.text_arguments else reply)
-    else:
-        function = {"name": _PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
-        options["tools"] = [{"type": "function", "function": function}]
+def _writes(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> bool:
     try:
-        return _PROBE in str(tokenizer.apply_chat_template(messages, **options))
-    except (TemplateError, TypeError, KeyError, ValueError):
+        return PROBE in render(tokenizer, messages, **options)
+    except DataFailure:
         return False
 
 
@@ -261,20 +252,9 @@ def _with_system_block(
         example=family.example, tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     )
     if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{block}"}
+        first = {**messages[0], "content": f"{text_of(messages[0]['content'])}\n\n{block}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": block}, *messages]
-
-
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function, arguments = call["function"], call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls}
 
 
 def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -282,7 +262,7 @@ def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":
-            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
+            results.append(f"<tool_response>\n{text_of(message['content'])}\n</tool_response>")
             continue
         if results:
             yield {"role": "user", "content": "\n".join(results)}
@@ -296,8 +276,8 @@ def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _content_with_calls(message: Mapping[str, Any]) -> str:
-    parts = [message["content"]] if message.get("content") else []
-    for call in message["tool_calls"]:
+    parts = [text_of(message["content"])] if message.get("content") else []
+    for call in with_arguments(message, as_text=False)["tool_calls"]:
         body = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         parts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
     return "\n".join(parts)

@@ -215,9 +215,6 @@ class Family:
     bare_values: bool = False
     """Values of arguments are text as it stands, to be read by the schema."""
 
-    text_arguments: bool = False
-    """Its template wants the arguments of a call as JSON text, and not as a mapping."""
-
     thinking: tuple[str, str] = ("<think>", "</think>")
     noise: str = ""
     """A pattern of marks that belong neither to a call nor to the content."""
@@ -274,7 +271,6 @@ _FAMILIES = (
         named_json(r"(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)\s*(?:<｜tool▁sep｜>|\n```json\n)"),
         r"\s*(?:```)?\s*<｜tool▁call▁end｜>",
         "<｜tool▁call▁end｜>",
-        text_arguments=True,
         noise=r"<｜tool▁calls▁(?:begin|end)｜>",
     ),
     Family(

@@ -314,9 +314,13 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
         inspect.signature(make)
     except (TypeError, ValueError):
         raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
-    if is_async(make):
-        return AsyncReward(make, term.name, timeout_s=timeout_s)
-    return WorkerReward(make, term.name, name=term.name, timeout_s=timeout_s, workers=workers)
+    reward: FunctionReward = (
+        AsyncReward(make, term.name, timeout_s=timeout_s)
+        if is_async(make)
+        else WorkerReward(make, term.name, name=term.name, timeout_s=timeout_s, workers=workers)
+    )
+    reward.tokenizer = services.given("tokenizer")
+    return reward
 
 
 def _named(term: Term, make: Any) -> Term:

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from tandem.api.chat_template import render
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import EngineDied, RewardFailure
 from tandem.api.lazy_torch import TensorDict
@@ -63,10 +64,8 @@ class EngineJudge:
             RewardFailure: ``judge_timeout``, ``judge_died``, or what the engine says of the prompt.
         """
         assert self._engine is not None and self._tokenizer is not None, "it was lent an engine"
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        ids = tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+        rendered = render(self._tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        ids = tuple(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
         return list(await asyncio.gather(*(self._write(ids, vote) for vote in range(self.votes))))
 
     async def _write(self, ids: tuple[int, ...], vote: int) -> str:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from tandem.api.failures import RewardFailure, UserCodeFailed, described
 from tandem.api.plugins import in_user_code, run_loop, run_user_code
 from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.data import OURS
 from tandem.config.errors import ConfigError
-from tandem.rewards.outcome import Arguments, Judgement, late, read_outcome, words_of
+from tandem.rewards.outcome import WHOLE, Arguments, Judgement, late, read_outcome, words_of
 from tandem.rewards.pool import WorkerPool
 
 
@@ -35,6 +37,9 @@ def require_answer(row: Mapping[str, Any], name: str) -> None:
 
 class FunctionReward(RewardFn):
     """The common part of both kinds: the arguments are those that the signature asks for."""
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """The policy's, for the completion with special tokens; without one that is the completion."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
@@ -68,6 +73,8 @@ class FunctionReward(RewardFn):
             "completion_ids": completion_ids,
             "row": dict(row),
         }
+        if WHOLE in self.arguments.names:
+            given[WHOLE] = self.tokenizer.decode(list(completion_ids)) if self.tokenizer is not None else completion
         return as_result(await self._judge(self.arguments.select(given, row)))
 
     @abstractmethod

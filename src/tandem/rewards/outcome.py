@@ -11,7 +11,8 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.numbers import as_float
 
-GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
+WHOLE = "completion_with_special_tokens"
+GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row", WHOLE)
 """Names that a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
 
 LENT = {name: f"tandem.{name}" for name in ("source", "index", "epoch")}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import render, special_ids
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
@@ -188,15 +189,12 @@ class Chat:
         """The addition less the end-of-turn token that the model made itself."""
         if self._tokens.stop_reason == StopReason.STOP and self.completion_ids:
             made = str(self.tokenizer.decode([self.completion_ids[-1]], skip_special_tokens=False))
-            if self.completion_ids[-1] in self.tokenizer.all_special_ids and addition.startswith(made):
+            if self.completion_ids[-1] in special_ids(self.tokenizer) and addition.startswith(made):
                 return addition[len(made) :]
         return addition
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **self._kwargs
-        )
-        return str(rendered)
+        return render(self.tokenizer, messages, add_generation_prompt=True, **self._kwargs)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

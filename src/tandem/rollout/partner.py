@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import render
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, InfrastructureFailure
 from tandem.api.requests import LLMRequest, StopReason
@@ -65,12 +65,10 @@ class ModelPartner:
         if self._awake is None or tokenizer is None:
             raise InfrastructureFailure("no_engine", "a partner was asked before the first episode; ask in an episode")
         try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except (TypeError, ValueError, TemplateError) as error:
+            text = render(tokenizer, messages, add_generation_prompt=True)
+        except DataFailure as error:
             raise DataFailure("partner_refuses", f"its chat template refuses the conversation: {error}") from error
-        ids = tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         request = LLMRequest(ids, self._gconfig, deadline_s=self.patience_s, needs_logprobs=False)
         beside = getattr(engine, "ask_beside", None)  # an episode's engine has it
         model = self._awake()

@@ -24,7 +24,7 @@ class ScoredPairEncoder:
     keeps_rows_together = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig):
-        self.chat, self.margin = chat_encoder(tokenizer, config), config.margin
+        self.chat, self.margin = chat_encoder(tokenizer, config, adds_end=False), config.margin
 
     def encode(self, row: Mapping[str, Any]) -> Sequences:
         """The better side first. Raises `DataFailure` as `encode_sides` does."""
@@ -39,7 +39,7 @@ class SafetyEncoder:
     keeps_rows_together = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig):
-        self.chat = chat_encoder(tokenizer, config)
+        self.chat = chat_encoder(tokenizer, config, adds_end=False)
 
     def encode(self, row: Mapping[str, Any]) -> Sequences:
         """The safer side first.
@@ -59,7 +59,7 @@ class StepEncoder:
     keeps_rows_together = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig):
-        self.chat, self.separator = chat_encoder(tokenizer, config), config.step_separator
+        self.chat, self.separator = chat_encoder(tokenizer, config, adds_end=False), config.step_separator
 
     def encode(self, row: Mapping[str, Any]) -> Sequences:
         """One sequence, its judged tokens marked. Raises `DataFailure` as `ChatEncoder.steps` does."""

@@ -15,11 +15,11 @@ from tandem.roles.language_model import LanguageModel
 from tandem.trainers.supervised import Recipe, Sequences, train_on_rows
 
 
-def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig) -> ChatEncoder:
-    """The encoder of a run.
+def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig, *, adds_end: bool = True) -> ChatEncoder:
+    """The encoder of a run. ``adds_end``: see `ChatEncoder`; where the model is to write and not to score.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or it has no end and can be given none.
     """
     check_chat_template(tokenizer)
     return ChatEncoder(
@@ -27,6 +27,7 @@ def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig) -> Chat
         max_length=config.max_length,  # type: ignore[attr-defined]
         system_prompt=config.system_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
+        adds_end=adds_end,
     )
 
 

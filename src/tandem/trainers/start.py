@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.failures import DataFailure
 from tandem.config.arithmetic import workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -25,6 +25,7 @@ from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.catalog import describing, resolve
+from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
@@ -140,15 +141,17 @@ def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
 def check_prompts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Passes if one of the first prompts leaves room for a token in the engine's context. A workflow of the user's makes
-    prompts as it likes, so it is not asked.
+    """Passes if the options for the chat template have an effect, and one of the first prompts leaves room for a token in
+    the engine's context. A workflow of the user's makes prompts as it likes: of the options only the names are checked.
 
     Raises:
-        ConfigError: none does; says how long the first one is.
+        ConfigError: none does, and says how long the first one is; an option without effect; a prompt that is refused.
     """
+    rows = rows if workflow_of(config).name in SERVICES["workflow"] else ()
+    check_template_options(config, rows, tokenizer)
     room = context_of(config.rollout.engine, folder)
     lengths = []
-    for row in rows[:LOOKED_AT] if workflow_of(config).name in SERVICES["workflow"] else ():
+    for number, row in enumerate(rows[:LOOKED_AT], 1):
         try:
             chat = Chat(
                 tokenizer,
@@ -156,9 +159,11 @@ def check_prompts(
                 system_prompt=config.system_prompt,
                 chat_template_kwargs=config.chat_template_kwargs,
             )
-        except (TypeError, ValueError, TemplateError) as error:
+        except DataFailure as error:
+            where = row.get("tandem.where", f"row {number} of train_dataset")
             raise ConfigError(
-                f"the chat template refuses one of the first prompts: {error}; look at chat_template_kwargs and at the rows"
+                f"{where}: the chat template refuses the prompt: {error.__cause__ or error}; look at chat_template_kwargs, "
+                "system_prompt and the row"
             ) from error
         lengths.append(len(chat.prompt_ids))
         if lengths[-1] < room:

@@ -34,6 +34,7 @@ from tandem.flow.session import make_residency
 from tandem.flow.training import TrainingSession
 from tandem.lifecycle.summary import Summary
 from tandem.models.catalog import describing
+from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.reference import Reference
 from tandem.tracking.statistics import PhaseTimer
@@ -249,7 +250,8 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     """The rows of a run that can start on this machine, and its tokenizer. Of a model on the hub no weights are downloaded.
 
     Raises:
-        ConfigError: anything about sinks, data, device and models, or rows of which too few can be used.
+        ConfigError: anything about sinks, data, device and models, an option for the chat template that has no effect, or
+            rows of which too few can be used.
     """
     check_sinks(config.tracking)
     rows = open_rows(config, recipe.reader)
@@ -258,6 +260,7 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     tokenizer = load_tokenizer(describing(config.actor.path))
     check_chat_template(tokenizer)
     check_models(plan, device)
+    check_template_options(config, rows.train.rows, tokenizer)
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)
     batches.next_batch()

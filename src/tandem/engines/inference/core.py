@@ -18,7 +18,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.engine_memory import chunk_tokens, takes_graphs
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.arena import Arena
-from tandem.engines.inference.folder import eos_ids, read_tensors
+from tandem.engines.inference.folder import read_tensors
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, StagedWeights, compute_dtype
 from tandem.engines.inference.kv_cache import KVCache, make_cache
 from tandem.engines.inference.passes import Passes
@@ -29,6 +29,7 @@ from tandem.engines.inference.static_decode import StaticDecode
 from tandem.engines.inference.stopping import StopText
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
+from tandem.models.stopping import stop_ids
 from tandem.models.tokenizer import load_tokenizer
 
 __all__ = ["EngineCore", "StagedWeights"]
@@ -73,7 +74,7 @@ class EngineCore:
         static = takes_graphs(config, device.type, deterministic)
         self.cache = make_cache(a, config, compute, device, Arena if static else KVCache)
         passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
-        self.slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device, passes.decoder.kernels)
+        self.slots = Slots(config.max_running, a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
         self._scheduler = Scheduler(self.cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         self.static: StaticDecode | None = None
         """Decode steps over static tables, which a GPU records; on a CPU they only show that they draw the same."""

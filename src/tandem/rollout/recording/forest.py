@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import special_ids
+from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.protocol.turns import CallStatus, Message, Reply
 from tandem.rollout.chat import SENTINEL, Tokens
@@ -154,7 +155,7 @@ class Forest:
         self, tokenizer: PreTrainedTokenizerBase, reader: ReplyReader, template_kwargs: Mapping[str, Any] | None = None
     ):
         self._tokenizer, self.reader, self._kwargs = tokenizer, reader, dict(template_kwargs or {})
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(special_ids(tokenizer))
         self._ends: dict[bytes, list[Node]] = {}
         self.nodes: list[Node] = []
         self._count = 0
@@ -324,8 +325,10 @@ class Forest:
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True) -> str:
         try:
             return self.reader.render(messages, tools, add_generation_prompt=add_generation_prompt, **self._kwargs)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise Unrenderable(f"the chat template of this model refuses the messages: {error}") from error
+        except DataFailure as error:
+            raise Unrenderable(
+                f"the chat template of this model refuses the messages: {error.__cause__ or error}"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tandem.api.chat_template import text_of
 from tandem.protocol.turns import Message
 
 
@@ -19,13 +20,6 @@ def meaning(message: Message) -> str:
     if message["role"] == "assistant":
         content = content.strip()
     return json.dumps([message["role"], content, calls], ensure_ascii=False, sort_keys=True)
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content."""
-    if isinstance(content, str):
-        return content
-    return "".join(str(part.get("text") or "") for part in content or ())
 
 
 def thought(message: Message) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import render
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
@@ -116,12 +117,10 @@ class _Encoder:
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
         try:
-            given: list[dict[Any, Any] | Callable[..., Any]] | None = None if tools is None else [*tools]
-            text = self._tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
+            return render(self._tokenizer, messages, tools=tools, add_generation_prompt=True)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
-            message = f"the model's chat template does not take these messages: {kind_and_text(error)}"
+            message = f"the model's chat template does not take these messages: {kind_and_text(error.__cause__ or error)}"
             raise Refusal(400, message, param="messages") from error
-        return str(text)
 
     def close(self) -> None:
         """Ends the thread once it has done what it is doing; what waits is dropped."""

@@ -18,7 +18,6 @@ from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.config.errors import kind_and_text
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.folder import eos_ids
 from tandem.engines.inference.noise import stream_of
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.labels import Labels
@@ -26,6 +25,7 @@ from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Server
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.stopping import StopText
 from tandem.models.foreign import read_hf_config
+from tandem.models.stopping import stop_ids
 from tandem.models.tokenizer import load_tokenizer
 
 
@@ -93,7 +93,7 @@ class Completions:
         self._protocol, self._facts, self._labels, self._counters = protocol, facts, labels, counters
         self._folder, self._request_timeout_s, self._cannot = folder, request_timeout_s, cannot
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._eos = frozenset(eos_ids(folder, read_hf_config(folder)))
+        self._eos = frozenset(stop_ids(folder, read_hf_config(folder)))
         self._url = protocol.http.base_url
 
     async def complete(self, request: LLMRequest) -> LLMResponse:

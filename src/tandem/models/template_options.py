@@ -1,0 +1,62 @@
+"""What a start asks of a chat template: whether the options that are set for it have an effect."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.chat_template import Messages, render, template_of
+from tandem.api.failures import DataFailure
+from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
+
+log = logging.getLogger(__name__)
+
+LOOKED_AT = 16
+"""Conversations that are rendered with and without a system prompt."""
+
+
+def check_template_options(config: Any, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Passes if the template reads the options of a run or an evaluation, and tells where it has no end. ``rows``: whose
+    ``messages`` are looked at; none where prompts are made otherwise, and then only names are checked.
+
+    Raises:
+        ConfigError: an option without effect; says which names the template reads.
+    """
+    template, options = template_of(tokenizer), config.chat_template_kwargs
+    for name in options:
+        if name not in template.variables:
+            known = nearest_names(name, template.variables) if template.variables else "it has no options"
+            raise ConfigError(
+                f"chat_template_kwargs.{name}={options[name]!r} has no effect, because the chat template does not read it; "
+                + known
+            )
+    if config.system_prompt is not None:
+        check_system_prompt(tokenizer, [row["messages"] for row in rows], config.system_prompt, **options)
+    if template.end is None:
+        said = "the chat template puts no special token behind a reply, so only the end of a text (%s) ends one"
+        log.warning(said, tokenizer.eos_token)
+
+
+def check_system_prompt(
+    tokenizer: PreTrainedTokenizerBase, chats: list[Messages], system_prompt: str, key: str = "system_prompt", **options: Any
+) -> None:
+    """Passes if the template writes the system prompt in front of one of the first ``chats`` that have none, or refuses it.
+    ``key``: the option, for errors.
+
+    Raises:
+        ConfigError: it would be read nowhere; says why.
+    """
+    bare = [chat for chat in chats if all(message["role"] != "system" for message in chat)][:LOOKED_AT]
+    for chat in bare:
+        try:
+            led = render(tokenizer, [{"role": "system", "content": system_prompt}, *chat], **options)
+            if system_prompt.strip() in led or led != render(tokenizer, chat, **options):
+                return
+        except DataFailure:
+            return
+    if chats:
+        why = "the chat template leaves system messages out: put the text into the user's messages"
+        why = why if bare else "each conversation has a system message of its own, which stays: leave one of them out"
+        raise ConfigError(f"{key}={system_prompt!r:.60} has no effect, because {why}")
