@@ -46,7 +46,7 @@ from tandem.flow.services import asks_for_reward, check_names, make_workflow, op
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import check_chat_template, check_vocabulary, load_tokenizer
 from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import memory_available_gib, versions
@@ -144,6 +144,8 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
+    rows = [row for each in questions for row in each.rows]
+    check_vocabulary(tokenizer, folder, rows)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
@@ -151,7 +153,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     later = bool(rewards.scores)
     if later:
         check_scores(asked, rewards, tokenizer)
-        check_models(rewards, machine.device)
+        check_models(rewards, machine.device, tokenizer, rows)
     services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
     try:
         models = services.keep(EpisodeScores(rewards))
