@@ -59,7 +59,7 @@ def indexed(index: Path) -> dict[str, str]:
     except UNREADABLE as error:
         raise ConfigError(f"{index} is damaged ({kind_and_text(error)}); download the model anew") from error
     for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith((".safetensors", ".bin")):
             raise ConfigError(f"{index} names {name!r}, which is not a file in that folder; download the model anew")
     return files
 
