@@ -130,7 +130,7 @@ def read_weights(
             )
     except UNREADABLE as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
-    for name, there, wanted in report["mismatched_keys"]:
+    for name, there, wanted in sorted(report["mismatched_keys"]):
         raise ConfigError(
             f"the weights in {folder} are not of the model that config.json there describes: {name} is {list(there)}, and "
             f"would be {list(wanted)}"

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -72,7 +73,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Ite
     Raises:
         ConfigError: the tokenizer itself, its chat template or a row uses a token without an embedding.
     """
-    size, numbers = read_hf_config(folder).vocab_size, tokenizer.get_vocab()
+    config, numbers = read_hf_config(folder).get_text_config(), tokenizer.get_vocab()
+    size = getattr(config, "vocab_size", math.inf)  # a kind of model without one is refused by its name elsewhere
     beyond = {token for token, number in numbers.items() if number >= size}
     if not beyond:
         return
