@@ -37,14 +37,14 @@ def index(folder, value):
 def test_an_index_names_only_files_of_its_own_folder(folder, name):
     name = name.format(outside=folder.parent) if isinstance(name, str) else name
     index(folder, {"weight_map": {"w": name}})
-    with pytest.raises(ConfigError, match="which is not a safetensors file in that folder"):
+    with pytest.raises(ConfigError, match="which is not a file in that folder"):
         list(read_weights(folder, SHAPES))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["w"]}', "\x00"])
 def test_an_index_that_is_none_is_named(folder, text):
     index(folder, text)
-    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json cannot be read as an index"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is (damaged|empty)"):
         list(read_weights(folder, SHAPES))
 
 
@@ -52,7 +52,7 @@ def test_an_index_of_files_that_are_there_is_read_and_a_missing_file_is_named(fo
     index(folder, {"weight_map": {"w": "part.safetensors"}})
     assert [name for name, _ in read_weights(folder, SHAPES)] == ["w"]
     index(folder, {"weight_map": {"w": "gone.safetensors"}})
-    with pytest.raises(ConfigError, match=r"names 'gone\.safetensors', which is not there"):
+    with pytest.raises(ConfigError, match=r"No such file or directory: .*gone\.safetensors"):
         list(read_weights(folder, SHAPES))
 
 

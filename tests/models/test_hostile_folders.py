@@ -231,7 +231,8 @@ HOSTILE = {
         several(*(text(name, PICKLE) for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng.pth"))),
         HARMLESS,
     ),
-    "weights that are a pipe": (replaced("more.safetensors", os.mkfifo), "is no file"),
+    "weights that are a pipe": (replaced(WEIGHTS, os.mkfifo), "is no file"),
+    "a pipe beside the weights": (replaced("more.safetensors", os.mkfifo), HARMLESS),
     "weights that are a device": (replaced(WEIGHTS, lambda path: path.symlink_to("/dev/zero")), "is no file"),
     "an adapter beside the model": (
         several(

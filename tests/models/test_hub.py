@@ -7,10 +7,6 @@ import subprocess
 import sys
 import threading
 
-import pytest
-
-from tandem.config.errors import ConfigError
-from tandem.models.catalog import weight_files
 from tests.tiny import tiny_model_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -86,15 +82,3 @@ def test_a_second_copy_of_the_weights_is_not_fetched(tmp_path):
     fetched, said = fetch(folder, tmp_path / "cache")
     assert "model.safetensors" in said and "consolidated" not in said
     assert {name for name in fetched if name.endswith(".safetensors")} == {"model.safetensors"}
-
-
-def test_an_index_says_which_files_hold_the_weights(tmp_path):
-    assert weight_files(tmp_path) == ["model*.safetensors"]
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": {"a": "part-2.safetensors", "b": "part-1.safetensors", "c": "part-1.safetensors"}})
-    )
-    assert weight_files(tmp_path) == ["part-1.safetensors", "part-2.safetensors"]
-    index.write_text("{broken")
-    with pytest.raises(ConfigError, match=r"index\.json is damaged.*download"):
-        weight_files(tmp_path)

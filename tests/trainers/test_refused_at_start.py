@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
 from tandem.cli.main import EXIT_CONFIG, main
@@ -49,7 +50,7 @@ def places(tmp_path_factory):
     file.write_bytes(file.read_bytes().replace(b'"!"', b'"!?"'))
     folders["vision"].mkdir()
     (folders["vision"] / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
-    (folders["vision"] / "model.safetensors").touch()
+    save_file({"w": torch.ones(1)}, folders["vision"] / "model.safetensors")
     tiny_tokenizer().save_pretrained(folders["vision"])
     classifier(folders["judge"], 1)
     classifier(folders["classes"], 3)

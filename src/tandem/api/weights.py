@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from tandem.api.keyed_sum import keyed_sum
 from tandem.api.lazy_torch import torch
+from tandem.api.weight_files import weight_files
 
 VALUE_FILE = "value_head.safetensors"
 """The file of the second head of an actor that is a critic too, beside a language model that others open without it."""
@@ -56,13 +57,13 @@ class FolderSource(WeightSource):
     """A Hugging Face model folder on a disk that the engine's machine sees under the same path."""
 
     folder: Path
-    """Holds ``*.safetensors``, ``config.json`` and the tokenizer's files, so that any server can open it."""
+    """Holds weights (`weight_files`), ``config.json`` and the tokenizer's files, so that any server can open it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, one file after another, but for a second head. Raises `OSError` if the folder is gone."""
-        files = sorted(file for file in self.folder.glob("*.safetensors") if file.name != VALUE_FILE)
+        """All tensors, one file after another. Raises `OSError` if the folder is gone."""
+        files = weight_files(self.folder)
         if not files:
-            raise OSError(f"no *.safetensors in {self.folder}: the update was removed before it was read")
+            raise OSError(f"no weights in {self.folder}: the update was removed before it was read")
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():

@@ -47,7 +47,7 @@ from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import check_chat_template, check_vocabulary, load_tokenizer
 from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import memory_available_gib, versions
@@ -145,17 +145,18 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
+    rows = [row for each in questions for row in each.rows]
+    check_vocabulary(tokenizer, folder, rows)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
-    rows = [row for one in questions for row in one.rows] if workflow_of(asked).name in SERVICES["workflow"] else []
-    check_template_options(config, rows, tokenizer)
+    check_template_options(config, rows if workflow_of(asked).name in SERVICES["workflow"] else [], tokenizer)
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
     later = bool(rewards.scores)
     if later:
         check_scores(asked, rewards, tokenizer)
-        check_models(rewards, machine.device)
+        check_models(rewards, machine.device, tokenizer, rows)
     services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
     try:
         models = services.keep(EpisodeScores(rewards))

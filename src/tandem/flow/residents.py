@@ -1,9 +1,9 @@
 """Opens the models that the plan of a run names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ from tandem.models.heads import is_classifier
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import check_chat_template, check_vocabulary, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 
@@ -117,22 +117,31 @@ def open_scores(
     return roles
 
 
-def check_models(plan: RunPlan, device: str) -> None:
-    """Passes if each model of the plan can be opened on this device and laid over its ranks.
+def check_models(
+    plan: RunPlan, device: str, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Passes if each model of the plan can be opened on this device and laid over its ranks, and reads what the rows have.
+    ``tokenizer``: the actor's.
 
     Raises:
-        ConfigError: see `check_train_engine`; or adapters for matrices that the model does not have.
+        ConfigError: see `check_train_engine` and `check_vocabulary`; adapters for matrices that the model does not have; or
+            a critic or a reference with another tokenizer.
     """
     for resident in plan.residents:
         config, key = resident.engine, resident.key
         if config is None or resident.base_of is not None:
             continue
+        folder = describing(config.path)
+        own = tokenizer if tokenizer.name_or_path == str(folder) else load_tokenizer(folder)
+        check_vocabulary(own, folder, rows)
+        if own is not tokenizer and resident.name in ("critic", "reference"):
+            check_same_tokens(config.path, tokenizer, resident.name)
         if resident.head == "text":  # `check_scores` and `check_partner` look at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
         architecture = check_train_engine(
             config,
-            describing(config.path),
+            folder,
             layout,
             torch.device(device),
             dtype,

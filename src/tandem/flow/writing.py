@@ -15,6 +15,7 @@ from tandem.api.failures import DataFailure, RewardFailure, WeightsChanged
 from tandem.api.keyed_sum import KeyedSum
 from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
+from tandem.api.weight_files import weight_files
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.rollout import EmbeddedEngineConfig
@@ -53,7 +54,7 @@ class WritingModel:
             WeightsChanged: the folder has other weights than at first.
         """
         if self._engine is None:
-            sums = {file.name: _file_sum(file) for file in sorted(self.folder.glob("*.safetensors"))}
+            sums = {file.name: _file_sum(file) for file in weight_files(self.folder)}
             if self._sums and sums != self._sums:
                 raise WeightsChanged(f"{self.folder} has other weights than when the run opened it; put them back")
             self._sums, version = sums, WeightVersion(0)
@@ -71,7 +72,7 @@ class WritingModel:
         if "parameters" not in parts or not self.member:
             return 0
         self.engine()
-        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in weight_files(self.folder))
 
     def offload(self, parts: Iterable[str], scratch: Path | None = None) -> int:
         """Gives all memory back; nothing moves, for the folder has it."""

@@ -10,13 +10,13 @@ from safetensors import SafetensorError, safe_open
 
 from tandem.api.lazy_torch import torch
 from tandem.config.lora import LoRAConfig
+from tandem.models.catalog import ADAPTER_SETTINGS, fingerprint, present
 from tandem.models.catalog import WEIGHTS as WEIGHT_FILES
-from tandem.models.catalog import fingerprint, present
 
 ADAPTER = "adapter"
 """Folder of an adapter, beside the model that it is merged into."""
 
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, SETTINGS = "adapter_model.safetensors", ADAPTER_SETTINGS
 
 
 def digest_of_base(folder: Path) -> str:

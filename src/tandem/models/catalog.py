@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.api.weight_files import INDEX, SINGLE, UNREADABLE, indexed, refuse_placeholder, stored_entries, weight_files
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.lock import locked
 
@@ -45,7 +46,7 @@ BUILT_IN = {
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "*.md"]
-_INDEX, _WEIGHTS = "model.safetensors.index.json", "model*.safetensors"
+ADAPTER_SETTINGS = "adapter_config.json"
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -138,27 +139,49 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _checked(folder: Path) -> Path:
+    """``folder``, if the files in it are those of a model, whole by their headers."""
     if not (folder / "config.json").is_file():
+        raise ConfigError(_no_model(folder))
+    if (folder / ADAPTER_SETTINGS).is_file():
         raise ConfigError(
-            f"model folder {folder} has no config.json; give the folder that save_pretrained wrote, "
-            "or a run's checkpoints/step_N"
-        )
-    weights = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in sorted(folder.glob(pattern))]
-    if not weights:
-        raise ConfigError(
-            f"model folder {folder} has no weights (model.safetensors); copy them there, or download the model anew"
-        )
-    odd = [path for path in weights if not path.is_file()]
-    if odd:
-        raise ConfigError(f"{odd[0]} is no file (a pipe, a device, a folder or a link to nothing): copy the weights there")
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"model folder {folder} holds a model and an adapter of another one (adapter_config.json), so it is not clear "
+            f"model folder {folder} holds a model and an adapter of another one ({ADAPTER_SETTINGS}), so it is not clear "
             "which is meant: move one of them into a folder of its own"
         )
-    for index in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
-        indexed(index)
+    if stored_entries(folder):
+        return folder
+    old = sorted(folder.glob("pytorch_model*.bin"))
+    if not old:
+        others = ", ".join(sorted(path.name for path in folder.glob("*.safetensors")))
+        raise ConfigError(
+            f"model folder {folder} has no weights ({SINGLE}, or {INDEX} and the files that it names); copy them there, or "
+            "download the model anew" + (f". Not known to be the model's: {others}" if others else "")
+        )
+    for index in folder.glob("*.bin.index.json"):
+        old += [folder / name for name in indexed(index).values()]
+    for path in old:
+        refuse_placeholder(path)
     return folder
+
+
+def _no_model(folder: Path) -> str:
+    """Says what a folder without config.json is instead, as far as its files tell."""
+    if (folder / ADAPTER_SETTINGS).is_file():
+        try:
+            base = json.loads((folder / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        except UNREADABLE:
+            base = "the model that it was trained on"
+        return (
+            f"{folder} holds an adapter ({ADAPTER_SETTINGS}) of {base}, and no model. Give the merged model: a run's "
+            "checkpoints/step_N has it, and `tandem export RUN DIR` writes it; an adapter of peft becomes one by "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(DIR)"
+        )
+    steps = [path for path in folder.glob("checkpoints/step_*") if (path / "config.json").is_file()]
+    newest = max(steps, key=lambda path: (len(path.name), path.name), default=None)
+    return f"model folder {folder} has no config.json; " + (
+        f"it is a run: give its newest checkpoint, {newest}"
+        if newest is not None
+        else "give the folder that save_pretrained wrote, or a run's checkpoints/step_N"
+    )
 
 
 def _from_hub(name: str, weights: bool) -> Path:
@@ -170,35 +193,14 @@ def _from_hub(name: str, weights: bool) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
         if not weights:
             return folder
-        snapshot_download(name, allow_patterns=weight_files(folder), ignore_patterns=["*/*"])
+        names = [file.name for file in weight_files(folder)] or [SINGLE]
+        snapshot_download(name, allow_patterns=names, ignore_patterns=["*/*"])
         return _checked(folder)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model {name!r} is no folder here and could not be fetched from the hub ({kind_and_text(error)}). "
             f"Check the name and the network, give a local folder, or take a built-in model: {', '.join(BUILT_IN)}"
         ) from error
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Names, or patterns, of the weights of a model folder: those that its index lists, else `model*.safetensors`."""
-    index = folder / _INDEX
-    return indexed(index) if index.is_file() else [_WEIGHTS]
-
-
-def indexed(index: Path) -> list[str]:
-    """The files that an index of weights names, each in its own folder.
-
-    Raises:
-        ConfigError: it is damaged, or names something elsewhere.
-    """
-    try:
-        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} is damaged ({kind_and_text(error)}); download the model anew") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-            raise ConfigError(f"{index} names {name!r}, which is not a file in that folder; download the model anew")
-    return sorted(set(names))
 
 
 def _convert(model: PackagedModel, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Collection, Iterator
@@ -13,10 +14,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
-from transformers.utils import logging
+from transformers.utils import logging as their_logging
 
+from tandem.api.weight_files import INDEX
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.attention import NAME
+
+log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 2**24
 MAX_SIZES = {
@@ -101,12 +105,17 @@ def refuse_absurd(folder: Path) -> None:
             raise ValueError(f"{name} must be from 1 to {most}, got {value}")
 
 
-def read_weights(kind: Any, folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Any, Collection[str]]:
-    """A model of transformers with packed attention, and the names of the tensors that the folder lacks.
+def read_weights(
+    kind: Any, folder: Path, config: PretrainedConfig, dtype: torch.dtype, **how: Any
+) -> tuple[Any, Collection[str]]:
+    """A model of transformers with packed attention, and the names of the tensors that the folder lacks. ``how``: more for
+    `from_pretrained`.
 
     Raises:
         ConfigError: its weights cannot be read.
     """
+    if (folder / INDEX).is_file():  # transformers would take `model.safetensors` first
+        config.transformers_weights = INDEX
     try:
         with no_progress_bars(), no_report():
             model, report = kind.from_pretrained(
@@ -116,30 +125,44 @@ def read_weights(kind: Any, folder: Path, config: PretrainedConfig, dtype: torch
                 attn_implementation=NAME,
                 output_loading_info=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                **how,
             )
     except UNREADABLE as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
+    for name, there, wanted in sorted(report["mismatched_keys"]):
+        raise ConfigError(
+            f"the weights in {folder} are not of the model that config.json there describes: {name} is {list(there)}, and "
+            f"would be {list(wanted)}"
+        )
+    unknown = sorted(set(report["unexpected_keys"]) - {"lm_head.weight", "score.weight"})
+    if unknown:
+        log.warning(
+            "%s holds %d tensors that the model in config.json there does not have, first %s: they are not used",
+            *(folder, len(unknown), unknown[0]),
+        )
+    vars(model.config).pop("transformers_weights", None)  # it is saved with the model, whose files are then others
     return model, report["missing_keys"]
 
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Keeps transformers' bars for reading and writing weights off the terminal, where a run shows its own progress."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = their_logging.is_progress_bar_enabled()
+    their_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            their_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
 def no_report() -> Iterator[None]:
     """Silences transformers' report of what is missing in a folder: that is checked here, and refused."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    level = their_logging.get_verbosity()
+    their_logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        their_logging.set_verbosity(level)

@@ -6,6 +6,7 @@ On disk it is a Hugging Face sequence classifier with one label, whose head is c
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,7 +104,10 @@ def refuse_missing(folder: Path, missing: Iterable[str]) -> None:
     """Raises `ConfigError` where weights are missing, which transformers would fill with noise; names the first."""
     names = sorted(missing)
     if names:
-        raise ConfigError(f"the weights in {folder} cannot be read: {len(names)} are missing, first {names[0]!r}")
+        raise ConfigError(
+            f"the weights in {folder} cannot be read: {len(names)} are missing, first {names[0]!r}; is config.json there of "
+            "another model?"
+        )
 
 
 def read_classifier(
@@ -115,13 +119,9 @@ def read_classifier(
     Raises:
         ConfigError: what `prepare_classifier` refuses, or weights that are missing or cannot be read.
     """
-    labels, tokens = config.num_labels, is_token_classifier(config)
+    tokens = is_token_classifier(config)
     chosen = None if class_label is None else class_number(folder, config, class_label)
-    brings_head, padding = prepare_classifier(folder, config, class_label)
-    config.num_labels = labels if tokens or chosen is not None else 1
-    kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
-    model, missing = read_weights(kind, folder, config, dtype)
-    refuse_missing(folder, set(missing) - (set() if brings_head else {HEAD}))
+    model, brings_head, padding = open_classifier(folder, config, dtype, class_label)
     if tokens and chosen is None:
         model.score = _log_odds(model.score)
     if not brings_head:
@@ -130,6 +130,23 @@ def read_classifier(
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
     model.model.embed_tokens.padding_idx = None
     return PackedScalarModel(model, chosen)
+
+
+def open_classifier(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, class_label: ClassLabel | None, **how: Any
+) -> tuple[Any, bool, int]:
+    """A classifier of transformers; whether the folder has its head; its padding token. ``how``: more for `from_pretrained`.
+
+    Raises:
+        ConfigError: as `read_classifier`.
+    """
+    labels, tokens = config.num_labels, is_token_classifier(config)
+    brings_head, padding = prepare_classifier(folder, config, class_label)
+    config.num_labels = labels if tokens or class_label is not None else 1
+    kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+    model, missing = read_weights(kind, folder, config, dtype, **how)
+    refuse_missing(folder, set(missing) - (set() if brings_head else {HEAD}))
+    return model, brings_head, padding
 
 
 def _log_odds(head: nn.Linear) -> nn.Linear:

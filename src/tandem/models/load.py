@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from tandem.api.weight_files import is_complete
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config, read_weights
@@ -13,6 +14,7 @@ from tandem.models.heads import (
     ClassLabel,
     PackedActorCritic,
     PackedScalarModel,
+    open_classifier,
     read_classifier,
     refuse_classifier,
     refuse_missing,
@@ -80,6 +82,25 @@ def load_scalar_model(
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing(selective_checkpointing)
     return packed
+
+
+def check_stored(folder: Path, head: str, class_label: ClassLabel | None = None) -> None:
+    """Passes if the files of a folder hold the tensors of the model that its configuration describes, by their headers.
+
+    Nothing is asked of files that are still to come, and of those that are no safetensors. ``head``, ``class_label``: as
+    `build_train_engine` takes them.
+
+    Raises:
+        ConfigError: a tensor is missing, or has another shape.
+    """
+    config = read_config(folder)
+    if not is_complete(folder):
+        return
+    if head == "scalar":
+        open_classifier(folder, config, torch.float32, class_label, device_map="meta")
+        return
+    _, missing = read_weights(AutoModelForCausalLM, folder, config, torch.float32, device_map="meta")
+    refuse_missing(folder, missing)
 
 
 def read_config(folder: Path) -> PretrainedConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import IO
 
 from tandem.api.lazy_torch import torch
+from tandem.api.weight_files import stored_entries
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 PIECE = 1 << 19
 """Bytes that are read at a time."""
 
-MAX_HEADER_BYTES = 100 << 20
 CACHE_LINE = 64
 """Bytes; torch begins each storage of its own at a whole one."""
 
@@ -81,23 +80,16 @@ def read_whole(file: IO[bytes], view: memoryview, start: int) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors in the safetensors files of a model folder by name; those that no file has are missing.
+    """The tensors in the files of a model folder by name, of the types in `DTYPES`; those that no file has are missing.
 
     Raises:
-        OSError, ValueError: a file is damaged.
+        ConfigError: a file is missing or damaged.
     """
-    found: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"{file} is no safetensors file")
-            header = json.loads(opened.read(length))
-        for name, about in header.items():
-            if name != "__metadata__" and about["dtype"] in DTYPES:
-                start = 8 + length + int(about["data_offsets"][0])
-                found[name] = Stored(file, start, getattr(torch, DTYPES[about["dtype"]]), tuple(map(int, about["shape"])))
-    return found
+    return {
+        name: Stored(entry.file, entry.start, getattr(torch, DTYPES[entry.dtype]), entry.shape)
+        for name, entry in stored_entries(folder).items()
+        if entry.dtype in DTYPES
+    }
 
 
 def same_trunk(first: Path, second: Path) -> bool:

@@ -3,9 +3,8 @@
 So a rank holds its own part, and for a moment one layer or the embedding, never the whole.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.api.activity import did
+from tandem.api.weight_files import weight_files
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
@@ -120,24 +120,12 @@ def tensors_of(folder: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: a file is missing or damaged.
     """
-    index = folder / "model.safetensors.index.json"
+    files = weight_files(folder)
     try:
-        if index.is_file():
-            return dict(_slices(folder, sorted(set(json.loads(index.read_text())["weight_map"].values()))))
-        if (folder / "model.safetensors").is_file():
-            return dict(_slices(folder, ["model.safetensors"]))
-        return None
+        opened = [safe_open(file, "pt") for file in files]
+        return {name: file.get_slice(name) for file in opened for name in file.keys()} if files else None
     except UNREADABLE as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
-
-
-def _slices(folder: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ConfigError(f"the index of {folder} names {name!r}, which is not a file in that folder")
-        file = safe_open(folder / name, "pt")
-        for key in file.keys():
-            yield key, file.get_slice(key)
 
 
 def _empty(kind: Any, config: Any, folder: Path) -> nn.Module:

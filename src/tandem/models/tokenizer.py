@@ -2,15 +2,25 @@
 
 import contextlib
 import copy
+import importlib.util
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tandem.api.weight_files import refuse_placeholder
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refuse_absurd
 
+log = logging.getLogger(__name__)
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_MODULES = {"protobuf": "google.protobuf"}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -24,12 +34,67 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"model folder {folder} has no tokenizer ({' or '.join(_FILES[:2])}); "
             "copy the tokenizer files of the base model into it"
         )
+    _refuse_missing_library(folder)
     try:
+        for file in filter(Path.is_file, map(folder.joinpath, _FILES)):
+            refuse_placeholder(file)
         refuse_absurd(folder)
         with _PlainErrors():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except UNREADABLE as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error_words(error)}") from error
+    if (folder / "config.json").is_file():
+        check_vocabulary(tokenizer, folder)
+    return tokenizer
+
+
+def _refuse_missing_library(folder: Path) -> None:
+    """Raises `ConfigError` where the tokenizer comes as `tokenizer.model` alone, and what transformers reads it with is not
+    installed. transformers itself would name the wrong one."""
+    file = folder / "tokenizer.model"
+    if (folder / "tokenizer.json").is_file() or not file.is_file():
+        return
+    with file.open("rb") as opened:
+        packages = ("sentencepiece", "protobuf") if opened.read(1) == b"\n" else ("tiktoken",)
+    missing = [name for name in packages if importlib.util.find_spec(_MODULES.get(name, name)) is None]
+    if missing:
+        raise ConfigError(
+            f"the tokenizer in {folder} is a {file.name} without tokenizer.json, and reading it needs a library that is not "
+            f"installed: pip install {' '.join(missing)}"
+        )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+    """Passes if the model in ``folder`` has an embedding for each token that a run will use.
+
+    Published models (Gemma 3 1B, CodeLlama 34B) come with a few added tokens more than embeddings, which do no harm until a
+    text has one. ``rows``: those of the run; they are read only where there are such tokens.
+
+    Raises:
+        ConfigError: the tokenizer itself, its chat template or a row uses a token without an embedding.
+    """
+    config, numbers = read_hf_config(folder).get_text_config(), tokenizer.get_vocab()
+    size = getattr(config, "vocab_size", math.inf)  # a kind of model without one is refused by its name elsewhere
+    beyond = {token for token, number in numbers.items() if number >= size}
+    if not beyond:
+        return
+    known = f"the tokenizer in {folder} has {max(numbers.values()) + 1} tokens, the model there {size} embeddings"
+    ends = " ".join(filter(None, (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)))
+    texts = [
+        ("its vocabulary", " ".join(beyond - tokenizer.get_added_vocab().keys())),
+        ("the begin, end or unknown token", ends),
+        ("the chat template", str(tokenizer.chat_template)),
+    ]
+    for where, text in chain(texts, ((row.get("tandem.where", row.get("where", "a row")), str(row)) for row in rows)):
+        used = next((token for token in sorted(beyond) if token in text), None)
+        if used is not None:
+            raise ConfigError(
+                f"{known}, and {where} uses {used!r} (token {numbers[used]}), which has none. Take the tokenizer that the "
+                f"model came with, or give the model more: model.resize_token_embeddings({max(numbers.values()) + 1}), then "
+                "save_pretrained"
+            )
+    if rows:
+        log.warning("%s; no row uses one that has none, such as %r", known, min(beyond))
 
 
 class _PlainErrors(contextlib.AbstractContextManager[None]):

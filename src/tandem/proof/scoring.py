@@ -6,22 +6,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from tensordict import TensorDict
 
 from tandem.api.engines import TrainEngine
 from tandem.api.team import Team
+from tandem.api.weight_files import stored_entries
 from tandem.api.weights import FolderSource
 from tandem.weights.archive import VersionArchive
 
 
 def beginning(folder: Path, engine: TrainEngine) -> FolderSource | None:
     """The weights that a run began with, from its model's folder; None where that has other names for them. Collective."""
-    there: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            there.update(opened.keys())
-    return FolderSource(folder) if {name for name, _ in engine.weights()} <= there else None
+    names = {name for name, _ in engine.weights()}
+    return FolderSource(folder) if names <= stored_entries(folder).keys() else None
 
 
 def _is_of_adapter(name: str) -> bool:

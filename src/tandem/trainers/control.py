@@ -164,7 +164,7 @@ class Control:
                 "the workflow awaits rewards of models in the middle of an episode, and those stay as they are"
             )
         check_scores(config, plan, session.tokenizer)
-        check_models(plan, self._process.device)
+        check_models(plan, self._process.device, session.tokenizer)
         sleep_plan_here(config, plan)
         later = any(plan.later.values())
         early = session.episodes.examiner.reads_scores or config.algorithm.update_samples is not None

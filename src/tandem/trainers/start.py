@@ -17,7 +17,6 @@ from tandem.config.fleet import kinds_of
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
 from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
-from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
@@ -67,10 +66,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     folder = describing(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
-    check_models(plan, device)
-    for role, path in (("critic", config.critic.path), ("reference", config.reference.path)):
-        if path is not None and plan.resident(role) is not None:
-            check_same_tokens(path, tokenizer, role)
+    check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_inference_engine(config.rollout, folder, device)
     devices_here(config)  # more than there are: refused
     check_weights_folder(config)

@@ -259,7 +259,7 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     device = choose_device(config)
     tokenizer = load_tokenizer(describing(config.actor.path))
     check_chat_template(tokenizer)
-    check_models(plan, device)
+    check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_template_options(config, rows.train.rows, tokenizer)
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)

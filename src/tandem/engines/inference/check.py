@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.api.weight_files import is_complete
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import kinds_of, parse_backend
 from tandem.config.nearest import nearest_names
@@ -18,7 +19,7 @@ from tandem.config.parts import Knob
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import python_of, read_token
 from tandem.engines.inference.decoder import gate
-from tandem.engines.inference.fused_weights import compute_dtype
+from tandem.engines.inference.fused_weights import check_stored, compute_dtype
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.remote.launch import OURS
 from tandem.models.architecture import Architecture
@@ -46,7 +47,8 @@ LOOK_S = 60.0
 
 
 def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) -> None:
-    """Passes if the engine or servers of ``rollout`` can generate with the model in ``folder``; its weights are not read.
+    """Passes if the engine or servers of ``rollout`` can generate with the model in ``folder``; of its weights only
+    the headers are read, where they are there.
 
     Raises:
         ConfigError: a reward model, an architecture or a size that is not there, a library or a token that is missing.
@@ -63,6 +65,8 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         gate(architecture.activation)
         dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
         make_cache(architecture, rollout.engine, dtype, torch.device(device))
+        if is_complete(folder) or any(folder.glob("pytorch_model*.bin")):
+            check_stored(folder, architecture)
         if rollout.engine.cuda_graphs and device == "cpu":
             raise ConfigError("rollout.engine.cuda_graphs=true needs a GPU, and this run has none; leave it out")
     for one in servers or ():

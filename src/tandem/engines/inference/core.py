@@ -19,7 +19,13 @@ from tandem.config.engine_memory import chunk_tokens, takes_graphs
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.arena import Arena
 from tandem.engines.inference.folder import read_tensors
-from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, StagedWeights, compute_dtype
+from tandem.engines.inference.fused_weights import (
+    FusedWeights,
+    FusedWeightsBuilder,
+    StagedWeights,
+    check_stored,
+    compute_dtype,
+)
 from tandem.engines.inference.kv_cache import KVCache, make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
@@ -87,6 +93,7 @@ class EngineCore:
         self.version = version
         """The version that the next token will be made by."""
 
+        check_stored(folder, a)
         self.weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
 
     # ------------------------------------------------------------------ requests

@@ -11,13 +11,7 @@ from tandem.config.errors import ConfigError
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face folder's safetensors files. Raises `ConfigError` where there is none."""
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder} has no *.safetensors file; save the model with save_pretrained")
-    return _told(folder)
-
-
-def _told(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a Hugging Face folder's safetensors files. Raises `ConfigError` where one cannot be read."""
     try:
         yield from FolderSource(folder).tensors()
     except SafetensorError as error:

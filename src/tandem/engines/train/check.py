@@ -13,6 +13,7 @@ from tandem.models.compiled import refuse_without_compiler
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import ClassLabel, prepare_classifier, refuse_classifier
+from tandem.models.load import check_stored
 
 
 def check_train_engine(
@@ -39,6 +40,7 @@ def check_train_engine(
         prepare_classifier(folder, found, class_label)
     else:
         refuse_classifier(folder, found)
+    check_stored(folder, head, class_label)
     _check_layout(config, layout, device, dtype, f"{key}={config.backend}")
     refuse_uneven_heads(architecture, layout.tensor, 1, key)
     if config.context_parallel == "all_to_all":

@@ -1,17 +1,15 @@
 """Weights in a Hugging Face folder."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tandem.api.activity import did
 from tandem.api.failures import ConfigError
-from tandem.config.errors import kind_and_text
+from tandem.models.streaming import tensors_of
 
 
 def write_folder(
@@ -48,52 +46,20 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
     Raises:
         ConfigError: no safetensors, a tensor is missing or has another shape; nothing was yielded then.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = _read_index(index)
-    elif (folder / "model.safetensors").is_file():
-        files = dict.fromkeys(_opened(folder / "model.safetensors").keys(), "model.safetensors")
-    else:
+    files = tensors_of(folder)
+    if files is None:
         raise ConfigError(f"folder {folder} has no model.safetensors to load weights from")
     missing = sorted(set(shapes) - set(files))
     if missing:
         raise ConfigError(
             f"folder {folder} lacks {len(missing)} tensors of this model, first {missing[0]!r}; is it another model?"
         )
-    handles = {name: _opened(folder / name) for name in set(files.values())}
     for name, shape in shapes.items():
-        if name not in handles[files[name]].keys():
-            raise ConfigError(f"{folder / files[name]} lacks tensor {name!r}, which the index says is there")
-        found = torch.Size(handles[files[name]].get_slice(name).get_shape())
-        if found != shape:
-            raise ConfigError(f"tensor {name!r} in {folder} is {list(found)}, this model has {list(shape)}")
+        found = files[name].get_shape()
+        if found != list(shape):
+            raise ConfigError(f"tensor {name!r} in {folder} is {found}, this model has {list(shape)}")
     for name in shapes:
-        yield name, handles[files[name]].get_tensor(name)
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Tensor → its file. An index of somebody else's must not name files outside its folder.
-
-    Raises:
-        ConfigError: it is none, or names something that is not a safetensors file beside it.
-    """
-    try:
-        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{index} cannot be read as an index: {kind_and_text(error)}") from error
-    for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"{index} names {name!r}, which is not a safetensors file in that folder")
-        if not (index.parent / name).is_file():
-            raise ConfigError(f"{index} names {name!r}, which is not there")
-    return files
+        yield name, files[name][:]
 
 
 def write_tensor(path: Path, tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
+from tandem.api.weight_files import weight_files
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.expected_digests import HeldDigests, changed, compare
@@ -253,4 +254,4 @@ def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, tor
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(folder))
