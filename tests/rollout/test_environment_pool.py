@@ -44,7 +44,7 @@ async def outcome(pool, does):
 
 
 FAULTS = {
-    "raises": ("raises", "environment_raised", r"ValueError: a wall that is none \(worlds.py:\d+\)"),
+    "raises": ("raises", "environment_raised", r"ValueError: a wall that is none \(worlds.py:\d+ in step: raise "),
     "calls `sys.exit`": ("exits", "environment_raised", "SystemExit: enough"),
     "ends its process": ("dies", "environment_died", "exit code 3 in step"),
     "gives a reward that is NaN": ("nan", "environment_not_finite", "the reward is nan"),

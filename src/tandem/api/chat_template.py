@@ -130,6 +130,11 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: 
     return str(apply_template(tokenizer, messages, tokenize=False, **options))
 
 
+def with_tools(options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs` with the tools that a row offers in its column ``tools``."""
+    return {**options, "tools": row["tools"]} if row.get("tools") else dict(options)
+
+
 def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
     """What ``tokenizer.apply_chat_template`` gives for messages in the shape that the template takes.
 

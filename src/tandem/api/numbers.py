@@ -1,4 +1,4 @@
-"""Reads as a float all that is a number to a person. Imports neither torch nor numpy: a worker may have neither."""
+"""Reads as a float all that is a number to a person. Imports neither torch nor numpy: a user's worker may do without."""
 
 import math
 from decimal import Decimal

@@ -5,6 +5,7 @@ reply) is tokenised on its own: so the tokens are those that a chat at generatio
 ``{% generation %}`` marks says itself which characters are the assistant's.
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import Messages, apply_template, render, special_ids, template_of, text_of
+from tandem.api.chat_template import Messages, apply_template, render, special_ids, template_of, text_of, with_tools
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 
@@ -59,8 +60,9 @@ class ChatEncoder:
             self._added = [int(tokenizer.eos_token_id)]
         self._marked = bool(_MARKS.search(str(tokenizer.chat_template))) and not self._added
 
-    def conversation(self, messages: Messages, train_from: int = 0) -> list[Encoded]:
-        """Every reply of the assistant from message ``train_from`` on is learnt, up to and with its end-of-turn token.
+    def conversation(self, messages: Messages, train_from: int = 0, tools: Any = None) -> list[Encoded]:
+        """Every reply of the assistant from message ``train_from`` on is learnt, up to and with its end-of-turn token; one
+        with ``weight: 0`` is context. ``tools``: JSON schemas of those that the template shows to the model.
 
         Usually one sequence. Where the template rewrites history (it drops the thinking of earlier turns, say) a reply
         was generated behind another text than the final one shows: then it ends a sequence of its own, whose
@@ -71,29 +73,30 @@ class ChatEncoder:
                 `prompt_too_long`), a template that does not put a reply behind its prompt (`template_rewrites`) or does not
                 take these messages (`template_refuses`).
         """
-        replies = [message for message in messages[train_from:] if message["role"] == "assistant"]
-        if not replies:
+        learnt = [i >= train_from and _is_learnt(message) for i, message in enumerate(messages)]
+        if not any(learnt):
             raise DataFailure("no_answer", "there is no reply of the assistant to learn")
-        if any(_is_empty(reply) for reply in replies):
+        if any(_is_empty(message) for message in itertools.compress(messages, learnt)):
             raise DataFailure("empty_completion", "a reply of the assistant has no text")
         system = [{"role": "system", "content": self.system_prompt}]
         if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
-            messages, train_from = [*system, *messages], train_from + 1
-        marked = self._marked and not any(m["role"] == "assistant" for m in messages[:train_from])
-        found = self._by_turns(messages, train_from)
+            messages, learnt = [*system, *messages], [False, *learnt]
+        options = with_tools(self._kwargs, {"tools": tools})
+        found = self._by_turns(messages, learnt, options)
+        marked = self._marked and learnt == [message["role"] == "assistant" for message in messages]
         if marked and len(found) == 1:  # else the marks are of a text that the model would not have seen
-            found = [self._by_marks(messages)]
+            found = [self._by_marks(messages, options)]
         for encoded in found:
             self._check_length(encoded)
         return found
 
-    def completion(self, prompt: Messages, completion: Messages) -> Encoded:
+    def completion(self, prompt: Messages, completion: Messages, tools: Any = None) -> Encoded:
         """One sequence whose prompt is context.
 
         Raises:
             DataFailure: as `conversation`, also where the template rewrites history within the completion.
         """
-        found = self.conversation([*prompt, *completion], train_from=len(prompt))
+        found = self.conversation([*prompt, *completion], len(prompt), tools)
         if len(found) > 1:
             raise DataFailure("template_rewrites", "the chat template rewrites earlier turns, so this is not one sequence")
         return found[0]
@@ -111,7 +114,9 @@ class ChatEncoder:
         texts = [text + marker for text in texts]
         if self.system_prompt is not None and not any(message["role"] == "system" for message in prompt):
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        before, after = self._turn([*prompt, {"role": "assistant", "content": separator.join(texts)}], len(prompt))
+        before, after = self._turn(
+            [*prompt, {"role": "assistant", "content": separator.join(texts)}], len(prompt), self._kwargs
+        )
         ids, reply, ends = self.encode(before), after[len(before) :], []
         size = len(ids)
         for text in texts:
@@ -130,13 +135,11 @@ class ChatEncoder:
         """Tokens of a text in which the template has put the special ones already."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def _by_turns(self, messages: Messages, train_from: int) -> list[Encoded]:
+    def _by_turns(self, messages: Messages, learnt: Sequence[bool], options: Mapping[str, Any]) -> list[Encoded]:
         found: list[Encoded] = []
         text = rest = ""  # rendered so far; its last characters, which are not tokens yet
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index < train_from:
-                continue
-            before, after = self._turn(messages, index)
+        for index in itertools.compress(range(len(messages)), learnt):
+            before, after = self._turn(messages, index, options)
             if not found or not before.startswith(text):
                 if found:
                     self._add_context(found[-1], rest)
@@ -150,10 +153,10 @@ class ChatEncoder:
         self._add_context(found[-1], rest)
         return found
 
-    def _turn(self, messages: Messages, index: int) -> tuple[str, str]:
+    def _turn(self, messages: Messages, index: int, options: Mapping[str, Any]) -> tuple[str, str]:
         """The conversation before the reply at ``index``, ready for it, and with it."""
-        before = render(self.tokenizer, messages[:index], add_generation_prompt=True, **self._kwargs) if index else ""
-        after = render(self.tokenizer, messages[: index + 1], **self._kwargs)
+        before = render(self.tokenizer, messages[:index], add_generation_prompt=True, **options) if index else ""
+        after = render(self.tokenizer, messages[: index + 1], **options)
         if not after.startswith(before):
             raise DataFailure("template_rewrites", "the chat template does not put the reply behind its prompt")
         return before, after
@@ -173,9 +176,9 @@ class ChatEncoder:
         encoded.ids.extend(ids)
         encoded.mask.extend([False] * len(ids))
 
-    def _by_marks(self, messages: Messages) -> Encoded:
-        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True} | self._kwargs
-        found = apply_template(self.tokenizer, messages, **asked)
+    def _by_marks(self, messages: Messages, options: Mapping[str, Any]) -> Encoded:
+        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = apply_template(self.tokenizer, messages, **asked, **options)
         mask = [bool(value) for value in found["assistant_masks"]]
         if not any(mask):
             raise DataFailure("no_answer", "the chat template marks nothing of this conversation as the assistant's")
@@ -188,6 +191,10 @@ class ChatEncoder:
         if prompt >= self.max_length:
             raise DataFailure("prompt_too_long", f"the prompt has {prompt} tokens, max_length={self.max_length}")
         raise DataFailure("too_long", f"{len(encoded.ids)} tokens, max_length={self.max_length}")
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:

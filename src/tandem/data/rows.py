@@ -46,6 +46,8 @@ def normalise(table: Table, *, source: str, reward: str | None = None) -> list[R
     column = table.wished("answer_column") or next(iter(table.usual(ANSWERS)), None)
     if column is not None:
         table.column(column, "" if column == "answer" else "the answer")
+    if table.has("tools"):
+        table.column("tools")
     return [_row(table, row, prompt, column, source, reward) for row in table.rows]
 
 
@@ -231,6 +233,7 @@ def _row(table: Table, raw: RawRow, prompt: Prompt, answer: str | None, source: 
             raise ConfigError(
                 f"{raw.where}: column {prompt.columns[0]!r} has only a message of the assistant; it needs a question"
             )
+    tools = {"tools": tools_of(raw)} if table.has("tools") else {}
     return {
         **{name: float(value) if isinstance(value, Written) else value for name, value in raw.columns.items()},
         "messages": with_suffix(messages, table.config.prompt_suffix),
@@ -238,7 +241,7 @@ def _row(table: Table, raw: RawRow, prompt: Prompt, answer: str | None, source: 
         SOURCE: source,
         REWARD: reward,
         WHERE: raw.where,
-    }
+    } | tools
 
 
 def answer_text(value: Any, name: str, where: str) -> str | None:

@@ -46,7 +46,7 @@ class ModelReader:
 
     def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
         """Implements `ScoreReader.conversation`: the messages of the sample, or those of its row and the completion."""
-        return self.chat(_messages(sample, row))
+        return self.chat(_messages(sample, row), row.get("tools"))
 
     def steps(
         self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
@@ -69,11 +69,11 @@ class ModelReader:
             fields["step_tokens"] = last_tokens(self.actor, sample.trajectories[-1], text, behind)
         return fields
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> dict[str, Any]:
         """The fields of `conversation` for these messages, of which the last is the reply."""
         if not text_of(messages[-1].get("content")).strip():
             return self._silence(messages)
-        return _fields(self._chat.completion(list(messages[:-1]), list(messages[-1:])))
+        return _fields(self._chat.completion(list(messages[:-1]), list(messages[-1:]), tools))
 
     def _silence(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A conversation that ends with an empty reply. It is judged too, or silence would cost the policy nothing."""

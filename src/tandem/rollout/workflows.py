@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import with_tools
 from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
@@ -34,12 +35,12 @@ class ChatWorkflow(RolloutWorkflow):
         self.system_prompt, self.chat_template_kwargs = system_prompt, dict(chat_template_kwargs or {})
 
     def start(self, data: Mapping[str, Any]) -> Chat:
-        """A chat that begins with the row's messages."""
+        """A chat that begins with the row's messages, and whose model reads the row's tools."""
         return Chat(
             self.tokenizer,
             data["messages"],
             system_prompt=self.system_prompt,
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=with_tools(self.chat_template_kwargs, data),
         )
 
     async def judge(self, chat: Chat, data: Mapping[str, Any], reward: RewardFn | None = None) -> RewardResult:

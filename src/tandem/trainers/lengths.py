@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import with_tools
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig
@@ -77,7 +78,7 @@ def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
                 tokenizer,
                 row["messages"],
                 system_prompt=config.system_prompt,
-                chat_template_kwargs=config.chat_template_kwargs,
+                chat_template_kwargs=with_tools(config.chat_template_kwargs, row),
             ).prompt_ids
         )
         for row in itertools.islice(rows.train.rows, LOOKED_AT)

@@ -45,7 +45,7 @@ class ConversationEncoder:
         Raises:
             DataFailure: see `ChatEncoder.conversation`.
         """
-        return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"])]
+        return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"], row["tools"])]
 
 
 RECIPE = Recipe(

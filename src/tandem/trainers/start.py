@@ -9,8 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import with_tools
 from tandem.api.failures import DataFailure
 from tandem.config.arithmetic import workflow_of
+from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
@@ -153,10 +155,10 @@ def check_prompts(
                 tokenizer,
                 row["messages"],
                 system_prompt=config.system_prompt,
-                chat_template_kwargs=config.chat_template_kwargs,
+                chat_template_kwargs=with_tools(config.chat_template_kwargs, row),
             )
         except DataFailure as error:
-            where = row.get("tandem.where", f"row {number} of train_dataset")
+            where = row.get(WHERE) or f"row {number} of train_dataset"
             raise ConfigError(
                 f"{where}: the chat template refuses the prompt: {error.__cause__ or error}; look at chat_template_kwargs, "
                 "system_prompt and the row"
