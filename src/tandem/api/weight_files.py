@@ -24,7 +24,7 @@ class Entry:
     """Byte of the file with which its numbers begin."""
 
     dtype: str
-    """As safetensors writes it: ``BF16``."""
+    """Type of its numbers in the words of safetensors: ``BF16``."""
 
     shape: tuple[int, ...]
 
