@@ -238,6 +238,6 @@ def test_rows_come_from_a_file_of_ones_own(tmp_path):
     made, listed = load(f"{file}:rows"), load(f"{file}:listed")
     assert [row["messages"][0]["content"] for row in made] == ["1+1?"] == [row["question"] for row in listed]
     assert "a row must be a dict of columns, got 1" in error_of(f"{file}:wrong")
-    assert "ZeroDivisionError" in (said := error_of(f"{file}:broken")) and "line 7" in said
+    assert "ZeroDivisionError" in (said := error_of(f"{file}:broken")) and "mine.py:7 in broken" in said
     assert "did you mean 'rows'?" in error_of(f"{file}:row")
     assert "mine.py:listed, row 1" in error_of(f"{file}:listed", answer_column="gold")

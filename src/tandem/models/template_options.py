@@ -1,6 +1,7 @@
 """What a start asks of a chat template: whether the options that are set for it have an effect."""
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import Messages, render, template_of
 from tandem.api.failures import DataFailure
+from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 
@@ -25,6 +27,7 @@ def check_template_options(config: Any, rows: Iterable[Mapping[str, Any]], token
         ConfigError: an option without effect; says which names the template reads.
     """
     template, options = template_of(tokenizer), config.chat_template_kwargs
+    check_messages(tokenizer, rows)
     for name in options:
         if name not in template.variables:
             known = nearest_names(name, template.variables) if template.variables else "it has no options"
@@ -37,6 +40,24 @@ def check_template_options(config: Any, rows: Iterable[Mapping[str, Any]], token
     if template.end is None:
         said = "the chat template puts no special token behind a reply, so only the end of a text (%s) ends one"
         log.warning(said, tokenizer.eos_token)
+
+
+def check_messages(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Passes if the template reads all that the rows bring for it: keys of messages, and tools.
+
+    Raises:
+        ConfigError: something that neither it nor Tandem reads; says in which row.
+    """
+    template = str(tokenizer.chat_template)
+    known = {"role", "content", "weight", "tool_call_id"}
+    for row in rows:
+        keys = {f"the key {key!r} of a message": key for message in row["messages"] for key in message if key not in known}
+        for what, name in (keys | ({"the column 'tools'": "tools"} if row.get("tools") else {})).items():
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ConfigError(
+                    f"{row.get(WHERE, 'a row')}: the chat template does not read {what}, so the model would not see it; "
+                    "remove it from the rows, or take a model whose template reads it"
+                )
 
 
 def check_system_prompt(

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem.api.weight_files import refuse_placeholder
+from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refuse_absurd
 
@@ -85,7 +86,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Ite
         ("the begin, end or unknown token", ends),
         ("the chat template", str(tokenizer.chat_template)),
     ]
-    for where, text in chain(texts, ((row.get("tandem.where", row.get("where", "a row")), str(row)) for row in rows)):
+    for where, text in chain(texts, ((row.get(WHERE, "a row"), str(row)) for row in rows)):
         used = next((token for token in sorted(beyond) if token in text), None)
         if used is not None:
             raise ConfigError(
