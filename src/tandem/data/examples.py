@@ -13,7 +13,7 @@ from tandem.config.data import SOURCE, WHERE
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow
 from tandem.data.programs import find_layout
-from tandem.data.rows import SHARE_GPT, Message, Prompt, Row, answer_text, messages_of, prompt_of, tools_of, with_suffix
+from tandem.data.rows import Message, Prompt, Row, answer_text, messages_of, prompt_of, speakers, tools_of, with_suffix
 from tandem.data.table import ANSWERS, CONVERSATIONS, FULL_REPLIES, PROMPTS, Table
 
 Reader = Callable[..., list[Row]]
@@ -64,7 +64,7 @@ def _whole(table: Table) -> Prompt | None:
     name = table.column(found[0], "every assistant turn")
     for other in [] if wished else table.usual(FULL_REPLIES):
         for row in table.sample:
-            reply, said = row.columns.get(other), [m.get("content", m.get("value")) for m in row.columns.get(name) or []]
+            reply, said = row.columns.get(other), [text for _, text in speakers(row.columns.get(name))]
             if isinstance(reply, str) and reply.strip() and reply not in said:
                 raise table.ambiguous((name, other), "what is learnt", "answer_column", row)
     if not wished:
@@ -98,9 +98,7 @@ def _answered(table: Table, row: RawRow, prompt: Prompt, column: str, source: st
 
 def _is_conversation(value: Any) -> bool:
     """True of messages of both the user and the assistant."""
-    messages = [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
-    roles = {SHARE_GPT.get(str(message.get("role", message.get("from")))) for message in messages}
-    return {"user", "assistant"} <= roles
+    return {"user", "assistant"} <= {role for role, _ in speakers(value)}
 
 
 def pairs(table: Table, *, source: str, reward: str | None = None) -> list[Row]:

@@ -124,8 +124,11 @@ class Prompt:
     def _agree(self, first: str, other: str) -> None:
         """Passes if both columns ask the same in all rows that are looked at."""
         for row in self._table.sample:
-            asked = [_questions(row.columns.get(name)) for name in (first, other)]
-            if all(asked) and not asked[0] & asked[1]:
+            one, two = (
+                {text.strip() for role, text in speakers(row.columns.get(name)) if role == "user" and isinstance(text, str)}
+                for name in (first, other)
+            )
+            if one and two and one.isdisjoint(two):
                 raise self._table.ambiguous((first, other), "the prompt", "prompt_column", row)
 
     def messages(self, row: RawRow) -> list[Message]:
@@ -135,7 +138,7 @@ class Prompt:
             ConfigError: neither text nor messages; says the row.
         """
         values = [self._table.value(row, name) for name in self.columns]
-        found = messages_of(values[0], self.columns[0], row.where) if values[0] and _is_chat(values[0]) else []
+        found = messages_of(values[0], self.columns[0], row.where) if values[0] and not isinstance(values[0], str) else []
         for name, value in zip(self.columns, values, strict=True) if not found else ():
             empty = name != self.columns[0] and not value  # an instruction that needs no input
             if not empty and (not isinstance(value, str) or not value.strip()):
@@ -153,17 +156,12 @@ class Prompt:
         return [{"role": "system", "content": system}, *found]
 
 
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, (list, Mapping))
-
-
-def _questions(value: Any) -> set[str]:
-    """What the user says in a column: a text, or messages."""
+def speakers(value: Any) -> list[tuple[str, Any]]:
+    """(role, content) of each message of a column, ShareGPT's too; a text is the user's."""
     if isinstance(value, str):
-        return {value.strip()} - {""}
+        return [("user", value.strip())]
     messages = [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
-    said = [m.get("content", m.get("value")) for m in messages if m.get("role", m.get("from")) in ("user", "human")]
-    return {text.strip() for text in said if isinstance(text, str)}
+    return [(SHARE_GPT.get(str(m.get("role", m.get("from"))), ""), m.get("content", m.get("value"))) for m in messages]
 
 
 def _sentences(parts: Sequence[str]) -> str:
@@ -179,7 +177,7 @@ def messages_of(value: Any, name: str, where: str) -> list[Message]:
     Raises:
         ConfigError: something else; says the row.
     """
-    if not _is_chat(value):
+    if not isinstance(value, (list, Mapping)):
         raise ConfigError(
             f"{where}: column {name!r} must be text or a list of messages, got {type(value).__name__} {value!r:.80}"
         )

@@ -82,10 +82,11 @@ class Table:
         """
         name: str | None = getattr(self.config, key)
         if name is not None and not self.has(name):
-            inner = [f"{name.rpartition('.')[0]}.{one}" for one in self._inner(name.rpartition(".")[0])]
-            raise self.error(
-                f"{self.section}{key}={name}, but the row has no such column; {nearest_names(name, [*self.columns, *inner])}"
-            )
+            head = name.rpartition(".")[0]
+            inner = [f"{head}.{key}" for value in self.samples(head)[:1] if isinstance(value, Mapping) for key in value]
+            is_slip = name not in PROMPTS + ANSWERS
+            hint = nearest_names(name, [*self.columns, *inner]) if is_slip else f"columns there: {', '.join(self.columns)}"
+            raise self.error(f"{self.section}{key}={name}, but the row has no such column; {hint}")
         return name
 
     def usual(self, names: Sequence[str]) -> list[str]:
@@ -154,10 +155,6 @@ class Table:
             f"{self.section}columns.{ours}={theirs} would change nothing: of these rows {', '.join(self.reads)} are read. "
             f"{hint}Leave it out: the column keeps its own name, {theirs!r}, for rewards and workflows too"
         )
-
-    def _inner(self, name: str) -> list[str]:
-        values = self.samples(name) if name else []
-        return list(values[0]) if values and isinstance(values[0], Mapping) else []
 
 
 def _union(rows: Sequence[RawRow]) -> list[str]:
