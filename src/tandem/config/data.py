@@ -77,10 +77,10 @@ class DatasetConfig:
     """Several data sets mixed by weight, instead of `path`."""
 
     prompt_column: str | None = None
-    """Column of the user's question; null looks for messages, prompt, question, problem."""
+    """Column of the user's question, `a.b` for a value within one; null finds it by the usual names (docs/data.md)."""
 
     answer_column: str | None = None
-    """Column of the expected answer; null looks for answer, solution, completion."""
+    """Column of the expected answer, or of what `tandem sft` learns; null finds it by the usual names (docs/data.md)."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     """Names of your columns, by ours: `columns.chosen=winner` reads `winner` as `chosen` (docs/preferences.md)."""
