@@ -16,6 +16,7 @@ from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.recipes import sums_of
 from tandem.data.dataset import load_dataset
 from tandem.data.known import Benchmark, find_benchmark, locate, recognise
+from tandem.data.table import Reading
 from tandem.flow.services import RewardBySource
 from tandem.rewards.build import build_reward, refuse_only_groups
 
@@ -33,6 +34,7 @@ class Questions:
     """Digest of each row as it stands in its file: equal digests make two evaluations' rows the same."""
 
     reward: str
+    reading: Reading
 
     @property
     def digest(self) -> str:
@@ -87,7 +89,7 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     reward = data.reward or config.reward or (benchmark.reward if benchmark is not None else _judge(rows[0]))
     _check_format(benchmark, name, rows[0], explicit=any(columns))
     rows = [{**row, SOURCE: name, REWARD: reward} for row in rows]
-    return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward)
+    return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward, dataset.readings[0])
 
 
 def _columns(benchmark: Benchmark) -> tuple[str | None, str | None]:

@@ -172,6 +172,8 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
         judges = services.keep(judges)
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
+        for one in questions:
+            print(one.name, one.reading.told(judges.asked), file=sys.stderr, flush=True)
         return Checked(machine, questions, services, workflow, tokenizer, asked, rewards, models, partner)
     except BaseException:
         services.close()

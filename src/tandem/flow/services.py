@@ -27,7 +27,7 @@ from tandem.config.services import GIVEN, NAMED
 from tandem.config.terms import read_terms
 from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan
-from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
+from tandem.rewards.build import Judge, SumReward, asked_columns, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
@@ -235,6 +235,11 @@ class RewardBySource(RewardFn):
         """The amounts that such terms add to each sample's reward, by the reward of the row."""
         reward = self.of(row)
         return await reward.compare(samples, row) if isinstance(reward, SumReward) else [RewardResult(0.0) for _ in samples]
+
+    @property
+    def asked(self) -> set[str]:
+        """Columns that functions of the user's ask for by name; see `asked_columns`."""
+        return set().union(*map(asked_columns, self.by_name.values()))
 
     def metrics(self) -> dict[str, float]:
         """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count

@@ -30,7 +30,6 @@ from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
-from tandem.rewards.build import asked_columns
 from tandem.rollout.chat import Chat
 from tandem.state.run_folder import require_writable
 
@@ -52,7 +51,7 @@ def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeP
     rows = open_rows(config)
     parts = check_start(config, rows, plan)
     try:
-        yield replace(rows, asked=set().union(*map(asked_columns, parts.reward.by_name.values()))), parts
+        yield replace(rows, asked=parts.reward.asked), parts
     finally:
         parts.close()
 
