@@ -31,11 +31,6 @@ class Benchmark:
     """Who judges."""
 
     prompt_suffix: str = ""
-    prompt_column: str | None = None
-    """The column of prompts; if None, found by the usual names (SVAMP's body and question are joined), or made by the layout
-    of a program."""
-
-    answer_column: str | None = None
     aliases: tuple[str, ...] = ()
 
 
@@ -50,8 +45,6 @@ KNOWN: dict[str, Benchmark] = {
             columns=("question", "answer"),
             prompt_suffix=HASHES,
             reward="math",
-            prompt_column="question",
-            answer_column="answer",
             aliases=("gsm-8k",),
         ),
         Benchmark(
@@ -62,8 +55,6 @@ KNOWN: dict[str, Benchmark] = {
             columns=("problem", "answer"),
             prompt_suffix=BOX,
             reward="math",
-            prompt_column="problem",
-            answer_column="answer",
             aliases=("math-500",),
         ),
         Benchmark(
@@ -74,7 +65,6 @@ KNOWN: dict[str, Benchmark] = {
             columns=("Body", "Question", "Answer"),
             prompt_suffix=HASHES,
             reward="math",
-            answer_column="Answer",
         ),
         Benchmark(
             name="aime24",
@@ -84,8 +74,6 @@ KNOWN: dict[str, Benchmark] = {
             columns=("problem", "answer"),
             prompt_suffix=BOX,
             reward="math",
-            prompt_column="problem",
-            answer_column="answer",
             aliases=("aime-24", "aime2024", "aime-2024"),
         ),
         Benchmark(

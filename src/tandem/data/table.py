@@ -139,22 +139,16 @@ class Table:
         """
         for ours, theirs in self.config.columns.items():
             if ours not in self.reads:
-                self._refuse_name(ours, theirs)
+                alike = [name for family in (PROMPTS, ANSWERS) if ours in family for name in self.reads if name in family]
+                hint = f"did you mean {self.section}columns.{alike[0]}={theirs}? " if alike else ""
+                raise self.error(
+                    f"{self.section}columns.{ours}={theirs} would change nothing: of these rows {', '.join(self.reads)} are "
+                    f"read. {hint}Leave it out: the column keeps its own name, {theirs!r}, for rewards and workflows too"
+                )
         parents = {name.partition(".")[0] for name in self.reads} | {*self.reads}
-        names = {name: f"{name}={self.config.columns[name]}" if name in self.config.columns else name for name in self.reads}
-        return Reading(
-            source,
-            {names[name]: purpose for name, purpose in self.reads.items()},
-            tuple(name for name in self._given if name not in parents),
-        )
-
-    def _refuse_name(self, ours: str, theirs: str) -> None:
-        alike = [name for family in (PROMPTS, ANSWERS) if ours in family for name in self.reads if name in family]
-        hint = f"did you mean {self.section}columns.{alike[0]}={theirs}? " if alike else ""
-        raise self.error(
-            f"{self.section}columns.{ours}={theirs} would change nothing: of these rows {', '.join(self.reads)} are read. "
-            f"{hint}Leave it out: the column keeps its own name, {theirs!r}, for rewards and workflows too"
-        )
+        theirs = {ours: f"{ours}={name}" for ours, name in self.config.columns.items()}
+        reads = {theirs.get(name, name): purpose for name, purpose in self.reads.items()}
+        return Reading(source, reads, tuple(name for name in self._given if name not in parents))
 
 
 def _union(rows: Sequence[RawRow]) -> list[str]:

@@ -64,7 +64,6 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     if data.benchmark is None:
         benchmark = recognise(data.path) or recognise(place)
     columns = (data.prompt_column or config.prompt_column, data.answer_column or config.answer_column)
-    own_columns = columns if benchmark is None else tuple(c or b for c, b in zip(columns, _columns(benchmark), strict=True))
     suffix = next((text for text in (data.prompt_suffix, config.prompt_suffix) if text is not None), None)
     if suffix is None:
         suffix = benchmark.prompt_suffix if benchmark is not None else ""
@@ -74,8 +73,8 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
         DatasetConfig(
             path=place,
             split=data.split or config.split or hub_split,
-            prompt_column=own_columns[0],
-            answer_column=own_columns[1],
+            prompt_column=columns[0],
+            answer_column=columns[1],
             max_rows=max_rows,
             size=max_rows or PROCEDURAL_ROWS,
             prompt_suffix=suffix,
@@ -90,10 +89,6 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     _check_format(benchmark, name, rows[0], explicit=any(columns))
     rows = [{**row, SOURCE: name, REWARD: reward} for row in rows]
     return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward, dataset.readings[0])
-
-
-def _columns(benchmark: Benchmark) -> tuple[str | None, str | None]:
-    return benchmark.prompt_column, benchmark.answer_column
 
 
 def _judge(row: Mapping[str, Any]) -> str:

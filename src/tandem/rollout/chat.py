@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import render, special_ids
+from tandem.api.chat_template import render, special_ids, with_tools
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
@@ -198,3 +198,10 @@ class Chat:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def chat_of(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], options: Any) -> Chat:
+    """A chat that begins with a row's messages, and whose model reads the row's tools. ``options``: whatever has a
+    `system_prompt` and `chat_template_kwargs`, such as a configuration."""
+    kwargs = with_tools(options.chat_template_kwargs, row)
+    return Chat(tokenizer, row["messages"], system_prompt=options.system_prompt, chat_template_kwargs=kwargs)

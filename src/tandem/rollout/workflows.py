@@ -7,14 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import with_tools
 from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import EPISODE, EpisodeView, GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
-from tandem.rollout.chat import Chat
+from tandem.rollout.chat import Chat, chat_of
 from tandem.rollout.failure_budget import FailureLog, counted, least_samples, too_few
 from tandem.rollout.sample_checks import check_sample
 
@@ -36,12 +35,7 @@ class ChatWorkflow(RolloutWorkflow):
 
     def start(self, data: Mapping[str, Any]) -> Chat:
         """A chat that begins with the row's messages, and whose model reads the row's tools."""
-        return Chat(
-            self.tokenizer,
-            data["messages"],
-            system_prompt=self.system_prompt,
-            chat_template_kwargs=with_tools(self.chat_template_kwargs, data),
-        )
+        return chat_of(self.tokenizer, data, self)
 
     async def judge(self, chat: Chat, data: Mapping[str, Any], reward: RewardFn | None = None) -> RewardResult:
         """The reward of the last reply; by ``reward`` if it is given, of which the sample keeps nothing."""

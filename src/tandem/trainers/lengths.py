@@ -7,7 +7,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import with_tools
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig
@@ -16,7 +15,7 @@ from tandem.flow.parts import Rows, open_rows
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.job import Lengths
-from tandem.rollout.chat import Chat
+from tandem.rollout.chat import chat_of
 from tandem.trainers.recipes import recipe_of
 
 ASSUMED_PROMPT = 256
@@ -72,17 +71,7 @@ def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
         return _examples(config, tokenizer)
     run = training_config(config) if isinstance(config, DistillConfig) else config
     rows: Rows = open_rows(run)
-    lengths = [
-        len(
-            Chat(
-                tokenizer,
-                row["messages"],
-                system_prompt=config.system_prompt,
-                chat_template_kwargs=with_tools(config.chat_template_kwargs, row),
-            ).prompt_ids
-        )
-        for row in itertools.islice(rows.train.rows, LOOKED_AT)
-    ]
+    lengths = [len(chat_of(tokenizer, row, config).prompt_ids) for row in rows.train.rows[:LOOKED_AT]]
     return round(sum(lengths) / len(lengths)), None, len(rows.train), len(lengths)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import with_tools
 from tandem.api.failures import DataFailure
 from tandem.config.arithmetic import workflow_of
 from tandem.config.data import WHERE
@@ -30,7 +29,7 @@ from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
-from tandem.rollout.chat import Chat
+from tandem.rollout.chat import chat_of
 from tandem.state.run_folder import require_writable
 
 log = logging.getLogger(__name__)
@@ -150,12 +149,7 @@ def check_prompts(
     lengths = []
     for number, row in enumerate(rows[:LOOKED_AT], 1):
         try:
-            chat = Chat(
-                tokenizer,
-                row["messages"],
-                system_prompt=config.system_prompt,
-                chat_template_kwargs=with_tools(config.chat_template_kwargs, row),
-            )
+            chat = chat_of(tokenizer, row, config)
         except DataFailure as error:
             where = row.get(WHERE) or f"row {number} of train_dataset"
             raise ConfigError(
