@@ -58,10 +58,12 @@ def prompt_of(table: Table) -> "Prompt":
         ConfigError: see `Prompt`; or a row's tests have another form than its layout says.
     """
     layout = find_layout(table.rows[0].columns)
+    if table.has(COLUMN):
+        table.column(COLUMN)
     if layout is None:
         return Prompt(table)
     table.replace([_program(row, layout, table) for row in table.rows])
-    table.reads |= dict.fromkeys(layout.columns, f"{layout.name}")
+    table.reads |= dict.fromkeys(layout.columns, layout.name)
     return Prompt(table, ("messages",))
 
 

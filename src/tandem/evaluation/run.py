@@ -42,7 +42,7 @@ from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan, plan_scores
 from tandem.flow.process import KERNELS, kernels_here, uses_gpu
 from tandem.flow.residents import check_models, check_scores
-from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
+from tandem.flow.services import asked_columns_of, asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
@@ -173,7 +173,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
         for one in questions:
-            print(one.name, one.reading.told(judges.asked), file=sys.stderr, flush=True)
+            print(one.name, one.reading.told(asked_columns_of(asked, judges)), file=sys.stderr, flush=True)
         return Checked(machine, questions, services, workflow, tokenizer, asked, rewards, models, partner)
     except BaseException:
         services.close()

@@ -236,11 +236,6 @@ class RewardBySource(RewardFn):
         reward = self.of(row)
         return await reward.compare(samples, row) if isinstance(reward, SumReward) else [RewardResult(0.0) for _ in samples]
 
-    @property
-    def asked(self) -> set[str]:
-        """Columns that functions of the user's ask for by name; see `asked_columns`."""
-        return set().union(*map(asked_columns, self.by_name.values()))
-
     def metrics(self) -> dict[str, float]:
         """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
         themselves. Empty if there were none."""
@@ -254,6 +249,12 @@ class RewardBySource(RewardFn):
             judge.close()
         if self.vote is not None:
             self.vote.close()
+
+
+def asked_columns_of(config: TrainConfig, reward: RewardBySource) -> set[str]:
+    """Columns that the reward asks for by name; ``row``, which is all of them, if it or the workflow gets the whole row."""
+    plain = workflow_of(config).name in ("single_turn", "multi_turn")
+    return set().union(*map(asked_columns, reward.by_name.values()), [] if plain else ["row"])
 
 
 def check_rows(reward: RewardBySource, rows: Sequence[Mapping[str, Any]]) -> None:

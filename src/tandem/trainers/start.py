@@ -23,7 +23,7 @@ from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import check_models, check_scores
-from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
+from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.catalog import describing, resolve
 from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
@@ -50,7 +50,7 @@ def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeP
     rows = open_rows(config)
     parts = check_start(config, rows, plan)
     try:
-        yield replace(rows, asked=parts.reward.asked), parts
+        yield replace(rows, asked=asked_columns_of(config, parts.reward)), parts
     finally:
         parts.close()
 
