@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from tandem.engines.inference.folder import read_tensors
+from tandem.api.weights import FolderSource
 from tandem.models.catalog import resolve
 
 
@@ -30,10 +30,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     folder = resolve(args.model)
-    kept = {name: tensor.clone() for name, tensor in read_tensors(folder)}
+    kept = {name: tensor.clone() for name, tensor in FolderSource(folder).tensors()}
 
     def read() -> None:
-        for _, tensor in read_tensors(folder):
+        for _, tensor in FolderSource(folder).tensors():
             tensor.clone()
 
     def copy() -> None:

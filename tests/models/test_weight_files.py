@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tandem.api.weight_files import INDEX, SINGLE, stored_entries
+from tandem.api.weights import FolderSource
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.check import check_inference_engine
-from tandem.engines.inference.folder import read_tensors
 from tandem.models.catalog import resolve
-from tandem.models.load import check_stored, load_causal_lm
+from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.stored import stored_tensors
 from tandem.models.streaming import tensors_of
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
@@ -50,11 +50,15 @@ def test_all_readers_read_the_files_of_the_index_and_no_others(folder):
     save_file({name: tensor + 1 for name, tensor in expected.items()}, folder / SINGLE, {"format": "pt"})  # an old copy
 
     check_inference_engine(RolloutConfig(), resolve(folder), "cpu")
-    check_stored(folder, "lm")
+    load_causal_lm(folder, device="meta")
     model = load_causal_lm(folder).model
     model.save_pretrained(folder.parent / "saved")
     assert load_causal_lm(folder.parent / "saved")  # what was read says nothing about what is written
-    for found in (model.state_dict(), dict(read_tensors(folder)), {n: t[:] for n, t in tensors_of(folder).items()}):
+    for found in (
+        model.state_dict(),
+        dict(FolderSource(folder).tensors()),
+        {n: t[:] for n, t in tensors_of(folder).items()},
+    ):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert stored_tensors(folder).keys() == expected.keys()
 
@@ -122,8 +126,8 @@ def test_a_configuration_of_another_model_is_refused_from_the_headers(folder, ch
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     for check in (
-        lambda: check_stored(folder, "lm"),
-        lambda: check_stored(folder, "scalar"),
+        lambda: load_causal_lm(folder, device="meta"),
+        lambda: load_scalar_model(folder, device="meta"),
         lambda: check_inference_engine(RolloutConfig(), folder, "cpu"),
     ):
         with pytest.raises(ConfigError, match=words) as refused:

@@ -6,13 +6,15 @@ With an index the files are those that it names; otherwise `model.safetensors`. 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from tandem.config.errors import ConfigError, kind_and_text
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+"""Errors that libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: the index is damaged, or names something elsewhere.
     """
-    index = folder / INDEX
-    if index.is_file():
-        return [folder / name for name in sorted(set(indexed(index).values()))]
-    return [folder / SINGLE] if (folder / SINGLE).exists() else []
+    names = sorted(set(indexed(folder / INDEX).values())) or [SINGLE] * (folder / SINGLE).exists()
+    return [folder / name for name in names]
 
 
 def is_complete(folder: Path) -> bool:
@@ -48,11 +48,13 @@ def is_complete(folder: Path) -> bool:
 
 
 def indexed(index: Path) -> dict[str, str]:
-    """Tensor → the file that holds it, by an index of weights.
+    """Tensor → the file that holds it, by an index of weights; nothing where there is none.
 
     Raises:
         ConfigError: it is damaged, or names something that is not in its own folder.
     """
+    if not index.is_file():
+        return {}
     refuse_placeholder(index)
     try:
         files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -77,7 +79,7 @@ def stored_entries(folder: Path) -> dict[str, Entry]:
                 raise ConfigError(f"{found[name].file} and {file} both hold {name}: download the model anew")
             found[name] = entry
     index = folder / INDEX
-    for name, place in indexed(index).items() if index.is_file() else ():
+    for name, place in indexed(index).items():
         if name not in found or found[name].file.name != place:
             raise ConfigError(
                 f"{index} says that {place} holds {name}, and {folder / place} does not: they are of two models, or one is "
@@ -110,19 +112,19 @@ def _header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(opened.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError("its header would be too long")
-            header: dict[str, Any] = json.loads(opened.read(length))
+            header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         start = 8 + length
-        found = {
-            name: Entry(file, start + int(one["data_offsets"][0]), str(one["dtype"]), tuple(map(int, one["shape"])))
-            for name, one in header.items()
-        }
-        end = start + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+        end = start + max((one["data_offsets"][1] for one in header.values()), default=0)
+        if file.stat().st_size == end:
+            safe_open(file, "np")  # which refuses all else that is wrong
+            return {
+                name: Entry(file, start + one["data_offsets"][0], one["dtype"], tuple(one["shape"]))
+                for name, one in header.items()
+            }
     except UNREADABLE as error:
         raise ConfigError(f"the weights in {file} cannot be read ({kind_and_text(error)}): download it anew") from error
-    if file.stat().st_size != end:
-        raise ConfigError(
-            f"the weights in {file} have {file.stat().st_size:,} bytes, and by the file's own header they have {end:,}: "
-            "it is cut off or damaged; download it anew"
-        )
-    return found
+    raise ConfigError(
+        f"the weights in {file} have {file.stat().st_size:,} bytes, and by the file's own header they have {end:,}: "
+        "it is cut off or damaged; download it anew"
+    )

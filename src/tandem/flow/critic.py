@@ -10,21 +10,19 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
 from tandem.config.errors import ConfigError
-from tandem.models.catalog import describing
-from tandem.models.tokenizer import load_tokenizer, save_classifier_tokenizer
+from tandem.models.tokenizer import save_classifier_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 
 FOLDER = "critic"
 """The critic's folder in a checkpoint, beside the actor's files."""
 
 
-def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, role: str = "critic") -> None:
+def check_same_tokens(role: str, path: str, theirs: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> None:
     """Passes if every token of the actor has the same number in the tokenizer of ``role``, which may have more.
 
     Raises:
         ConfigError: names the first token that differs.
     """
-    theirs = load_tokenizer(describing(path))
     token = differing_token(theirs, tokenizer)
     if token is not None:
         there, here = theirs.get_vocab().get(token, "missing"), tokenizer.get_vocab()[token]

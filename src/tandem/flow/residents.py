@@ -134,20 +134,13 @@ def check_models(
         folder = describing(config.path)
         own = tokenizer if tokenizer.name_or_path == str(folder) else load_tokenizer(folder)
         check_vocabulary(own, folder, rows)
-        if own is not tokenizer and resident.name in ("critic", "reference"):
-            check_same_tokens(config.path, tokenizer, resident.name)
+        if resident.name in ("critic", "reference"):
+            check_same_tokens(resident.name, config.path, own, tokenizer)
         if resident.head == "text":  # `check_scores` and `check_partner` look at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
         architecture = check_train_engine(
-            config,
-            folder,
-            layout,
-            torch.device(device),
-            dtype,
-            resident.head,
-            key,
-            resident.class_label,
+            config, folder, layout, torch.device(device), dtype, resident.head, key, resident.class_label
         )
         if config.lora.rank is not None:
             refuse_unknown_targets(config.lora, Shape.of(architecture).linears)
@@ -246,21 +239,18 @@ def open_critic(
     process: Process,
     actor: TrainEngine,
     steps: int,
-    tokenizer: PreTrainedTokenizerBase,
     open_engine: Open = open_model,
 ) -> Critic | SharedCritic | None:
     """The critic; None if nothing asks for values. ``actor``: its engine, whose second head is the critic with
     `critic.shared`. ``steps``: of the run.
 
     Raises:
-        ConfigError: its model cannot be opened, has more than one label, or reads other tokens than the actor writes.
+        ConfigError: its model cannot be opened, or has more than one label.
     """
     if plan.stage("values") is None:
         return None
     resident = plan.resident("critic")
     if resident is None:
         return SharedCritic(actor, config.critic)
-    if config.critic.path is not None:
-        check_same_tokens(config.critic.path, tokenizer)
     engine = open_engine(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
     return Critic(engine, config.critic, config.actor, seed=config.seed)

@@ -315,7 +315,7 @@ def open_models(
     assert policy is not None, "every plan has an actor"
     optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
     trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
-    critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
+    critic = open_critic(plan, config, process, trainer, steps, residency.open)
     reference = open_reference(plan, process, trainer, residency.open)
     teacher = None if judge is None else Teacher(residency.open(judge, process))
     scores = open_scores(config, plan, process, tokenizer, residency)

@@ -115,10 +115,9 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self._dtype = getattr(torch, about.get("base_dtype", "float32"), None)
         if not isinstance(self._dtype, torch.dtype):
             raise ConfigError(f"{folder / WEIGHTS} names {about['base_dtype']!r}, which is no precision of weights")
-        found = tensors_of(base)
-        if found is None:
+        self._base = tensors_of(base)
+        if not self._base:
             raise ConfigError(f"{base}, the base of the adapter in {folder}, has no *.safetensors")
-        self._base = found
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._own:  # a head, which is trained as a whole

@@ -175,11 +175,10 @@ def _no_model(folder: Path) -> str:
             "checkpoints/step_N has it, and `tandem export RUN DIR` writes it; an adapter of peft becomes one by "
             f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(DIR)"
         )
-    steps = [path for path in folder.glob("checkpoints/step_*") if (path / "config.json").is_file()]
-    newest = max(steps, key=lambda path: (len(path.name), path.name), default=None)
+    steps = sorted(folder.glob("checkpoints/step_*/config.json"), key=lambda file: (len(str(file)), file))
     return f"model folder {folder} has no config.json; " + (
-        f"it is a run: give its newest checkpoint, {newest}"
-        if newest is not None
+        f"it is a run: give its newest checkpoint, {steps[-1].parent}"
+        if steps
         else "give the folder that save_pretrained wrote, or a run's checkpoints/step_N"
     )
 

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import logging as their_logging
 
 from tandem.api.weight_files import INDEX
+from tandem.api.weight_files import UNREADABLE as FEWER
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.attention import NAME
 
@@ -34,20 +35,8 @@ MAX_SIZES = {
 }
 """No model comes near; of as many as a configuration says lists, modules and buffers would be made."""
 
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    TypeError,
-    UnpicklingError,
-    ValueError,
-)
-"""Errors that libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
+UNREADABLE = (*FEWER, ArithmeticError, EOFError, StrictDataclassError, UnpicklingError)
+"""The errors of `weight_files.UNREADABLE`, and those of transformers and torch."""
 
 
 def error_words(error: Exception) -> str:
@@ -106,13 +95,18 @@ def refuse_absurd(folder: Path) -> None:
 
 
 def read_weights(
-    kind: Any, folder: Path, config: PretrainedConfig, dtype: torch.dtype, **how: Any
-) -> tuple[Any, Collection[str]]:
-    """A model of transformers with packed attention, and the names of the tensors that the folder lacks. ``how``: more for
-    `from_pretrained`.
+    kind: Any,
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    may_miss: Iterable[str] = (),
+) -> Any:
+    """A model of transformers with packed attention. For the device ``meta`` only the headers of its files are read, for any
+    other it is on the CPU. ``may_miss``: tensors that the folder need not have, and that transformers then fills with noise.
 
     Raises:
-        ConfigError: its weights cannot be read.
+        ConfigError: its weights cannot be read, are missing, or have other shapes; names the first.
     """
     if (folder / INDEX).is_file():  # transformers would take `model.safetensors` first
         config.transformers_weights = INDEX
@@ -126,7 +120,7 @@ def read_weights(
                 output_loading_info=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
-                **how,
+                device_map="meta" if device == "meta" else None,
             )
     except UNREADABLE as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
@@ -135,14 +129,22 @@ def read_weights(
             f"the weights in {folder} are not of the model that config.json there describes: {name} is {list(there)}, and "
             f"would be {list(wanted)}"
         )
+    missing = sorted(report["missing_keys"].difference(may_miss))
+    if missing:
+        raise ConfigError(
+            f"the weights in {folder} cannot be read: {len(missing)} are missing, first {missing[0]!r}; is config.json "
+            "there of another model?"
+        )
     unknown = sorted(set(report["unexpected_keys"]) - {"lm_head.weight", "score.weight"})
     if unknown:
         log.warning(
             "%s holds %d tensors that the model in config.json there does not have, first %s: they are not used",
-            *(folder, len(unknown), unknown[0]),
+            folder,
+            len(unknown),
+            unknown[0],
         )
     vars(model.config).pop("transformers_weights", None)  # it is saved with the model, whose files are then others
-    return model, report["missing_keys"]
+    return model
 
 
 @contextlib.contextmanager

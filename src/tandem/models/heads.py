@@ -4,9 +4,7 @@ On disk it is a Hugging Face sequence classifier with one label, whose head is c
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -100,28 +98,26 @@ def refuse_classifier(folder: Path, config: PretrainedConfig) -> None:
         )
 
 
-def refuse_missing(folder: Path, missing: Iterable[str]) -> None:
-    """Raises `ConfigError` where weights are missing, which transformers would fill with noise; names the first."""
-    names = sorted(missing)
-    if names:
-        raise ConfigError(
-            f"the weights in {folder} cannot be read: {len(names)} are missing, first {names[0]!r}; is config.json there of "
-            "another model?"
-        )
-
-
 def read_classifier(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, class_label: ClassLabel | None = None
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    class_label: ClassLabel | None = None,
 ) -> PackedScalarModel:
     """A transformers classifier that gives one number a token; its head is 0 where the folder has none. Of a token
-    classifier of two labels, the head is the log-odds of its last label. ``class_label``: see `prepare_classifier`.
+    classifier of two labels, the head is the log-odds of its last label. ``device``: see `read_weights`; ``class_label``:
+    see `prepare_classifier`.
 
     Raises:
         ConfigError: what `prepare_classifier` refuses, or weights that are missing or cannot be read.
     """
-    tokens = is_token_classifier(config)
+    labels, tokens = config.num_labels, is_token_classifier(config)
     chosen = None if class_label is None else class_number(folder, config, class_label)
-    model, brings_head, padding = open_classifier(folder, config, dtype, class_label)
+    brings_head, padding = prepare_classifier(folder, config, class_label)
+    config.num_labels = labels if tokens or chosen is not None else 1
+    kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+    model = read_weights(kind, folder, config, dtype, device, () if brings_head else (HEAD,))
     if tokens and chosen is None:
         model.score = _log_odds(model.score)
     if not brings_head:
@@ -132,30 +128,13 @@ def read_classifier(
     return PackedScalarModel(model, chosen)
 
 
-def open_classifier(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, class_label: ClassLabel | None, **how: Any
-) -> tuple[Any, bool, int]:
-    """A classifier of transformers; whether the folder has its head; its padding token. ``how``: more for `from_pretrained`.
-
-    Raises:
-        ConfigError: as `read_classifier`.
-    """
-    labels, tokens = config.num_labels, is_token_classifier(config)
-    brings_head, padding = prepare_classifier(folder, config, class_label)
-    config.num_labels = labels if tokens or class_label is not None else 1
-    kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
-    model, missing = read_weights(kind, folder, config, dtype, **how)
-    refuse_missing(folder, set(missing) - (set() if brings_head else {HEAD}))
-    return model, brings_head, padding
-
-
 def _log_odds(head: nn.Linear) -> nn.Linear:
     """One number from a head of one label, which it is, or of two: by how much the second one is likelier."""
     found = nn.Linear(head.in_features, 1, device=head.weight.device, dtype=head.weight.dtype)
-    sign = torch.ones(1, 1) if head.out_features == 1 else torch.tensor([[-1.0, 1.0]])
+    sign = torch.tensor([[1.0]] if head.out_features == 1 else [[-1.0, 1.0]], device=head.weight.device)
     with torch.no_grad():
-        found.weight.copy_(sign @ head.weight.float().cpu())
-        found.bias.copy_((sign @ head.bias.float().cpu()) if head.bias is not None else torch.zeros(1))
+        found.weight.copy_(sign @ head.weight.float())
+        found.bias.copy_((sign @ head.bias.float()) if head.bias is not None else torch.zeros(1))
     return found
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tandem.api.weight_files import is_complete
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config, read_weights
@@ -14,10 +13,8 @@ from tandem.models.heads import (
     ClassLabel,
     PackedActorCritic,
     PackedScalarModel,
-    open_classifier,
     read_classifier,
     refuse_classifier,
-    refuse_missing,
 )
 from tandem.models.packed import PackedCausalLM
 from tandem.models.stopping import set_stop_ids
@@ -34,6 +31,7 @@ def load_causal_lm(
     value_head: bool = False,
 ) -> PackedCausalLM:
     """The model at ``path`` (folder, hub name, built-in name) with packed attention, its weights in ``dtype``.
+    For the device ``meta`` only the headers of its files are read, which tells whether it can be opened.
 
     Dropout is off: a policy's log-probabilities must not be random. ``gradient_checkpointing`` keeps only the input of each
     layer (with ``selective_checkpointing`` the results of products too) and computes the rest again in the backward pass.
@@ -46,8 +44,7 @@ def load_causal_lm(
     folder = resolve(path)
     config = read_config(folder)
     refuse_classifier(folder, config)
-    model, missing = read_weights(AutoModelForCausalLM, folder, config, dtype)
-    refuse_missing(folder, missing)
+    model = read_weights(AutoModelForCausalLM, folder, config, dtype, device)
     set_stop_ids(model, folder)
     model.to(device)
     kind = PackedActorCritic if value_head else PackedCausalLM
@@ -77,30 +74,11 @@ def load_scalar_model(
     """
     folder = resolve(path)
     config = read_config(folder)
-    packed = read_classifier(folder, config, dtype, class_label)
+    packed = read_classifier(folder, config, dtype, device, class_label)
     packed.model.to(device)
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing(selective_checkpointing)
     return packed
-
-
-def check_stored(folder: Path, head: str, class_label: ClassLabel | None = None) -> None:
-    """Passes if the files of a folder hold the tensors of the model that its configuration describes, by their headers.
-
-    Nothing is asked of files that are still to come, and of those that are no safetensors. ``head``, ``class_label``: as
-    `build_train_engine` takes them.
-
-    Raises:
-        ConfigError: a tensor is missing, or has another shape.
-    """
-    config = read_config(folder)
-    if not is_complete(folder):
-        return
-    if head == "scalar":
-        open_classifier(folder, config, torch.float32, class_label, device_map="meta")
-        return
-    _, missing = read_weights(AutoModelForCausalLM, folder, config, torch.float32, device_map="meta")
-    refuse_missing(folder, missing)
 
 
 def read_config(folder: Path) -> PretrainedConfig:

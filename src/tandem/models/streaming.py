@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.api.activity import did
-from tandem.api.weight_files import weight_files
+from tandem.api.weight_files import stored_entries
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
@@ -85,7 +85,7 @@ def open_unfilled(
     """
     folder = resolve(path)
     files = tensors_of(folder)
-    if files is None:
+    if not files:
         return None
     config = read_config(folder)
     may_miss: set[str] = set()
@@ -105,27 +105,20 @@ def open_unfilled(
         model.generation_config = read_generation_config(folder) or model.generation_config
         set_stop_ids(model, folder)
         packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    found = {name: tuple(files[name].get_shape()) for name in shapes if name in files}
-    if set(shapes) - set(found) - may_miss or any(found[name] != tuple(shapes[name]) for name in found):
-        return None
-    if not _make_buffers(packed, device):
+    if dict(model.named_parameters()).keys() - files.keys() - may_miss or not _make_buffers(packed, device):
         return None
     return Unfilled(packed, files, device)
 
 
-def tensors_of(folder: Path) -> dict[str, Any] | None:
-    """Hugging Face name → a slice of its safetensors file, read when it is indexed; None where there is no such file.
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """Hugging Face name → a slice of its safetensors file, read when it is indexed; none where there is no such file.
 
     Raises:
-        ConfigError: a file is missing or damaged.
+        ConfigError: as `stored_entries`.
     """
-    files = weight_files(folder)
-    try:
-        opened = [safe_open(file, "pt") for file in files]
-        return {name: file.get_slice(name) for file in opened for name in file.keys()} if files else None
-    except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
+    stored = stored_entries(folder)
+    opened = {entry.file: safe_open(entry.file, "pt") for entry in stored.values()}
+    return {name: opened[entry.file].get_slice(name) for name, entry in stored.items()}
 
 
 def _empty(kind: Any, config: Any, folder: Path) -> nn.Module:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib.util
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, utils
 
 from tandem.api.weight_files import refuse_placeholder
 from tandem.config.data import WHERE
@@ -21,7 +20,6 @@ from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refus
 log = logging.getLogger(__name__)
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-_MODULES = {"protobuf": "google.protobuf"}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -30,15 +28,23 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: the folder has none, it cannot be read, or it wants code of its own.
     """
-    if not any((folder / name).is_file() for name in _FILES):
+    files = [file for file in map(folder.joinpath, _FILES) if file.is_file()]
+    if not files:
         raise ConfigError(
             f"model folder {folder} has no tokenizer ({' or '.join(_FILES[:2])}); "
             "copy the tokenizer files of the base model into it"
         )
-    _refuse_missing_library(folder)
+    for file in files:
+        refuse_placeholder(file)
+    if files[0].name == "tokenizer.model":  # without tokenizer.json; transformers itself would name the wrong library
+        needed = ("sentencepiece", "protobuf") if files[0].read_bytes()[:1] == b"\n" else ("tiktoken",)
+        missing = [name for name in needed if not getattr(utils, f"is_{name}_available")()]
+        if missing:
+            raise ConfigError(
+                f"the tokenizer in {folder} is a tokenizer.model without tokenizer.json, and reading it needs a library "
+                f"that is not installed: pip install {' '.join(missing)}"
+            )
     try:
-        for file in filter(Path.is_file, map(folder.joinpath, _FILES)):
-            refuse_placeholder(file)
         refuse_absurd(folder)
         with _PlainErrors():
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -47,22 +53,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if (folder / "config.json").is_file():
         check_vocabulary(tokenizer, folder)
     return tokenizer
-
-
-def _refuse_missing_library(folder: Path) -> None:
-    """Raises `ConfigError` where the tokenizer comes as `tokenizer.model` alone, and what transformers reads it with is not
-    installed. transformers itself would name the wrong one."""
-    file = folder / "tokenizer.model"
-    if (folder / "tokenizer.json").is_file() or not file.is_file():
-        return
-    with file.open("rb") as opened:
-        packages = ("sentencepiece", "protobuf") if opened.read(1) == b"\n" else ("tiktoken",)
-    missing = [name for name in packages if importlib.util.find_spec(_MODULES.get(name, name)) is None]
-    if missing:
-        raise ConfigError(
-            f"the tokenizer in {folder} is a {file.name} without tokenizer.json, and reading it needs a library that is not "
-            f"installed: pip install {' '.join(missing)}"
-        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -80,15 +70,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Ite
     if not beyond:
         return
     known = f"the tokenizer in {folder} has {max(numbers.values()) + 1} tokens, the model there {size} embeddings"
-    ends = " ".join(filter(None, (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)))
     texts = [
         ("its vocabulary", " ".join(beyond - tokenizer.get_added_vocab().keys())),
-        ("the begin, end or unknown token", ends),
+        ("the begin, end or unknown token", f"{tokenizer.bos_token} {tokenizer.eos_token} {tokenizer.unk_token}"),
         ("the chat template", str(tokenizer.chat_template)),
     ]
     for where, text in chain(texts, ((row.get(WHERE, "a row"), str(row)) for row in rows)):
-        used = next((token for token in sorted(beyond) if token in text), None)
-        if used is not None:
+        for used in sorted(token for token in beyond if token in text):
             raise ConfigError(
                 f"{known}, and {where} uses {used!r} (token {numbers[used]}), which has none. Take the tokenizer that the "
                 f"model came with, or give the model more: model.resize_token_embeddings({max(numbers.values()) + 1}), then "

@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
-from tandem.api.weights import WeightVersion
+from tandem.api.weights import FolderSource, WeightVersion
 from tandem.config.engine_memory import chunk_tokens, takes_graphs
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.arena import Arena
-from tandem.engines.inference.folder import read_tensors
 from tandem.engines.inference.fused_weights import (
     FusedWeights,
     FusedWeightsBuilder,
@@ -94,7 +93,7 @@ class EngineCore:
         """The version that the next token will be made by."""
 
         check_stored(folder, a)
-        self.weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
+        self.weights: FusedWeights | None = self.stage(FolderSource(folder).tensors()).weights
 
     # ------------------------------------------------------------------ requests
 

@@ -6,7 +6,7 @@ as the float32 numbers that they are: computing in bfloat16 would be four times 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,54 +162,12 @@ class _Plan:
             for norm, (name, size) in _layer_norms(a).items():
                 self._add(f"{layer}.{norm}.norm", ((f"model.layers.{layer}.{name}.weight", size),), ())
 
-    def target(self, name: str, shape: tuple[int, ...]) -> _Target | None:
-        """The place of a tensor; None for a head that is the same tensor as the embedding, by the configuration.
-
-        Raises:
-            WeightUpdateFailed: the architecture has no such tensor, or it has another shape.
-        """
-        if name == "lm_head.weight" and "head" not in self.fused:
-            return None
-        target = self.targets.get(name)
-        if target is None:
-            raise WeightUpdateFailed(f"weights: {name} is not a tensor of this model ({len(self.targets)} are)")
-        if shape != target.shape:
-            raise WeightUpdateFailed(f"weights: {name} must be {list(target.shape)}, got {list(shape)}")
-        return target
-
-    def refuse_missing(self, seen: Collection[str]) -> None:
-        """Raises `WeightUpdateFailed` where tensors are not among ``seen``."""
-        missing = self.targets.keys() - seen
-        if missing:
-            raise WeightUpdateFailed(
-                f"weights: {len(missing)} of {len(self.targets)} tensors are missing: {_names(missing)}"
-            )
-
     def _add(self, fused: str, parts: tuple[tuple[str, int], ...], rest: tuple[int, ...]) -> None:
         start = 0
         for name, rows in parts:
             self.targets[name] = _Target((rows, *rest), fused, start)
             start += rows
         self.fused[fused] = _Fused((start, *rest), len(parts))
-
-
-def check_stored(folder: Path, architecture: Architecture) -> None:
-    """Passes if the files of a model folder hold the tensors of ``architecture``, by their headers.
-
-    Raises:
-        ConfigError: one is missing, unknown or of another shape, or there are no safetensors.
-    """
-    plan, stored, place = _Plan(architecture), stored_entries(folder), folder
-    if not stored:
-        raise ConfigError(f"{folder} has no weights in safetensors files; save the model with save_pretrained")
-    try:
-        for name, entry in stored.items():
-            place = entry.file
-            plan.target(name, entry.shape)
-        place = folder
-        plan.refuse_missing(stored.keys())
-    except WeightUpdateFailed as error:
-        raise ConfigError(f"{place} does not hold the model that {folder / 'config.json'} describes: {error}") from error
 
 
 class _Scratch:
@@ -257,9 +215,13 @@ class FusedWeightsBuilder:
         Raises:
             WeightUpdateFailed: the architecture has no such tensor, or it has another shape, or it came before.
         """
-        target = self._plan.target(name, tuple(tensor.shape))
+        if self._a.tied and name == "lm_head.weight":
+            return  # the same tensor as the embedding, by the configuration
+        target = self._plan.targets.get(name)
         if target is None:
-            return
+            raise WeightUpdateFailed(f"weights: {name} is not a tensor of this model ({len(self._plan.targets)} are)")
+        if tuple(tensor.shape) != target.shape:
+            raise WeightUpdateFailed(f"weights: {name} must be {list(target.shape)}, got {list(tensor.shape)}")
         if name in self._seen:
             raise WeightUpdateFailed(f"weights: {name} came twice")
         self._seen.add(name)
@@ -313,7 +275,11 @@ class FusedWeightsBuilder:
         Raises:
             WeightUpdateFailed: tensors are missing; the message names them.
         """
-        self._plan.refuse_missing(self._seen)
+        missing = self._plan.targets.keys() - self._seen
+        if missing:
+            raise WeightUpdateFailed(
+                f"weights: {len(missing)} of {len(self._plan.targets)} tensors are missing: {_names(missing)}"
+            )
         done = self._done
         embedding = done["embedding"]
         assert isinstance(embedding, torch.Tensor)
@@ -324,3 +290,23 @@ class FusedWeightsBuilder:
             layers.append(LayerWeights(projections, norms))  # type: ignore[arg-type]
         head = Linear(embedding) if self._a.tied else done["head"]
         return StagedWeights(FusedWeights(embedding, head, done["norm"], layers), self._num_bytes)  # type: ignore[arg-type]
+
+
+def check_stored(folder: Path, architecture: Architecture) -> None:
+    """Passes if the files of a model folder hold the tensors of ``architecture``, by their headers.
+
+    Raises:
+        ConfigError: one is missing, unknown or of another shape, or there are no safetensors.
+    """
+    stored = stored_entries(folder)
+    if not stored:
+        raise ConfigError(f"{folder} has no weights in safetensors files; save the model with save_pretrained")
+    builder = FusedWeightsBuilder(architecture, torch.float32, torch.device("meta"))
+    try:
+        for name, entry in stored.items():
+            place = entry.file
+            builder.add(name, torch.empty(entry.shape, device="meta"))
+        place = folder
+        builder.finish()
+    except WeightUpdateFailed as error:
+        raise ConfigError(f"{place} does not hold the model that {folder / 'config.json'} describes: {error}") from error

@@ -31,7 +31,7 @@ def check_request(request: LLMRequest, vocab_size: int | None, max_model_len: in
     if len(ids) >= max_model_len:
         raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {max_model_len}")
     if not ids or min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
-        below = "" if vocab_size is None else f", each in [0, {vocab_size})"
+        below = "" if vocab_size is None else f", each in [0, {vocab_size}): the largest is {max(ids, default=None)}"
         raise DataFailure("bad_request", f"a prompt has at least one token{below}")
     hot = gconfig.first_token_temperature
     cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)

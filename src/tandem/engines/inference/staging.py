@@ -10,8 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.weights import Adapter, WeightUpdate, tensor_digest, version_digest
-from tandem.engines.inference.folder import read_tensors
+from tandem.api.weights import Adapter, FolderSource, WeightUpdate, tensor_digest, version_digest
 from tandem.models.lora import A, B, merged
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def with_adapter(
         WeightUpdateFailed: a tensor of the adapter belongs to no matrix of the model; names it.
     """
     given = {name: tensor.to(core.device, copy=True) for name, tensor in tensors}
-    for name, tensor in read_tensors(core.folder):
+    for name, tensor in FolderSource(core.folder).tensors():
         weight, module = tensor.to(core.device, adapter.dtype), name.removesuffix(".weight")
         a, b = (given.pop(f"{module}.{which}.weight", None) for which in (A, B))
         yield name, weight if a is None or b is None else merged(weight, a, b, adapter.scaling)

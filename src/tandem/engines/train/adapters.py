@@ -164,7 +164,7 @@ class AdaptedWeights(NamedWeights):
         training, is read from its files again; None where these are gone or changed, or do not have it under the names of
         the model."""
         try:
-            files = tensors_of(self._folder) or {}
+            files = tensors_of(self._folder)
             same = digest_of_base(self._folder) == self.base
         except (ConfigError, OSError):
             same = False

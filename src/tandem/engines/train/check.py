@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.api.weight_files import is_complete
 from tandem.config.backend import Layout, layout_problems
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
@@ -13,7 +14,7 @@ from tandem.models.compiled import refuse_without_compiler
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import ClassLabel, prepare_classifier, refuse_classifier
-from tandem.models.load import check_stored
+from tandem.models.load import load_causal_lm, load_scalar_model
 
 
 def check_train_engine(
@@ -40,7 +41,11 @@ def check_train_engine(
         prepare_classifier(folder, found, class_label)
     else:
         refuse_classifier(folder, found)
-    check_stored(folder, head, class_label)
+    if is_complete(folder):
+        if head == "scalar":
+            load_scalar_model(folder, device="meta", class_label=class_label)
+        else:
+            load_causal_lm(folder, device="meta")
     _check_layout(config, layout, device, dtype, f"{key}={config.backend}")
     refuse_uneven_heads(architecture, layout.tensor, 1, key)
     if config.context_parallel == "all_to_all":

@@ -47,7 +47,7 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
         ConfigError: no safetensors, a tensor is missing or has another shape; nothing was yielded then.
     """
     files = tensors_of(folder)
-    if files is None:
+    if not files:
         raise ConfigError(f"folder {folder} has no model.safetensors to load weights from")
     missing = sorted(set(shapes) - set(files))
     if missing:
