@@ -96,6 +96,16 @@ def test_ctrl_c_gives_what_was_seen_until_then():
     assert "3 of 3 right" in said and "problem: it was interrupted" in said and "No problem" not in said
 
 
+def test_a_question_in_parts_is_given_as_its_text():
+    class Reads(RewardFn):
+        async def __call__(self, *, prompt, completion, row, **_):
+            return RewardResult(float(prompt == "Which animal?" and completion == row["answer"]))
+
+    content = [{"type": "text", "text": "Which "}, {"type": "text", "text": "animal?"}]
+    rows = [{"messages": [{"role": "user", "content": content}], "answer": name} for name in ("zebu", "okapi")]
+    assert all(call.right for call in check_reward(Reads(), rows, 2.0).references)
+
+
 def test_rows_that_cannot_be_judged_are_refused_where_there_are_no_others(data, capsys):
     assert main(["check-reward", f"{data.parent}/bad.py:picky", str(data)]) == 2
     assert "'missing', which is no column" in capsys.readouterr().err

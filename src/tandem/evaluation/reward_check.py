@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tandem.api.failures import RewardFailure
+from tandem.api.chat_template import text_of
+from tandem.api.failures import DataFailure
 from tandem.api.workflow import RewardFn, messages_for
 from tandem.config.errors import ConfigError
 from tandem.evaluation.forgeries import STALLS, forgeries
@@ -93,12 +94,12 @@ class Asker:
             print(f"{self._count} answers so far; now row {number + 1}, {what}", file=sys.stderr, flush=True)
         began = time.monotonic()
         ids = tuple(range(len(answer) // 4))  # four letters a token
-        prompt = str(row["messages"][-1]["content"])
         said = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
-        asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **said)
         try:
+            prompt = text_of(row["messages"][-1]["content"])
+            asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **said)
             result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
-        except RewardFailure as failure:
+        except DataFailure as failure:
             return RewardCall(number, what, time.monotonic() - began, failed=failure.reason, words=str(failure))
         except TimeoutError:
             return RewardCall(number, what, time.monotonic() - began, failed="hangs")

@@ -1,6 +1,5 @@
 """From answers to figures: one value a row for each measure, so that means, intervals and paired tests all see the same."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,9 +8,7 @@ from typing import Any
 from tandem.config.evaluation import usual_k
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.numbers import Interval, interval, maj_at_k, pass_at_k
-from tandem.rewards.reading import plain_number
-
-COSMETIC = re.compile(r"\\left|\\right|\\[,;!: ]|\s+|^\$+|\$+$")
+from tandem.rewards.reading import read
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,9 @@ def by_row(answers: Iterable[Answer]) -> dict[int, list[Answer]]:
 
 
 def vote_key(answer: str) -> str:
-    """The key that two ways to write one answer share: the exact value of a plain number, else the text less LaTeX
-    spacing."""
-    number = plain_number(answer)
-    return str(number) if number is not None else COSMETIC.sub("", answer.replace("\\dfrac", "\\frac")).rstrip(".")
+    """The key that two ways to write one answer share: the exact value of a plain number, else the text less its form."""
+    found = read(answer)
+    return found.text if found.number is None else str(found.number)
 
 
 def score_of(answer: Answer) -> float | None:

@@ -5,7 +5,7 @@ import logging
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from tandem.rewards.reading import plain_number, read
+from tandem.rewards.reading import read
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns each time that its time-outs are off
 
@@ -22,11 +22,5 @@ def verify_answer(gold: str, answer: str) -> float:
 
     math-verify's own time-outs are off: they are signals, and would not stop a power tower anyway.
     """
-    expected, given = (parse(f"${_latex(text)}$", FORMS, parsing_timeout=None) for text in (gold, answer))
+    expected, given = (parse(f"${read(text).body}$", FORMS, parsing_timeout=None) for text in (gold, answer))
     return 1.0 if expected and given and verify(expected, given, timeout_seconds=None) else 0.0
-
-
-def _latex(text: str) -> str:
-    """What math-verify reads; it would take the e of 1e-5 for Euler's number."""
-    number = plain_number(text)
-    return read(text).body if number is None else str(number)

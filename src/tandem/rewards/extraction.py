@@ -26,11 +26,16 @@ LIST_NUMBER = re.compile(
 """The number of an item of a list, or a heading."""
 
 STATED = re.compile(
-    r".*(?:\b(?:is|are|be|equals|get|answer)\b|[:=≈])[\s*:]*(.*)|.*?(?<!\\)(?:\$|\*\*)([^$*]+)(?:\$|\*\*)[.\s]*"
+    r"^(?:.*(?:\b(?:is|are|be|equals|get|answer)\b|[:=≈])[\s*:]*(.*)|.*?(?<!\\)(?:\$|\*\*)([^$*]+)(?:\$|\*\*)[.\s]*)$"
 )
 """The end of a line behind its last verb or sign, or between marks."""
 
-ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\b[\s:*]*([^\n]*)", re.IGNORECASE)
+ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\b[\s:*]*((?:[^\n.]|\.(?!\s|$))*)[^\n]*", re.IGNORECASE)
+"""And the rest of its line; the group ends with the sentence."""
+
+FEW_WORDS = r"[^\W\d]+(?:[ '-][^\W\d]+){0,2}[.*]*"
+HASHES_WORDS = re.compile(rf"####[ \t]*({FEW_WORDS})\s*\Z")
+
 PROSE = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or"
 MATHS = {*UNITS, *SCALES, *FUNCTIONS.split()}
@@ -56,40 +61,33 @@ def boxed(text: str) -> str | None:
 
 def after_hashes(text: str) -> str | None:
     """The rest of the line after the last ``####`` that is followed by a number or an expression, as GSM8K writes it; None
-    where there is none. Headings (``#### Step 2``) are not; one or two words are at the end of the text only."""
-    for match in reversed(list(HASHES.finditer(text))):
-        at_end = not text[match.end() :].strip() and re.fullmatch(r"[^\W\d]+(?: [^\W\d]+)?\.?", match[1].strip())
-        if found := _expression(match[1]) or (match[1].strip() if at_end else None):
-            return found
-    return None
+    where there is none. Headings (``#### Step 2``) are not; up to three words are at the end of the text only."""
+    words = HASHES_WORDS.search(text)
+    return words[1] if words else next(filter(None, map(_expression, reversed(HASHES.findall(text)))), None)
 
 
 def last_number(text: str) -> str | None:
     """The last number written in digits, less those of list items and headings."""
-    found = None
-    for match in NUMBER.finditer(LIST_NUMBER.sub("", text)):
-        found = match.group()
-    return found
+    found = NUMBER.findall(LIST_NUMBER.sub("", text))
+    return found[-1] if found else None
 
 
 def prose_words(text: str) -> int:
     r"""The number of words that are not mathematics. Those in ``\text{…}`` count too."""
-    return sum(MATHS.isdisjoint((word, word.removesuffix("s"))) for word in PROSE.findall(text.lower()))
+    return sum(word not in MATHS for word in PROSE.findall(text.lower()))
 
 
 def is_answer(text: str) -> bool:
     """True if a gold can be compared: an expression, a plain number, or a few words; not a solution in prose."""
     if ("\n" in text and "\\begin" not in text) or LIST_NUMBER.match(text):
         return False
-    return prose_words(text) <= MOST_WORDS or (len(text) <= MAX_LENGTH and read(text).number is not None)
+    return prose_words(text) <= MOST_WORDS or read(text).number is not None
 
 
 def _expression(text: str) -> str | None:
-    """The text if it is an expression or begins with its number (``18 clips``), less "the answer is" and what is on the left
-    of an equality of numbers."""
+    """The text if it is an expression or begins with its number (``18 clips``), less what is on the left of an equality of
+    numbers."""
     text = text.strip(" \t\n*").rstrip(".")
-    if said := ANSWER_IS.match(text.removeprefix("The ").removeprefix("the ")):
-        text = said[1]
     if len(text) > MAX_LENGTH or "\n" in text or LIST_NUMBER.match(text) or not re.search(r"\w", text):
         return None
     if prose_words(re.sub(r"\\[a-z]+\s*\{[\w.' ]*\}", "", text)) and (text[0].isalpha() or read(text).number is None):
@@ -99,10 +97,9 @@ def _expression(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """The expression that a text is, or that its last line states."""
+    """The expression that the last line is or states."""
     line = text.rstrip().rsplit("\n", 1)[-1]
-    match = STATED.fullmatch(line[-MAX_LENGTH:])
-    return _expression(text) or _expression(line) or (_expression(match[1] or match[2] or "") if match else None)
+    return _expression(line) or _expression(STATED.sub(r"\1\2", line[-MAX_LENGTH:]))
 
 
 def final_answer(completion: str) -> str | None:
@@ -110,10 +107,8 @@ def final_answer(completion: str) -> str | None:
     what it says behind "the answer is" or states at its end, else its last number."""
     found = boxed(completion) or after_hashes(completion) or _expression(completion)
     if found is None and (said := ANSWER_IS.findall(completion)):
-        sentence = re.split(r"\.(?:\s|$)", said[-1], maxsplit=1)[0]
-        number = NUMBER.match(sentence)
-        words = sentence if 0 < prose_words(sentence) <= 3 and not re.search(r"\d", sentence) else None
-        found = _stated(sentence) or (number[0] if number else words)
+        match = NUMBER.match(said[-1]) or re.fullmatch(FEW_WORDS, said[-1])
+        found = _stated(said[-1]) or (match and match[0])
     return found or _stated(completion) or last_number(completion)
 
 

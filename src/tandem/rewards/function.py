@@ -64,8 +64,10 @@ class FunctionReward(RewardFn):
         row: Mapping[str, Any],
     ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        if missing := self.arguments.missing(row):
-            raise RewardFailure("reward_raised", missing)
+        try:
+            self.check_row(row)
+        except ConfigError as error:
+            raise RewardFailure("reward_raised", str(error)) from error
         given = {
             "prompt": prompt,
             "completion": completion,
@@ -101,7 +103,7 @@ class DirectReward(FunctionReward):
     """A function of Tandem's own that takes microseconds: called where it stands."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str, *, check: Callable[[Mapping[str, Any], str], None] | None = None
+        self, function: Callable[..., Any], name: str, *, check: Callable[[Mapping[str, Any], str], object] | None = None
     ):
         """``check(row, name)`` raises ConfigError for a row that the function cannot judge."""
         super().__init__(function, name)

@@ -9,7 +9,7 @@ from tandem.api.samples import Sample, Vote
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.rewards.extraction import final_answer, gold_answer
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.reading import agree, tidy
+from tandem.rewards.reading import agree, read
 
 MOST_FAILURES = 2
 """Comparisons of one answer that may fail: a power tower among 64 answers would hold the vote up for 63 deadlines."""
@@ -46,31 +46,29 @@ class MajorityVote:
         """
         failures: Counter[str] = Counter()
         classes: list[str] = []
-        members: list[int | None] = [None if not a or not tidy(a) else -1 for a in answers]
-        for i, answer in enumerate(answers):
-            if members[i] is not None and answer is not None:
-                members[i] = await self._class(tidy(answer), classes, failures)
+        found: dict[str | None, int] = {}
+        for answer in dict.fromkeys(answers):
+            if not answer or not read(answer).text:
+                continue
+            for first in classes:
+                if await self._equal(first, answer, failures):
+                    break
+            else:
+                first = answer
+                classes.append(first)
+            found[answer] = classes.index(first)
         if not classes:
             return None
+        members = [found.get(answer) for answer in answers]
         sizes = [members.count(number) for number in range(len(classes))]
         majority = sizes.index(max(sizes))
-        right = None
+        right, undecided = None, failures.total() // 2  # both sides count one
         if expected is not None and str(expected).strip():
-            gold = tidy(gold_answer(expected))
-            failures_of_gold: Counter[str] = Counter()
-            matches = [await self._equal(gold, one, failures_of_gold) for one in classes]
+            failures.clear()
+            matches = [await self._equal(gold_answer(expected), one, failures) for one in classes]
             right = tuple(member is not None and matches[member] for member in members)
         agrees = tuple(member == majority for member in members)
-        return Vote(agrees, sizes[majority] / len(answers), right, failures.total() // 2)  # both sides count one
-
-    async def _class(self, answer: str, classes: list[str], failures: Counter[str]) -> int:
-        if answer in classes:
-            return classes.index(answer)
-        for number, first in enumerate(classes):
-            if await self._equal(first, answer, failures):
-                return number
-        classes.append(answer)
-        return len(classes) - 1
+        return Vote(agrees, sizes[majority] / len(answers), right, undecided)
 
     async def _equal(self, first: str, other: str, failures: Counter[str]) -> bool:
         if (plain := agree(first, other)) is not None:

@@ -18,37 +18,23 @@ from tandem.rewards.reading import agree, plain_number, read
 
 CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
-COMPARES_EXPRESSIONS = "reward `math` compares expressions"
 READABLE = (
     "an answer is a number, an expression, a few words, or a solution with \\boxed{…} or a last line `#### 18`: name "
     "another answer_column, or a reward that reads texts, such as a judge"
 )
 
 
-def _gold(row: Mapping[str, Any]) -> str:
-    answer = row.get("answer")
-    if answer is None or not str(answer).strip():
-        raise RewardFailure("reward_raised", f"the row has no answer to compare with; columns there: {', '.join(row)}")
-    return gold_answer(answer)
-
-
-def _gold_number(row: Mapping[str, Any]) -> str:
-    """The row's number as it is written, with its unit where it is all of the answer."""
-    gold = _gold(row)
+def _gold_number(row: Mapping[str, Any], name: str) -> str:
+    """The row's number as it is written, with its unit where it is all of the answer; ConfigError where there is none."""
+    require_answer(row, name)
+    gold = gold_answer(row["answer"])
     number = gold if plain_number(gold) is not None else last_number(gold)
     if number is None:
-        raise RewardFailure("reward_raised", f"the row's answer holds no number: {gold!r:.80}; {COMPARES_EXPRESSIONS}")
-    return number
-
-
-def _require_number(row: Mapping[str, Any], name: str) -> None:
-    require_answer(row, name)
-    try:
-        _gold_number(row)
-    except RewardFailure as error:
         raise ConfigError(
-            f"reward {name!r} compares numbers, and the answer {row['answer']!r:.80} holds none; {COMPARES_EXPRESSIONS}"
-        ) from error
+            f"reward {name!r} compares numbers, and the answer {row['answer']!r:.80} holds none; reward `math` compares "
+            "expressions"
+        )
+    return number
 
 
 def _verdict(right: bool, answer: str | None) -> Judgement:
@@ -81,10 +67,14 @@ class MathReward(RewardFn):
         row: Mapping[str, Any],
     ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        gold, answer = _gold(row), final_answer(completion)
+        gold, answer = gold_answer(row.get("answer")), final_answer(completion)
         right = any(read(gold).text == read(text).text for text in (answer, completion) if text)
-        if not right and not is_answer(gold):
-            raise RewardFailure("answer_unreadable", f"the row's answer is {gold!r:.80}; {READABLE}")
+        try:
+            require_answer(row, "math")
+            if not right:
+                self.check_row(row)
+        except ConfigError as error:
+            raise RewardFailure("answer_unreadable" if row.get("answer") else "reward_raised", str(error)) from error
         verdict = right if right or answer is None else agree(gold, answer)
         if verdict is not None:
             return as_result(_verdict(verdict, answer))
@@ -98,11 +88,10 @@ class MathReward(RewardFn):
 
 def exact_number(completion: str, row: Mapping[str, Any]) -> Judgement:
     """1 if the last number of the completion, with the words behind it, is the row's number, else 0."""
-    expected, found = _gold_number(row), last_number(completion)
-    if found is None:
-        return _verdict(False, None)
-    line = completion[completion.rfind(found) :].split("\n", 1)[0]  # with the unit
-    return _verdict(agree(expected, found if plain_number(line) is None else line) is True, found)
+    expected, found = _gold_number(row, "exact_number"), last_number(completion)
+    number = found or ""
+    line = completion[completion.rfind(number) :].split("\n", 1)[0]  # with the unit
+    return _verdict(agree(expected, number if plain_number(line) is None else line) is True, found)
 
 
 def has_form(completion: str) -> float:
@@ -112,9 +101,9 @@ def has_form(completion: str) -> float:
 
 def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | str | None]:
     """Right answer 1; closeness up to 0.3; form 0.2 (0.1 for a number without ``####``); so a weak model sees a spread."""
-    gold, answer = _gold_number(row), final_answer(completion)
+    gold, answer = _gold_number(row, "gsm8k"), final_answer(completion)
     expected = plain_number(gold) or Fraction(0)
-    number = plain_number(answer) if answer else None
+    number = plain_number(answer or "")
     correct, closeness = 0.0, 0.0
     if number is not None:
         correct = float(agree(gold, answer or "") is True)
@@ -126,7 +115,7 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | st
 
 def build_exact_number(*, timeout_s: float) -> RewardFn:
     """Builds `exact_number`, which takes microseconds, so ``timeout_s`` never passes."""
-    return DirectReward(exact_number, "exact_number", check=_require_number)
+    return DirectReward(exact_number, "exact_number", check=_gold_number)
 
 
 def build_format(*, timeout_s: float) -> RewardFn:
@@ -134,7 +123,7 @@ def build_format(*, timeout_s: float) -> RewardFn:
 
 
 def build_gsm8k(*, timeout_s: float) -> RewardFn:
-    return DirectReward(gsm8k_parts, "gsm8k", check=_require_number)
+    return DirectReward(gsm8k_parts, "gsm8k", check=_gold_number)
 
 
 def build_length(*, timeout_s: float, target_tokens: int = 256) -> RewardFn:
