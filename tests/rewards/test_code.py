@@ -19,6 +19,7 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow
 from tandem.data.rows import normalise
+from tandem.data.table import Table
 from tandem.rewards.build import build_reward
 from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.literals import NotLiteral, decode, encode
@@ -458,7 +459,7 @@ CONTEST = {
     ],
 )
 def test_calls_that_are_written_as_json_are_judged_with_lists_and_tuples_alike(sandbox, columns, right, wrong):
-    row = normalise([RawRow(columns, "file:1")], DatasetConfig(), source="x")[0]
+    row = normalise(Table([RawRow(columns, "file:1")], DatasetConfig()), source="x")[0]
     assert judge(sandbox, right, row["program_tests"])[0].value == 1.0
     result, verdict = judge(sandbox, wrong, row["program_tests"])
     assert (result.value, verdict.passed) == (0.0, (True, False))

@@ -90,7 +90,7 @@ def test_single_rows_that_cannot_be_judged_are_named_at_start_and_dropped_when_d
     config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=exact_number"]).config
     check_rows(make_reward(config), open_rows(config).train.rows)
     assert "2 of 5 rows of data set" in caplog.text
-    assert "row 2: reward 'exact_number' compares numbers" in caplog.text and len(caplog.records) == 1
+    assert "train.jsonl:2: reward 'exact_number' compares numbers" in caplog.text and len(caplog.records) == 1
 
 
 def test_golds_that_are_prose_are_counted_at_start_and_refused_if_there_is_nothing_else(tmp_path, caplog):
@@ -110,7 +110,8 @@ def test_a_long_data_set_is_looked_at_in_a_moment(caplog):
     reward = RewardBySource("math", {"math": build_reward("math", timeout_s=1.0)})
     solution = "So we add. " * 100 + r"\boxed{7}."
     rows = [
-        {"source": "a", "answer": solution if number % 2 else "First we add, and then we see."} for number in range(100_000)
+        {"tandem.source": "a", "answer": solution if number % 2 else "First we add, and then we see."}
+        for number in range(100_000)
     ]
     with contextlib.closing(reward):
         began = time.thread_time()
