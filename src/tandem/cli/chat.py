@@ -33,7 +33,7 @@ from tandem.engines.inference.serve.text import TextStream
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.template_options import check_system_prompt
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.client import HttpClient, stream_events
 from tandem.rollout.chat import Chat
 
@@ -82,8 +82,7 @@ class LocalPartner(ChatPartner):
 
     def __init__(self, arguments: argparse.Namespace):
         folder = resolve(arguments.model)
-        self._tokenizer = load_tokenizer(folder)
-        check_chat_template(self._tokenizer)
+        self._tokenizer = load_tokenizer(folder, chats=True)
         if arguments.system is not None:
             check_system_prompt(self._tokenizer, [[ASKS]], arguments.system, "--system")
         device = device_of(arguments)

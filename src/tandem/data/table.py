@@ -39,9 +39,7 @@ class Reading:
         reads = [f"{name} ({purpose})" if purpose else name for name, purpose in self.reads.items()]
         reads += [f"{name} (the reward)" for name in self.unread if name in names]
         unread = ", ".join(name for name in self.unread if name not in names)
-        label = (
-            "not read, unless by the reward or workflow, which gets the whole row" if "row" in names else "not read"
-        )
+        label = "not read, unless by the reward or workflow, which gets the whole row" if "row" in names else "not read"
         return f"reads: {', '.join(reads)}" + (f"; {label}: {unread}" if unread else "")
 
 

@@ -47,7 +47,7 @@ from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import check_chat_template, check_vocabulary, load_tokenizer
+from tandem.models.tokenizer import check_vocabulary, load_tokenizer
 from tandem.rewards.build import compares_group
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import memory_available_gib, versions
@@ -143,15 +143,14 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     partner = partner_of(asked)
     machine = settle_machine(config, engines=1 if partner is None else 2)
     folder = describing(config.model)
-    tokenizer = load_tokenizer(folder)
-    check_chat_template(tokenizer)
+    tokenizer = load_tokenizer(folder, chats=True)
     rows = [row for each in questions for row in each.rows]
     check_vocabulary(tokenizer, folder, rows)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
     check_template_options(config, rows if workflow_of(asked).name in SERVICES["workflow"] else [], tokenizer)
     if partner is not None:
-        check_chat_template(load_tokenizer(describing(partner)))
+        load_tokenizer(describing(partner), chats=True)
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
     later = bool(rewards.scores)
     if later:

@@ -16,7 +16,7 @@ from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.rewards import NotJudged, Question, Verdict
 from tandem.rewards.serving import Judge
 
@@ -38,8 +38,7 @@ def open_judge(
             f"{path} is no reward model, because it has no trained head that scores; give a checkpoint that `tandem reward` "
             "wrote, or a sequence classifier"
         )
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder)
-    check_chat_template(tokenizer)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, chats=True)
     reader = ModelReader(tokenizer, same_tokens=False, max_length=Architecture.from_config(config).max_position_embeddings)
     engine = build_train_engine(
         TrainEngineConfig(path=str(folder), dtype=dtype),

@@ -33,7 +33,7 @@ from tandem.models.heads import is_classifier
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
-from tandem.models.tokenizer import check_chat_template, check_vocabulary, load_tokenizer
+from tandem.models.tokenizer import check_vocabulary, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 
@@ -210,9 +210,7 @@ def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True
         ConfigError: its tokenizer cannot be read, or has no chat template.
     """
     folder = describing(path)
-    own = load_tokenizer(folder)
-    if chats:
-        check_chat_template(own)
+    own = load_tokenizer(folder, chats=chats)
     context = Architecture.from_config(read_hf_config(folder)).max_position_embeddings
     return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context, actor=actor)
 

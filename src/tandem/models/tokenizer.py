@@ -22,11 +22,12 @@ log = logging.getLogger(__name__)
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder. Code that comes with it is not run, and nobody is asked whether it may.
+def load_tokenizer(folder: Path, *, chats: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder. Code that comes with it is not run, and nobody is asked whether it may. ``chats``: it
+    is for conversations.
 
     Raises:
-        ConfigError: the folder has none, it cannot be read, or it wants code of its own.
+        ConfigError: the folder has none, it cannot be read, it wants code of its own, or has no chat template for chats.
     """
     files = [file for file in map(folder.joinpath, _FILES) if file.is_file()]
     if not files:
@@ -52,6 +53,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error_words(error)}") from error
     if (folder / "config.json").is_file():
         check_vocabulary(tokenizer, folder)
+    if chats:
+        check_chat_template(tokenizer)
     return tokenizer
 
 

@@ -13,7 +13,7 @@ from tandem.config.experiment import BaseConfig, SFTConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.flow.parts import Rows, open_rows
 from tandem.models.catalog import BUILT_IN, resolve
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 from tandem.planning.job import Lengths
 from tandem.rollout.chat import chat_of
 from tandem.trainers.recipes import recipe_of
@@ -65,8 +65,7 @@ def known_lengths(config: BaseConfig, *, prompt: int | None = None, completion: 
 
 def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
     """(mean prompt, mean completion or None, rows, rows looked at)."""
-    tokenizer = load_tokenizer(_folder(config.actor.path))
-    check_chat_template(tokenizer)
+    tokenizer = load_tokenizer(_folder(config.actor.path), chats=True)
     if isinstance(config, SFTConfig | PreferenceConfig | RewardModelConfig):
         return _examples(config, tokenizer)
     run = training_config(config) if isinstance(config, DistillConfig) else config

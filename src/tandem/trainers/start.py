@@ -26,7 +26,7 @@ from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.catalog import describing, resolve
 from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 from tandem.planning.fit import check_fit, memory_here
 from tandem.planning.plan import Plan
 from tandem.rollout.chat import chat_of
@@ -64,8 +64,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     """
     device = choose_device(config)
     folder = describing(config.actor.path)
-    tokenizer = load_tokenizer(folder)
-    check_chat_template(tokenizer)
+    tokenizer = load_tokenizer(folder, chats=True)
     check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_inference_engine(config.rollout, folder, device)
     devices_here(config)  # more than there are: refused
@@ -130,7 +129,7 @@ def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
         return
     assert resident.engine is not None, "the plan says how it is opened"
     folder = describing(resident.engine.path)
-    check_chat_template(load_tokenizer(folder))
+    load_tokenizer(folder, chats=True)
     check_inference_engine(replace(config.rollout, backend="embedded"), folder, device)
 
 

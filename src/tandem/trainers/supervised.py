@@ -35,7 +35,7 @@ from tandem.flow.training import TrainingSession
 from tandem.lifecycle.summary import Summary
 from tandem.models.catalog import describing
 from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.reference import Reference
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import check_sinks
@@ -257,8 +257,7 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     rows = open_rows(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     device = choose_device(config)
-    tokenizer = load_tokenizer(describing(config.actor.path))
-    check_chat_template(tokenizer)
+    tokenizer = load_tokenizer(describing(config.actor.path), chats=True)
     check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_template_options(config, rows.train.rows, tokenizer)
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
