@@ -93,7 +93,6 @@ ROOMS = ("rollout", "roles", "engines")
 
 BESIDE = {
     "at the start": (
-        "engines/inference/folder",
         "engines/inference/kv_cache",
         "engines/train/adapters",
         "engines/train/ranks",

@@ -1,7 +1,6 @@
 """A template gets messages in the shape that it takes, and what it does with them is known before a run."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -77,8 +76,7 @@ def test_a_reply_without_end_is_learnt_with_the_end_of_a_text():
 
 def checked(template, system_prompt=None, system=None, **options):
     row = {"messages": [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "?"}]}
-    config = SimpleNamespace(system_prompt=system_prompt, chat_template_kwargs=options)
-    check_template_options(config, [row], tiny_tokenizer(template))
+    check_template_options(tiny_tokenizer(template), [row], system_prompt, options)
 
 
 @pytest.mark.parametrize(

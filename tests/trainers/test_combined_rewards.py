@@ -160,7 +160,9 @@ def test_rows_are_judged_by_the_recipe_that_a_column_names(run, tmp_path, caplog
     assert "no row is judged by the recipe 'length'" in caplog.text
     rows[5]["task"] = "modles"
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ConfigError, match=r"row 6 \(data set 'rows'\): column 'task' is 'modles', .*did you mean 'models'"):
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl:6 \(data set 'rows'\): column 'task' is 'modles', .*did you mean 'models'"
+    ):
         run(*keys, "trial_name=wrong")
 
 

@@ -256,7 +256,7 @@ def written(folder: Path, *rows: dict) -> Path:
 
 def test_data_without_answers_is_refused_with_the_row(model, tmp_path):
     data = written(tmp_path / "sums", {"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": " "})
-    with pytest.raises(ConfigError, match=r"row 2 of data set 'sums'.*answer_column"):
+    with pytest.raises(ConfigError, match=r"test.jsonl:2 of data set 'sums'.*answer_column"):
         evaluated(model, tmp_path, f"data=[{data}]")
     none = written(tmp_path / "none", {"question": "1 + 1?"})
     with pytest.raises(ConfigError, match="row 1 of data set 'none'"):

@@ -93,7 +93,7 @@ def test_single_rows_that_cannot_be_judged_are_named_at_start_and_dropped_when_d
     assert "train.jsonl:2: reward 'exact_number' compares numbers" in caplog.text and len(caplog.records) == 1
 
 
-def test_golds_that_are_prose_are_counted_at_start_and_refused_if_there_is_nothing_else(tmp_path, caplog):
+def test_golds_that_are_prose_are_counted_at_start_and_refused_if_all_are(tmp_path, caplog):
     prose = {"question": "a?", "answer": "First we add all of the apples, and then we see."}
     rows = [prose, *({"question": "a?", "answer": "1"} for _ in range(2))]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -57,6 +57,7 @@ FORGOTTEN = {
     "rollout._pool._book._taken": "empty between two steps",
     "rollout._pool._book.waiting": "begun and not consumed: begins anew",
     "rollout._pool._book.running": "begun and not consumed: begins anew",
+    "rollout._pool._book._budget.beginning": "watches the first groups of a process",
     "rollout._pool._book._source": "the loader, which is a part, and the workflow, which has no state",
     "rollout._pool._book.gate.running": "counts what begins anew",
     "rollout._pool._book.gate.waiting": "counts what begins anew",

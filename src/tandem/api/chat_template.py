@@ -49,7 +49,7 @@ CALLS: dict[str, Any] = {
 
 
 class ChatTemplate:
-    """What a tokenizer's template takes and writes, tried when it is first asked."""
+    """A tokenizer's template: what it takes and writes is tried when it is first asked."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self._tokenizer, self._wants_parts = tokenizer, dict[str, bool]()
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
-    """What is known of the template that a tokenizer has now."""
+    """The template that a tokenizer has now, and all that was tried of it."""
     return _template_of(tokenizer, str(tokenizer.chat_template))
 
 
@@ -136,7 +136,7 @@ def with_tools(options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, 
 
 
 def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
-    """What ``tokenizer.apply_chat_template`` gives for messages in the shape that the template takes.
+    """The result of ``tokenizer.apply_chat_template`` for messages in the shape that the template takes.
 
     Raises:
         DataFailure: ``template_refuses``: the template does not take them; says what it said.

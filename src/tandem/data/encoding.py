@@ -49,7 +49,7 @@ class ChatEncoder:
         self.tokenizer, self.max_length, self.system_prompt = tokenizer, max_length, system_prompt
         self._kwargs = dict(chat_template_kwargs or {})
         self._added: list[int] = []
-        """What is put behind each reply."""
+        """Tokens that are put behind each reply."""
 
         if adds_end and template_of(tokenizer).end is None:
             if tokenizer.eos_token_id is None:

@@ -24,7 +24,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of a data set, to be shown to the user."""
+    """The columns of a data set that are read, and those that are not, to be shown to the user."""
 
     source: str
     reads: Mapping[str, str]
@@ -96,7 +96,7 @@ class Table:
         return [found[name] for name in sorted(found, key=lambda name: name not in self.config.columns)]
 
     def value(self, row: RawRow, name: str) -> Any:
-        """What a row has in a column.
+        """The value of a row in a column.
 
         Raises:
             ConfigError: this row lacks the column.
@@ -132,7 +132,7 @@ class Table:
         return ConfigError(f"{row.where}: columns {' and '.join(names)} both fit {purpose}, and differ here: set {keys}")
 
     def reading(self, source: str) -> Reading:
-        """What was read.
+        """The columns that were read, and the others.
 
         Raises:
             ConfigError: `columns` gives a name to a column that is not read.

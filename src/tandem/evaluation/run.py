@@ -148,7 +148,8 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     check_vocabulary(tokenizer, folder, rows)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
-    check_template_options(config, rows if workflow_of(asked).name in SERVICES["workflow"] else [], tokenizer)
+    asked_rows = rows if workflow_of(asked).name in SERVICES["workflow"] else []
+    check_template_options(tokenizer, asked_rows, config.system_prompt, config.chat_template_kwargs)
     if partner is not None:
         load_tokenizer(describing(partner), chats=True)
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)

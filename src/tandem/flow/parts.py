@@ -30,13 +30,13 @@ class Rows:
     train: Dataset
     valid: Sequence[dict[str, Any]]
     readings: Mapping[str, Sequence[Reading]] = field(default_factory=dict)
-    """What was read of the columns, by `train_dataset` and `valid_dataset`."""
+    """The readings of the columns, by `train_dataset` and `valid_dataset`."""
 
     asked: Collection[str] = ()
     """Columns that rewards ask for by name."""
 
     def told(self) -> list[str]:
-        """What is read and what is not, a line for each data set; validation rows that are read alike are not told."""
+        """Columns that are read and that are not, a line for each data set, the same line once."""
         lines: dict[str, str] = {}
         for section, readings in self.readings.items():
             for reading in readings:

@@ -1,4 +1,4 @@
-"""What a start asks of a chat template: whether the options that are set for it have an effect."""
+"""Checks of a start that ask a chat template whether the options that are set for it have an effect."""
 
 import logging
 import re
@@ -19,14 +19,19 @@ LOOKED_AT = 16
 """Conversations that are rendered with and without a system prompt."""
 
 
-def check_template_options(config: Any, rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template_options(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    system_prompt: str | None,
+    options: Mapping[str, Any],
+) -> None:
     """Passes if the template reads the options of a run or an evaluation, and tells where it has no end. ``rows``: whose
     ``messages`` are looked at; none where prompts are made otherwise, and then only names are checked.
 
     Raises:
         ConfigError: an option without effect; says which names the template reads.
     """
-    template, options = template_of(tokenizer), config.chat_template_kwargs
+    template = template_of(tokenizer)
     check_messages(tokenizer, rows)
     for name in options:
         if name not in template.variables:
@@ -35,8 +40,8 @@ def check_template_options(config: Any, rows: Iterable[Mapping[str, Any]], token
                 f"chat_template_kwargs.{name}={options[name]!r} has no effect, because the chat template does not read it; "
                 + known
             )
-    if config.system_prompt is not None:
-        check_system_prompt(tokenizer, [row["messages"] for row in rows], config.system_prompt, **options)
+    if system_prompt is not None:
+        check_system_prompt(tokenizer, [row["messages"] for row in rows], system_prompt, **options)
     if template.end is None:
         said = "the chat template puts no special token behind a reply, so only the end of a text (%s) ends one"
         log.warning(said, tokenizer.eos_token)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from tandem.api.failures import RewardFailure, UserCodeFailed, described
 from tandem.api.plugins import in_user_code, run_loop, run_user_code
 from tandem.api.samples import Sample
@@ -38,7 +36,7 @@ def require_answer(row: Mapping[str, Any], name: str) -> None:
 class FunctionReward(RewardFn):
     """The common part of both kinds: the arguments are those that the signature asks for."""
 
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Any = None
     """The policy's, for the completion with special tokens; without one that is the completion."""
 
     def __init__(self, function: Callable[..., Any], name: str):

@@ -1,4 +1,4 @@
-r"""Reading an answer: its unit, its exact number, its text; and comparing two of them without algebra.
+r"""StatedAnswer an answer: its unit, its exact number, its text; and comparing two of them without algebra.
 
 A unit is a measure (`UNITS`), a currency, a percent sign, degrees, or the base of a number (``52_8``). Where both answers
 have one, it must be the same; where only one has, it does not count, so that ``5 cm`` is 5 and is not 5 km. A percentage is
@@ -94,7 +94,7 @@ WITH_UNIT = re.compile(
 WORDS = re.compile(r"\\text ?\{[^{}\d]*\}|[^\W\d_](?:[^\W\d_]|[' -]){3,}")
 
 
-class Reading(NamedTuple):
+class StatedAnswer(NamedTuple):
     """An answer as it is compared. ``text``: all of it, less form and case. ``body``: LaTeX less its spacing and unit.
     ``number``: its exact value, 0.12 for 12 %; ``shown``: 12."""
 
@@ -106,10 +106,10 @@ class Reading(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def read(text: str) -> Reading:
+def read(text: str) -> StatedAnswer:
     """Reads an answer, in time that grows with its length alone."""
     if len(text) > MAX_LENGTH:
-        return Reading(" ".join(text.casefold().split()), text)
+        return StatedAnswer(" ".join(text.casefold().split()), text)
     body = text
     for _ in range(2):  # ½ is a fraction only when Unicode's normal form has taken it apart
         body = unicodedata.normalize("NFKC", _rewritten(body, SPELLING)).strip(" *").rstrip(" *.,;:")
@@ -118,19 +118,19 @@ def read(text: str) -> Reading:
         text = text.casefold()
     match = WITH_UNIT.fullmatch(body)
     if match is None:
-        return Reading(text, body)
+        return StatedAnswer(text, body)
     shown, names = _number(match[1]), []
     words = match[2].replace("\\text", "").lower()
     for word in re.findall("[$€£¥]", match[1]) + re.findall(r"[^\W\d_]+|[%$€£¥¢/_]|\d+", words):
         if word in UNITS or word.isdigit():
             names.append(UNITS.get(word, word))
         elif shown is None:
-            return Reading(text, body)
+            return StatedAnswer(text, body)
         else:
             shown *= SCALES.get(word, 1)
     unit = " ".join(sorted(names))
     number = shown / 100 if shown and unit == "%" else shown
-    return Reading(text, match[1] if number is None else str(number), unit, number, shown)
+    return StatedAnswer(text, match[1] if number is None else str(number), unit, number, shown)
 
 
 def _rewritten(text: str, rules: list[tuple[re.Pattern[str], str]]) -> str:

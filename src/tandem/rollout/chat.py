@@ -200,8 +200,7 @@ class Chat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def chat_of(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], options: Any) -> Chat:
-    """A chat that begins with a row's messages, and whose model reads the row's tools. ``options``: whatever has a
-    `system_prompt` and `chat_template_kwargs`, such as a configuration."""
-    kwargs = with_tools(options.chat_template_kwargs, row)
-    return Chat(tokenizer, row["messages"], system_prompt=options.system_prompt, chat_template_kwargs=kwargs)
+def chat_of(tokenizer: Any, row: Mapping[str, Any], system_prompt: str | None, kwargs: Mapping[str, Any] | None) -> Chat:
+    """A chat that begins with a row's messages, and whose model reads the row's tools; see `Chat`."""
+    options = with_tools(kwargs or {}, row)
+    return Chat(tokenizer, row["messages"], system_prompt=system_prompt, chat_template_kwargs=options)

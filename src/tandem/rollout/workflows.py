@@ -35,7 +35,7 @@ class ChatWorkflow(RolloutWorkflow):
 
     def start(self, data: Mapping[str, Any]) -> Chat:
         """A chat that begins with the row's messages, and whose model reads the row's tools."""
-        return chat_of(self.tokenizer, data, self)
+        return chat_of(self.tokenizer, data, self.system_prompt, self.chat_template_kwargs)
 
     async def judge(self, chat: Chat, data: Mapping[str, Any], reward: RewardFn | None = None) -> RewardResult:
         """The reward of the last reply; by ``reward`` if it is given, of which the sample keeps nothing."""

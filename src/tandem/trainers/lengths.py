@@ -70,7 +70,10 @@ def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
         return _examples(config, tokenizer)
     run = training_config(config) if isinstance(config, DistillConfig) else config
     rows: Rows = open_rows(run)
-    lengths = [len(chat_of(tokenizer, row, config).prompt_ids) for row in rows.train.rows[:LOOKED_AT]]
+    lengths = [
+        len(chat_of(tokenizer, row, config.system_prompt, config.chat_template_kwargs).prompt_ids)
+        for row in rows.train.rows[:LOOKED_AT]
+    ]
     return round(sum(lengths) / len(lengths)), None, len(rows.train), len(lengths)
 
 

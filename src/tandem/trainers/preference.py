@@ -26,7 +26,7 @@ def encode_sides(chat: ChatEncoder, row: Mapping[str, Any]) -> tuple[Encoded, En
     Raises:
         DataFailure: equal sides (`equal_sides`), or what `ChatEncoder.conversation` refuses.
     """
-    chosen, rejected = (chat.completion(row["messages"], row[side], row["tools"]) for side in ("chosen", "rejected"))
+    chosen, rejected = (chat.completion(row["messages"], row[side], row.get("tools")) for side in ("chosen", "rejected"))
     if chosen.ids == rejected.ids:
         raise DataFailure("equal_sides", "chosen and rejected are the same, so there is nothing to prefer")
     return chosen, rejected
@@ -56,7 +56,7 @@ class JudgedEncoder:
 
     def encode(self, row: Mapping[str, Any]) -> Sequences:
         """One sequence. Raises `DataFailure` as `ChatEncoder.completion` does."""
-        return [sequence(self.chat.completion(row["messages"], row["completion"], row["tools"]), chosen=row["label"])]
+        return [sequence(self.chat.completion(row["messages"], row["completion"], row.get("tools")), chosen=row["label"])]
 
 
 def make_loss(config: PreferenceConfig) -> Choice:

@@ -45,7 +45,9 @@ class ConversationEncoder:
         Raises:
             DataFailure: see `ChatEncoder.conversation`.
         """
-        return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"], row["tools"])]
+        return [
+            sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"], row.get("tools"))
+        ]
 
 
 RECIPE = Recipe(

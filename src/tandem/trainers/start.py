@@ -143,12 +143,12 @@ def check_prompts(
         ConfigError: none does, and says how long the first one is; an option without effect; a prompt that is refused.
     """
     rows = rows if workflow_of(config).name in SERVICES["workflow"] else ()
-    check_template_options(config, rows, tokenizer)
+    check_template_options(tokenizer, rows, config.system_prompt, config.chat_template_kwargs)
     room = context_of(config.rollout.engine, folder)
     lengths = []
     for number, row in enumerate(rows[:LOOKED_AT], 1):
         try:
-            chat = chat_of(tokenizer, row, config)
+            chat = chat_of(tokenizer, row, config.system_prompt, config.chat_template_kwargs)
         except DataFailure as error:
             where = row.get(WHERE) or f"row {number} of train_dataset"
             raise ConfigError(

@@ -22,7 +22,8 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.callers import NewTokens, Result
-from tandem.engines.inference.core import EngineCore, StagedWeights
+from tandem.engines.inference.core import EngineCore
+from tandem.engines.inference.fused_weights import StagedWeights
 from tandem.engines.inference.staging import stage_update
 from tandem.models.allocator import keep_freed_memory
 

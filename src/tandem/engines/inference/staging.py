@@ -14,7 +14,8 @@ from tandem.api.weights import Adapter, FolderSource, WeightUpdate, tensor_diges
 from tandem.models.lora import A, B, merged
 
 if TYPE_CHECKING:
-    from tandem.engines.inference.core import EngineCore, StagedWeights
+    from tandem.engines.inference.core import EngineCore
+    from tandem.engines.inference.fused_weights import StagedWeights
 
 HASH_THREADS = 2
 """Digests are computed beside the copying; one update keeps two cores busy with them at most."""
