@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from tandem.api.chat_template import render, template_of
+from tandem.api.chat_template import render, template_of, with_arguments
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 from tandem.data.encoding import ChatEncoder
 from tandem.models.stopping import stop_ids
 from tandem.models.template_options import check_template_options
+from tandem.models.tokenizer import check_chat_template
 from tests.tiny import CHATML, tiny_config, tiny_model_folder, tiny_tokenizer
 
 TRIMS = CHATML.replace("message['content']", "message['content'] | trim")
@@ -95,3 +96,20 @@ def test_an_option_without_effect_is_refused(template, options, words):
 
 def test_an_option_that_the_template_reads_passes_even_with_its_default():
     checked(THINKS, enable_thinking=True, system_prompt="Sing.")
+
+
+def test_a_key_of_a_side_that_the_template_does_not_read_is_refused():
+    sides = {"chosen": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "w"}}]}]}
+    with pytest.raises(ConfigError, match="does not read the key 'tool_calls' of a message"):
+        check_template_options(tiny_tokenizer(), [{"messages": [{"role": "user", "content": "?"}], **sides}], None, {})
+
+
+def test_arguments_of_a_call_without_a_function_are_spelled_too():
+    calls = [{"name": "w", "arguments": '{"city": "P"}'}]
+    spelled = with_arguments({"role": "assistant", "content": "", "tool_calls": calls}, as_text=False)
+    assert spelled["tool_calls"] == [{"name": "w", "arguments": {"city": "P"}}]
+
+
+def test_a_template_that_cannot_be_parsed_is_named_at_the_start():
+    with pytest.raises(ConfigError, match="chat template of this model cannot be read: Expected"):
+        check_chat_template(tiny_tokenizer("{% for m in %}"))

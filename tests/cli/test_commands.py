@@ -69,6 +69,7 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     ("argv", "words"),
     [
         (["train", "--lr", "1e-5"], "values are given as key=value: actor.optimizer.lr=1e-5"),
+        (["train", "--config", "run.yaml"], "a configuration file stands alone, without --config: run.yaml key=value"),
         (["train", "--actor.optimizer.lr=1e-5"], "values are given as key=value: actor.optimizer.lr=1e-5"),
         (["plan", "--seed", "3"], "values are given as key=value: seed=3"),
         (["sft", "--learning-rate", "1"], "learning_rate is TRL's: use actor.optimizer.lr=…"),

@@ -87,8 +87,8 @@ LAYOUTS = {
         OPENR1,
         [user("What is {n} + 1?")],
         ["{m}"],
-        "reads: messages (the prompt), answer; not read: problem, solution, problem_type, question_type, source, uuid, "
-        "generations, correctness_math_verify",
+        "reads: messages (the prompt, without its last reply), answer; not read: problem, solution, problem_type, "
+        "question_type, source, uuid, generations, correctness_math_verify",
     ),
     "verl": Layout(
         normalise,

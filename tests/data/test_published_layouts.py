@@ -9,6 +9,7 @@ from tandem.config.errors import ConfigError
 from tandem.data.dataset import load_dataset
 from tandem.data.encoding import ChatEncoder
 from tandem.data.examples import conversations, pairs
+from tandem.data.hub import without_nulls
 from tandem.data.rows import normalise
 from tests.data.layouts import LAYOUTS, WEATHER, call, filled, reply, system, user
 from tests.tiny import tiny_tokenizer
@@ -141,3 +142,53 @@ def test_tools_as_json_text_are_the_tools(tmp_path):
 def test_a_system_column_does_not_replace_the_system_message_of_a_conversation(tmp_path):
     row = {"messages": [system("a"), user("?"), reply("!")], "system": "b"}
     assert read(tmp_path, conversations, row).rows[0]["messages"][0] == system("a")
+
+
+def test_a_conversation_in_json_text_as_a_csv_has_it_is_a_conversation(tmp_path):
+    asked, learnt = [user("2 + 2?")], [user("2 + 2?"), reply("4")]
+    (found,) = read(tmp_path, conversations, {"messages": json.dumps(learnt)}).rows
+    assert found["messages"] == learnt
+    (found,) = read(tmp_path, normalise, {"prompt": json.dumps(asked), "answer": "4"}).rows
+    assert found["messages"] == asked
+
+
+def test_a_conversation_that_ends_with_the_user_is_answered_by_the_answer(tmp_path):
+    started = [user("1 + 1?"), reply("2"), user("2 + 2?")]
+    (found,) = read(tmp_path, conversations, {"messages": started, "answer": "4"}).rows
+    assert (found["messages"], found["train_from"]) == ([*started, reply("4")], 3)
+    rows = [{"messages": started, "answer": "4"}, {"messages": started[:2], "answer": "2"}]
+    assert "columns messages and answer both fit what is learnt" in error_of(tmp_path, conversations, *rows)
+
+
+def test_a_prompt_of_several_turns_stands_beside_its_sides(tmp_path):
+    asked, sides = [user("1 + 1?"), reply("2"), user("2 + 2?")], {"chosen": [reply("4")], "rejected": [reply("5")]}
+    (found,) = read(tmp_path, pairs, {"prompt": asked, **sides}).rows
+    assert (found["messages"], found["chosen"], found["rejected"]) == (asked, [reply("4")], [reply("5")])
+
+
+def test_sides_with_a_prompt_of_their_own_get_the_system_message_of_the_row(tmp_path):
+    whole = {"chosen": [user("2 + 2?"), reply("4")], "rejected": [user("2 + 2?"), reply("5")]}
+    (found,) = read(tmp_path, pairs, {"system": "Be brief.", "prompt": "2 + 2? ", **whole}).rows
+    assert (found["messages"], found["chosen"]) == ([system("Be brief."), user("2 + 2?")], [reply("4")])
+    assert "another question than the column of the prompt" in error_of(tmp_path, pairs, {"prompt": "3 + 3?", **whole})
+
+
+def test_a_name_of_tandems_own_is_refused_and_input_may_be_missing(tmp_path):
+    assert "'tandem.index' has a name that Tandem gives" in error_of(tmp_path, normalise, {"prompt": "?", "tandem.index": 1})
+    rows = [{"instruction": "Count.", "input": "to 2", "output": "1, 2"}, {"instruction": "Sing.", "output": "la"}]
+    found = read(tmp_path, conversations, *rows).rows
+    assert [row["messages"][0]["content"] for row in found] == ["Count.\n\nto 2", "Sing."]
+
+
+def test_nulls_that_arrow_adds_to_calls_and_tools_are_left_out():
+    call_of = {"function": {"name": "w", "arguments": {"city": "P", "stock": None}}}
+    row = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call_of]}], "level": None}
+    cleaned = without_nulls(row)
+    assert cleaned["messages"][0]["tool_calls"] == [{"function": {"name": "w", "arguments": {"city": "P"}}}]
+    assert cleaned["messages"][0]["content"] is None and cleaned["level"] is None
+
+
+@pytest.mark.parametrize("calls", [[None], [{"function": "w"}], "w()"])
+def test_calls_of_another_shape_are_refused_with_their_line(tmp_path, calls):
+    row = {"messages": [user("?"), reply("", tool_calls=calls)]}
+    assert "rows.jsonl:1: tool_calls in 'messages' must be a list of {function" in error_of(tmp_path, conversations, row)

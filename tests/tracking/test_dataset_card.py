@@ -11,7 +11,7 @@ import pytest
 
 from tandem import load_trajectories
 from tandem.api.samples import Dropped, Group
-from tandem.tracking.dataset_card import columns
+from tandem.tracking.dataset_card import columns, write_card
 from tests.foreign.peers import ENVS
 from tests.tracking.test_recorder import CALL, MESSAGES, group, record, sample
 
@@ -32,6 +32,7 @@ def run(tmp_path):
     record(tmp_path, 2, [group(1, sample(0.0), full, source="sums"), odd])
     dropped = [Dropped("deadline", "late", Group((), 9, data={"messages": [MESSAGES[0]]})), Dropped("filter", "", group(5))]
     record(tmp_path, 10, [group(6)], dropped=dropped)
+    write_card(tmp_path)
     return tmp_path
 
 
@@ -64,10 +65,13 @@ def test_every_line_has_the_same_columns_and_types(run):
 
 
 def test_a_page_that_somebody_wrote_stays_and_an_older_one_of_ours_does_not(run):
+    write_card(run, ["train_dataset reads: question"])
+    assert "train_dataset reads: question" in (run / "README.md").read_text()
+    write_card(run)
     ours = (run / "README.md").read_text()
     for text, left in (("# My run\n", "# My run\n"), (ours.replace("accuracy", "precision"), ours)):
         (run / "README.md").write_text(text)
-        record(run, 3, [group(0)])
+        write_card(run)
         assert (run / "README.md").read_text() == left
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -249,14 +250,15 @@ def test_servers_of_another_make_have_their_share_and_no_time():
 def test_the_drawing_has_each_rank_and_server_on_its_device_without_sleeping_ones():
     keys = [*RL, "actor.backend=fsdp:d4", "rollout.backend=vllm:d2t2", "rollout.fleet.vllm_python=python"]
     apart = ["async_training=true", "rollout.max_head_offpolicyness=2"]
-    plan, _ = planned(TrainConfig, [*keys, *apart], device("h100", 8), shape=SMOLLM2)
+    even = replace(SMOLLM2, heads=8, kv_heads=4)  # heads that two GPUs can share
+    plan, _ = planned(TrainConfig, [*keys, *apart], device("h100", 8), shape=even)
     text = list(drawing(plan))
     assert "GPU 0 to 3, each: ranks 0 to 3" in text
     share = "(one of its 2 GPUs, 90% of the memory)"
     assert f"GPU 4 to 7, each: vllm-0 {share}, vllm-1 {share}" in text
     assert [sorted({"actor", "engine"} & {*use.residents}) for use in uses(plan)] == [["actor"], ["engine"]]
 
-    asleep, _ = planned(TrainConfig, [*keys, "memory_limit_gib=32"], device("h100", 8), shape=SMOLLM2)
+    asleep, _ = planned(TrainConfig, [*keys, "memory_limit_gib=32"], device("h100", 8), shape=even)
     (use,) = uses(asleep)
     held = dict(zip((one.phase for one in asleep.instants), use.residents["engine"], strict=True))
     assert held["generate"] == pytest.approx(0.4 * asleep.machine.memory_gib) and held["update: actor"] < 1

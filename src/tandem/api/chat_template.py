@@ -141,9 +141,8 @@ def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **o
     Raises:
         DataFailure: ``template_refuses``: the template does not take them; says what it said.
     """
-    shaped = template_of(tokenizer).shaped(messages)
     try:
-        return tokenizer.apply_chat_template(shaped, **options)
+        return tokenizer.apply_chat_template(template_of(tokenizer).shaped(messages), **options)
     except TEMPLATE_ERRORS as error:  # roles that do not alternate, a system message that it does not know …
         raise DataFailure("template_refuses", str(error)) from error
 
@@ -174,12 +173,14 @@ def text_of(content: Any, where: str = "a message") -> str:
 def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
     """A message whose calls have their arguments as JSON text, or as objects; text that is no JSON stays as it is."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": _spelled(call["function"].get("arguments", {}), as_text)}}
-        if "function" in call
-        else call
+        {**call, "function": _written(call["function"], as_text)} if "function" in call else _written(call, as_text)
         for call in message.get("tool_calls") or ()
     ]
     return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _written(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    return {**call, "arguments": _spelled(call.get("arguments", {}), as_text)}
 
 
 def _spelled(arguments: Any, as_text: bool) -> Any:

@@ -95,6 +95,8 @@ def _unknown(text: str, argv: Sequence[str], parser: argparse.ArgumentParser, ki
         return f"there is no option {name}" + (f"; did you mean {near[0]}?" if near else "")
     key, keys = name.strip("-").replace("-", "_"), list(all_keys(kind))
     value = value or "".join(argv[argv.index(text) + 1 :][:1]) or "…"
+    if value.endswith((".yaml", ".yml")):
+        return f"a configuration file stands alone, without {name}: {value} key=value …"
     foreign = "" if key in keys else hint(key, keys)
     key = key if key in keys else (nearest_keys(key, keys) or [key])[0]
     return f"values are given as key=value: {foreign or f'{key}={value}'}"

@@ -13,7 +13,18 @@ from tandem.config.data import SOURCE, WHERE
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow
 from tandem.data.programs import find_layout
-from tandem.data.rows import Message, Prompt, Row, answer_text, messages_of, prompt_of, speakers, tools_of, with_suffix
+from tandem.data.rows import (
+    Message,
+    Prompt,
+    Row,
+    answer_text,
+    ends_with_reply,
+    messages_of,
+    prompt_of,
+    speakers,
+    tools_of,
+    with_suffix,
+)
 from tandem.data.table import ANSWERS, CONVERSATIONS, FULL_REPLIES, PROMPTS, Table
 
 Reader = Callable[..., list[Row]]
@@ -61,11 +72,20 @@ def _whole(table: Table) -> Prompt | None:
     found = [name for name in names if any(map(_is_conversation, table.samples(name)))]
     if not found or table.config.prompt_column is not None:
         return None
-    name = table.column(found[0], "every assistant turn")
-    for other in [] if wished else table.usual(FULL_REPLIES):
+    name, answers = found[0], [] if wished else table.usual(ANSWERS)
+    open_rows = [row for row in table.sample if not ends_with_reply(row.columns.get(name))]
+    if answers and len(open_rows) == len(table.sample):
+        return None  # the reply is in a column of its own
+    if answers and open_rows:
+        raise table.ambiguous((name, answers[0]), "what is learnt", "answer_column", open_rows[0])
+    table.column(name, "every assistant turn")
+    for other in [] if wished else [one for one in table.usual((*CONVERSATIONS, *FULL_REPLIES)) if one != name]:
         for row in table.sample:
-            reply, said = row.columns.get(other), [text for _, text in speakers(row.columns.get(name))]
-            if isinstance(reply, str) and reply.strip() and reply not in said:
+            said, replies = (
+                [text.strip() for _, text in speakers(row.columns.get(column)) if isinstance(text, str)]
+                for column in (name, other)
+            )
+            if any(text and text not in said for text in replies):
                 raise table.ambiguous((name, other), "what is learnt", "answer_column", row)
     if not wished:
         Prompt(table)  # another column asks the same, or the rows are refused
@@ -241,7 +261,7 @@ def _imitated(table: Table, row: RawRow, prompt: list[Message], completion: list
 
 def _prompt_beside(table: Table) -> Prompt | None:
     """The question beside two sides, if it has a column; `messages` that end with a reply are a side's."""
-    usual = [name for name in PROMPTS if not any(map(_is_conversation, table.samples(name)))]
+    usual = [name for name in PROMPTS if not any(map(ends_with_reply, table.samples(name)))]
     return Prompt(table, usual) if table.config.prompt_column is not None or table.usual(usual) else None
 
 
@@ -256,11 +276,11 @@ def _pair(table: Table, row: RawRow, asked: Prompt | None, source: str) -> Row:
             chosen, rejected = ([_reply(side)] for side in sides)
     else:
         chosen, rejected = (_completion(table, row, side) for side in ("chosen", "rejected"))
-        if asked is None:
-            prompt, chosen, rejected = _divided(chosen, rejected, row.where)
-        else:
-            prompt = asked.messages(row)
-            chosen, rejected = (_without(prompt, side) for side in (chosen, rejected))
+        whole = all(side and side[0]["role"] != "assistant" for side in (chosen, rejected))
+        prompt = [] if asked is None else asked.messages(row)
+        if asked is None or whole:
+            shared, chosen, rejected = _divided(chosen, rejected, row.where)
+            prompt = _same_question(prompt, shared, row.where)
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side and side[0]["role"] != "assistant":
             raise ConfigError(
@@ -287,9 +307,14 @@ def _divided(
     return chosen[:size], chosen[size:], rejected[size:]
 
 
-def _without(prompt: list[Message], side: list[Message]) -> list[Message]:
-    """A side that repeats its prompt, without it."""
-    return side[len(prompt) :] if side[: len(prompt)] == prompt and len(side) > len(prompt) else side
+def _same_question(prompt: list[Message], shared: list[Message], where: str) -> list[Message]:
+    """The messages that both sides begin with, led by the system message of the row's ``prompt``, whose last question is
+    among theirs."""
+    questions = [[message["content"] for message in messages if message["role"] == "user"] for messages in (prompt, shared)]
+    if all(questions) and str(questions[0][-1]).strip() not in [str(text).strip() for text in questions[1]]:
+        raise ConfigError(f"{where}: chosen and rejected begin with another question than the column of the prompt has")
+    lead = [] if any(message["role"] == "system" for message in shared) else prompt
+    return [*(message for message in lead if message["role"] == "system"), *shared]
 
 
 def _dialogue(text: str, where: str) -> list[Message]:

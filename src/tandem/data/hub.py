@@ -14,6 +14,14 @@ def _need(what: str) -> None:
         raise ConfigError(f"{what} needs the library `datasets`: {install_extra('data')}")
 
 
+def without_nulls(value: Any, calls: bool = False) -> Any:
+    """A row without the nulls within tools and tool calls: arrow gives each function the arguments of all others."""
+    if isinstance(value, dict):
+        parts = {key: without_nulls(part, calls or key in ("tools", "tool_calls")) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if not (calls and part is None)}
+    return [without_nulls(part, calls) for part in value] if isinstance(value, list) else value
+
+
 def read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     """Rows of a parquet file.
 
@@ -28,7 +36,7 @@ def read_parquet(file: Path) -> Iterator[dict[str, Any]]:
         table = pyarrow.parquet.read_table(file)
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"{file} is not a parquet file: {error}") from error
-    yield from table.to_pylist()
+    yield from map(without_nulls, table.to_pylist())
 
 
 def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
@@ -51,4 +59,4 @@ def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
             f"data set {name} (split {split!r}) could not be loaded: there is no such file or folder, and the hub said: "
             f"{' '.join(kind_and_text(error).split())[:300]}"
         ) from error
-    yield from rows
+    yield from map(without_nulls, rows)

@@ -15,17 +15,15 @@ from tandem.data.programs.layout import ProgramLayout
 from tandem.data.table import ANSWERS, CONVERSATIONS, PROMPTS, SYSTEMS, Table
 
 ROLES = ("system", "user", "assistant", "tool")
-SHARE_GPT = {
+SPEAKERS = {
+    **{role: role for role in ROLES},
+    "developer": "system",
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
     "observation": "tool",
 }
-"""Who speaks in ShareGPT's ``{from, value}``, in our words."""
+"""Who speaks, in OpenAI's words and in those of ShareGPT's ``{from, value}``, by our roles."""
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -95,7 +93,10 @@ class Prompt:
         self._table = table
         self.columns = self._chosen(usual)
         for name in self.columns:
-            table.reads.setdefault(name, "" if name == "prompt" else "the prompt")
+            purpose = (
+                "the prompt, without its last reply" if any(map(ends_with_reply, table.samples(name))) else "the prompt"
+            )
+            table.reads.setdefault(name, "" if name == purpose.removeprefix("the ") else purpose)
         self._system = next(iter(table.usual(SYSTEMS)), None)
         if self._system is not None:
             table.column(self._system, "the system message")
@@ -139,15 +140,16 @@ class Prompt:
         Raises:
             ConfigError: neither text nor messages; says the row.
         """
-        values = [self._table.value(row, name) for name in self.columns]
-        found = messages_of(values[0], self.columns[0], row.where) if values[0] and not isinstance(values[0], str) else []
+        first, *others = self.columns
+        values = [self._table.value(row, first), *(row.columns.get(name) for name in others)]
+        found = messages_of(values[0], first, row.where) if values[0] and not isinstance(values[0], str) else []
         for name, value in zip(self.columns, values, strict=True) if not found else ():
-            empty = name != self.columns[0] and not value  # an instruction that needs no input
+            empty = name != first and not value and first.lower() != "body"  # an instruction that needs no input
             if not empty and (not isinstance(value, str) or not value.strip()):
                 got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r:.80}"
                 raise ConfigError(f"{row.where}: column {name!r} must be text or a list of messages, got {got}")
         if not found:
-            is_story = len(values) > 1 and self.columns[0].lower() == "body"
+            is_story = len(values) > 1 and first.lower() == "body"
             text = _sentences(values) if is_story else "\n\n".join(value for value in values if value)
             found = [{"role": "user", "content": text}]
         system = row.columns.get(self._system) if self._system is not None else None
@@ -158,12 +160,20 @@ class Prompt:
         return [{"role": "system", "content": system}, *found]
 
 
+_SAID = ("role", "from", "content", "value")
+
+
 def speakers(value: Any) -> list[tuple[str, Any]]:
     """(role, content) of each message of a column, ShareGPT's too; a text is the user's."""
     if isinstance(value, str):
         return [("user", value.strip())]
     messages = [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
-    return [(SHARE_GPT.get(str(m.get("role", m.get("from"))), ""), m.get("content", m.get("value"))) for m in messages]
+    return [(SPEAKERS.get(str(m.get("role", m.get("from"))), ""), m.get("content", m.get("value"))) for m in messages]
+
+
+def ends_with_reply(value: Any) -> bool:
+    """True of messages of which the last is the assistant's."""
+    return [role for role, _ in speakers(value)][-1:] == ["assistant"]
 
 
 def _sentences(parts: Sequence[str]) -> str:
@@ -187,17 +197,21 @@ def messages_of(value: Any, name: str, where: str) -> list[Message]:
 
 
 def _message(message: Any, name: str, where: str) -> Message:
-    if isinstance(message, Mapping) and message.get("from") in SHARE_GPT and "role" not in message:
-        others = {key: value for key, value in message.items() if key not in ("from", "value")}
-        message = {"role": SHARE_GPT[message["from"]], "content": message.get("value"), **others}
-    if isinstance(message, Mapping) and message.get("role") in ROLES:
-        content = message.get("content")
-        if content is None and message["role"] in ("assistant", "tool"):
+    if isinstance(message, Mapping):
+        ((role, content),) = speakers([message])
+        calls = message.get("tool_calls") or []
+        if not (
+            isinstance(calls, list)
+            and all(isinstance(c, Mapping) and isinstance(c.get("function", c), Mapping) for c in calls)
+        ):
+            raise ConfigError(
+                f"{where}: tool_calls in {name!r} must be a list of {{function: {{name, arguments}}}}, got {calls!r:.200}"
+            )
+        if content is None and role in ("assistant", "tool"):
             content = ""
-        if isinstance(content, (str, list)):
-            return {"role": message["role"], "content": content} | {
-                key: value for key, value in message.items() if value is not None and key not in ("role", "content")
-            }
+        if role and isinstance(content, (str, list)):
+            others = {key: value for key, value in message.items() if value is not None and key not in _SAID}
+            return {"role": role, "content": content, **others}
     raise ConfigError(
         f"{where}: column {name!r} must be a list of {{role, content}} with a role of {', '.join(ROLES)}; "
         f"got {message!r:.200}"
@@ -252,8 +266,8 @@ def answer_text(value: Any, name: str, where: str) -> str | None:
     """
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        text = value.text if isinstance(value, Written) else format(Decimal(repr(value)), "f")
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool) and math.isfinite(value):
+        text = value.text if isinstance(value, Written) else format(Decimal(str(value)), "f")
         return text.removesuffix(".0")
     inner = (
         f"; a value within it is named with a dot: {name}.{next(iter(value))}"

@@ -1,10 +1,12 @@
 """The rows of one source as they stand in their files, and what is read of their columns: one decision for all rows."""
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.data import DatasetConfig
+from tandem.config.data import OURS, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.data.files import RawRow
@@ -56,7 +58,13 @@ class Table:
                     f"{rows[0].where}: {section}columns.{ours}={theirs}, but the row has no such column; "
                     f"{nearest_names(theirs, self._own)}"
                 )
+        for name in set(OURS) & set(self._own):
+            raise ConfigError(f"{rows[0].where}: the column {name!r} has a name that Tandem gives to rows: rename it")
         self.replace([_renamed(row, config.columns) for row in rows] if config.columns else rows)
+        odd = [name for name in self.columns if any(_plain(value) is not value for value in self.samples(name))]
+        if odd:
+            plain = [{name: _plain(row.columns[name]) for name in odd if name in row.columns} for row in self.rows]
+            self.replace([RawRow(row.columns | new, row.where) for row, new in zip(self.rows, plain, strict=True)])
         self._given = self.columns
         self.reads: dict[str, str] = {}
 
@@ -149,6 +157,18 @@ class Table:
         theirs = {ours: f"{ours}={name}" for ours, name in self.config.columns.items()}
         reads = {theirs.get(name, name): purpose for name, purpose in self.reads.items()}
         return Reading(source, reads, tuple(name for name in self._given if name not in parents))
+
+
+def _plain(value: Any) -> Any:
+    """A value of an array library as Python's own, and a conversation in JSON text, as a csv has it, as a list."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        with contextlib.suppress(ValueError, RecursionError):
+            parts = json.loads(value)
+            if parts and all(isinstance(part, dict) and {"role", "from"} & part.keys() for part in parts):
+                return parts
+    return value
 
 
 def _union(rows: Sequence[RawRow]) -> list[str]:

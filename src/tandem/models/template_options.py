@@ -56,7 +56,9 @@ def check_messages(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[st
     template = str(tokenizer.chat_template)
     known = {"role", "content", "weight", "tool_call_id"}
     for row in rows:
-        keys = {f"the key {key!r} of a message": key for message in row["messages"] for key in message if key not in known}
+        sides = (row.get(name) for name in ("messages", "chosen", "rejected", "completion"))
+        messages = (message for side in sides if isinstance(side, list) for message in side if isinstance(message, dict))
+        keys = {f"the key {key!r} of a message": key for message in messages for key in message if key not in known}
         for what, name in (keys | ({"the column 'tools'": "tools"} if row.get("tools") else {})).items():
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 raise ConfigError(

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, utils
 
+from tandem.api.chat_template import template_of
 from tandem.api.weight_files import refuse_placeholder
 from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
@@ -101,13 +103,18 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Passes if the tokenizer can turn messages into a prompt.
 
     Raises:
-        ConfigError: it has no chat template.
+        ConfigError: it has no chat template, or one that cannot be read.
     """
+    name = tokenizer.name_or_path or "this model"
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template, so messages cannot become "
+            f"the tokenizer of {name} has no chat template, so messages cannot become "
             "prompts; use an instruction-tuned model, or put a chat_template.jinja into the model folder"
         )
+    try:
+        template_of(tokenizer).variables  # noqa: B018 read once, here
+    except TemplateError as error:
+        raise ConfigError(f"the chat template of {name} cannot be read: {error}") from error
 
 
 def save_classifier_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -202,5 +202,4 @@ class Chat:
 
 def chat_of(tokenizer: Any, row: Mapping[str, Any], system_prompt: str | None, kwargs: Mapping[str, Any] | None) -> Chat:
     """A chat that begins with a row's messages, and whose model reads the row's tools; see `Chat`."""
-    options = with_tools(kwargs or {}, row)
-    return Chat(tokenizer, row["messages"], system_prompt=system_prompt, chat_template_kwargs=options)
+    return Chat(tokenizer, row["messages"], system_prompt=system_prompt, chat_template_kwargs=with_tools(kwargs or {}, row))

@@ -259,7 +259,7 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     device = choose_device(config)
     tokenizer = load_tokenizer(describing(config.actor.path), chats=True)
     check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
-    check_template_options(tokenizer, rows.train.rows, config.system_prompt, config.chat_template_kwargs)
+    check_template_options(tokenizer, [*rows.train.rows, *rows.valid], config.system_prompt, config.chat_template_kwargs)
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)
     batches.next_batch()

@@ -18,13 +18,7 @@ from tandem.api.weights import FolderSource, WeightVersion
 from tandem.config.engine_memory import chunk_tokens, takes_graphs
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.arena import Arena
-from tandem.engines.inference.fused_weights import (
-    FusedWeights,
-    FusedWeightsBuilder,
-    StagedWeights,
-    check_stored,
-    compute_dtype,
-)
+from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
 from tandem.engines.inference.kv_cache import KVCache, make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
@@ -36,8 +30,6 @@ from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.stopping import stop_ids
 from tandem.models.tokenizer import load_tokenizer
-
-__all__ = ["EngineCore", "StagedWeights"]
 
 Finished = list[tuple[int, LLMResponse]]
 
@@ -269,7 +261,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------ weights and memory
 
-    def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+    def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NewWeights:
         """Builds a second copy of the weights from a stream of tensors under their Hugging Face names.
 
         May run in another thread while `step` runs; each tensor need only be valid until the next is asked for.
@@ -283,7 +275,7 @@ class EngineCore:
         return builder.finish()
 
     @torch.inference_mode()
-    def swap(self, staged: StagedWeights, version: WeightVersion, keep_kv: bool = False) -> dict[str, float]:
+    def swap(self, staged: NewWeights, version: WeightVersion, keep_kv: bool = False) -> dict[str, float]:
         """Switches to staged weights between two steps.
 
         The cache of running requests is recomputed under the new weights, unless ``keep_kv``. Tokens drawn before keep their

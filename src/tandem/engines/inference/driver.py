@@ -23,7 +23,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.callers import NewTokens, Result
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.inference.fused_weights import StagedWeights
+from tandem.engines.inference.fused_weights import NewWeights
 from tandem.engines.inference.staging import stage_update
 from tandem.models.allocator import keep_freed_memory
 
@@ -61,7 +61,7 @@ class Driver:
         self._told: dict[int, int] = {}
         """Tokens handed over so far, of requests that are streamed."""
 
-        self._staged: tuple[WeightVersion, StagedWeights] | None = None
+        self._staged: tuple[WeightVersion, NewWeights] | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -276,7 +276,7 @@ class Driver:
             staged, self._staged = self._staged[1], None
         return self._call("the switch of weights", lambda: self._switch(staged, version), COMMIT_TIMEOUT_S, fatal=True)
 
-    def _switch(self, staged: StagedWeights, version: WeightVersion) -> dict[str, float]:
+    def _switch(self, staged: NewWeights, version: WeightVersion) -> dict[str, float]:
         began = time.perf_counter()
         recompute_s = self.core.swap(staged, version, keep_kv=self._keep_kv).get("recompute_s", 0.0)
         return {"pause_s": time.perf_counter() - began - recompute_s, "recompute_s": recompute_s}

@@ -90,7 +90,7 @@ class FusedWeights:
 
 
 @dataclass
-class StagedWeights:
+class NewWeights:
     """Weights that were delivered and wait for `EngineCore.swap`."""
 
     weights: FusedWeights
@@ -269,7 +269,7 @@ class FusedWeightsBuilder:
     def _plan_has_bias(self, name: str) -> bool:
         return name.removesuffix("weight") + "bias" in self._plan.fused
 
-    def finish(self) -> StagedWeights:
+    def finish(self) -> NewWeights:
         """All weights, once every tensor came.
 
         Raises:
@@ -289,7 +289,7 @@ class FusedWeightsBuilder:
             norms = {name: done[f"{index}.{name}.norm"] for name in _layer_norms(self._a)}
             layers.append(LayerWeights(projections, norms))  # type: ignore[arg-type]
         head = Linear(embedding) if self._a.tied else done["head"]
-        return StagedWeights(FusedWeights(embedding, head, done["norm"], layers), self._num_bytes)  # type: ignore[arg-type]
+        return NewWeights(FusedWeights(embedding, head, done["norm"], layers), self._num_bytes)  # type: ignore[arg-type]
 
 
 def check_stored(folder: Path, architecture: Architecture) -> None:

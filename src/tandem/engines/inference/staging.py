@@ -15,13 +15,13 @@ from tandem.models.lora import A, B, merged
 
 if TYPE_CHECKING:
     from tandem.engines.inference.core import EngineCore
-    from tandem.engines.inference.fused_weights import StagedWeights
+    from tandem.engines.inference.fused_weights import NewWeights
 
 HASH_THREADS = 2
 """Digests are computed beside the copying; one update keeps two cores busy with them at most."""
 
 
-def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
+def stage_update(core: "EngineCore", update: WeightUpdate) -> "NewWeights":
     """Lays the update beside the weights that the core serves; it goes on generating meanwhile.
 
     Raises:
