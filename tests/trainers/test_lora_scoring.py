@@ -1,13 +1,10 @@
 """Versions of an adapter are scored as an engine served them: merged into the base, and rounded then."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tandem.api.team import Team
 from tandem.config.delivery import VerifyConfig
-from tandem.proof.diagnosis import one_tensor
 from tandem.proof.scoring import Scorer
 from tandem.proof.verification import Verifier
 from tandem.weights.archive import VersionArchive
@@ -58,23 +55,3 @@ def test_a_kept_version_scores_to_the_bit_as_when_it_was_the_newest(dtype, tmp_p
     assert not torch.equal(newest[1], newest[3])
     own = world.trainer.forward(BATCH).logprobs
     assert not torch.equal(own, newest[3])  # what trains is neither merged nor rounded
-
-
-def test_one_matrix_that_stayed_behind_is_named_with_adapters_too(tmp_path):
-    world = World(tiny_model_folder(tmp_path), "float32")
-    world.learn(1)
-    world.learn(2)
-    older = {name: tensor.clone() for name, tensor in world.scorer.tensors(1)}
-    newest = {name: tensor.clone() for name, tensor in world.scorer.tensors(None)}
-    assert older.keys() == newest.keys()
-    stale = "model.layers.0.mlp.up_proj.weight"
-    said = world.scorer.score_with_one_from(BATCH, newest, stale, older[stale])
-    batch = BATCH.clone(recurse=False)
-    batch["versions"] = torch.full_like(batch["input_ids"], 2)
-    mask = batch["loss_mask"]
-
-    def off(scored, among):
-        return float((scored - said).abs()[mask & among].mean())
-
-    case = SimpleNamespace(version=2, batch=batch, known=mask, off=off, tolerance=1e-9)
-    assert f"tensor {stale} is still that of version 1" in one_tensor(case, world.scorer, None)

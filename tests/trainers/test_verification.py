@@ -1,4 +1,4 @@
-"""Proof of delivery: honest engines pass, and each way in which an engine can lie is caught and named."""
+"""Proof of delivery: honest engines pass, lies are caught, and a missing update or a wrong version is named."""
 
 import asyncio
 import json
@@ -29,6 +29,7 @@ from tandem.trainers.rl import train
 from tandem.weights.archive import VersionArchive
 from tandem.weights.publisher import WeightPublisher
 
+NO_VERSION = "Likely cause: unknown, for no version that is kept fits"
 REWARDS = Path(__file__).parent / "small_rewards.py"
 TEMPERATURE = 0.7
 STEP = 0.02
@@ -57,9 +58,10 @@ class World:
     def cores(self):
         return [engine.worker.core for engine in self.engines]
 
-    def verifier(self, **options):
+    def verifier(self, tolerance=None, **options):
         scorer = Scorer(self.trainer, self.archive, self.dtype, Team(), rounds=False)
-        return Verifier(scorer, VerifyConfig(trajectories=64), self.tokenizer, self.dtype, **options)
+        config = VerifyConfig(trajectories=64, tolerance=tolerance)
+        return Verifier(scorer, config, self.tokenizer, self.dtype, **options)
 
     def move(self, step=STEP):
         generator = torch.Generator().manual_seed(self.publisher.version.number)
@@ -189,7 +191,7 @@ def test_keys_that_are_kept_on_purpose_are_not_held_against_the_engine(model):
     found = world.verify(rows, keeps_kv=True)
     assert found["gap/numeric"] < 1e-4 and 0.1 < found["gap/unknown"] + found["gap/verified"] <= 1
     assert found["gap/verified"] < 1  # what came after the update
-    disproved(world, rows, "were kept over the update")
+    disproved(world, rows, NO_VERSION, "prefix cache")
     world.close()
 
 
@@ -289,7 +291,7 @@ def test_updates_that_stop_being_applied_are_named_with_the_last_one_that_was(wo
     disproved(world, world.generate(), "all of them are from version 1: no update after it was ever applied")
 
 
-def test_one_stale_tensor_on_one_of_two_servers_is_named(model):
+def test_one_stale_tensor_on_one_of_two_servers_is_caught_and_told_from_the_other(model):
     world = World(model, servers=2)
     world.learn()
     name = "model.layers.1.mlp.down_proj.weight"
@@ -298,7 +300,7 @@ def test_one_stale_tensor_on_one_of_two_servers_is_named(model):
     world.learn()
     assert len({engine.version for engine in world.engines}) == 1
     assert world.engines[1].version.digest == world.publisher.version.digest  # the server itself notices nothing
-    disproved(world, world.generate(), f"tensor {name} is still that of version 1", "only 2 of 4 prompts", "one of several")
+    disproved(world, world.generate(), "only 2 of 4 prompts", "one of several", "no version that is kept fits")
     world.close()
 
 
@@ -337,51 +339,28 @@ class Between(InferenceEngine):
     statistics, close = map(_same, ("statistics", "close"))
 
 
-@pytest.mark.parametrize("used", [1.0, 0.5])
-def test_another_temperature_is_named_with_the_one_that_fits(world, used):
+def test_another_temperature_is_caught_and_no_version_is_blamed(world):
     world.learn()
     server = Between(
         world.engines[0],
-        lambda request: replace(request, gconfig=replace(request.gconfig, temperature=used)),
+        lambda request: replace(request, gconfig=replace(request.gconfig, temperature=1.0)),
         lambda request, response: replace(response, temperature=request.gconfig.temperature),
     )
-    disproved(world, world.generate([server]), f"another temperature: they fit {used:.3g} where 0.7 was asked for")
+    disproved(world, world.generate([server]), NO_VERSION, "model folder, tokenizer and temperature")
 
 
-def test_keys_kept_over_an_update_are_named(world):
-    world.learn()
-    core = world.cores[0]
-    real = core.swap
-    core.swap = lambda staged, version, keep_kv=False: real(staged, version, keep_kv=True)  # though it was told not to
-    rows = world.interrupted()
-    assert all(len(set(row["versions"].tolist())) == 3 for row in rows)
-    disproved(world, rows, "keys and values of version 1 were kept over the update to 2", "prefix cache")
-
-
-def test_another_tokenizer_is_named(world):
-    world.learn()
-    size = 304
-    there = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
-    back = {number: ours for ours, number in enumerate(there)}
-    server = Between(  # the same text has other numbers there
-        world.engines[0],
-        lambda request: replace(request, input_ids=tuple(there[i] for i in request.input_ids)),
-        lambda request, response: replace(
-            response, input_ids=request.input_ids, output_ids=tuple(back[i] for i in response.output_ids)
-        ),
-    )
-    disproved(world, world.generate([server]), "another tokenizer or another model")
-
-
-def test_a_server_that_puts_a_token_before_the_prompt_is_named(world):
+def test_what_another_beginning_of_the_prompt_does_is_told_apart(world):
     world.learn()
     server = Between(
         world.engines[0],
         lambda request: replace(request, input_ids=(world.tokenizer.bos_token_id, *request.input_ids)),
         lambda request, response: replace(response, input_ids=request.input_ids),
     )
-    rows = world.generate([server])
-    disproved(world, rows, "with a second token for the beginning of the text", "token ids, not text")
+    rows, other = world.generate(), world.generate([server])
+    disproved(world, other, NO_VERSION)
+    off = world.verify(other, tolerance=1e6)["gap/numeric"]
+    found = world.verify([other[0], *rows[1:]], tolerance=off / 3)
+    assert found["gap/tokenisation"] > off / 20 and found["gap/numeric"] < 1e-4
 
 
 def test_a_version_that_is_stamped_one_too_new_is_named(world):

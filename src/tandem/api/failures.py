@@ -98,7 +98,8 @@ class WeightsChanged(TandemError, RuntimeError):
 
 
 class DeliveryDisproved(TandemError, RuntimeError):
-    """Trajectories were not made by the weights, temperature or tokens that they are stamped with; says the likely cause."""
+    """Trajectories were not made by the weights, temperature or tokens that they are stamped with; names a missing update or
+    the version that made them, where one fits."""
 
 
 class RankFailed(TandemError, RuntimeError):

@@ -33,8 +33,8 @@ class VerifyConfig:
     """Number of trajectories that are scored again, from different groups if possible."""
 
     tolerance: float | None = None
-    """Largest mean difference of log-probabilities, in nats; beyond it the run ends with a diagnosis. null takes 0.001 if
-    generation and training are in float32, else 0.1."""
+    """Largest mean difference of log-probabilities, in nats; beyond it the run ends, and says why if it can. null takes
+    0.001 if generation and training are in float32, else 0.1."""
 
 
 JOINING = ("vllm", "sglang")

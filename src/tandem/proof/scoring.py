@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,33 @@ def beginning(folder: Path, engine: TrainEngine) -> FolderSource | None:
 
 def _is_of_adapter(name: str) -> bool:
     return ".lora_" in name
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A part of a batch, scored again. All tensors are ``[T]`` of it."""
+
+    batch: TensorDict
+    known: torch.Tensor
+    """bool: a trained token whose version is kept."""
+
+    stamped: torch.Tensor
+    """Log-probabilities under the version that each token is stamped with."""
+
+    newest: torch.Tensor
+    """Under the weights that train now."""
+
+    compared: torch.Tensor
+    """Log-probabilities as ``stamped``, computed in float32 if ``exact``."""
+
+    older: torch.Tensor
+    """Under the version before the stamped one, computed as ``compared``; NaN where that is not kept."""
+
+    exact: bool
+    """True if ``compared`` and ``older`` have no rounding noise."""
+
+    unknown_share: float
+    """Trained tokens of this part that were not verified: their version is not kept, or they are left out on purpose."""
 
 
 class Scorer:
@@ -94,10 +122,3 @@ class Scorer:
 
     def _delivered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if _is_of_adapter(name) else tensor.to(self._dtype)
-
-    def score_with_one_from(
-        self, batch: TensorDict, newest: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        """``[T]`` under the newest version with one tensor of another."""
-        with self.engine.using((n, tensor if n == name else own) for n, own in newest.items()):
-            return self.engine.forward(batch).logprobs

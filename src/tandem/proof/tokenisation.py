@@ -1,7 +1,6 @@
 """Was the text cut into tokens anew on its way? Tries the ways in which that usually happens, by scoring them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -11,27 +10,20 @@ from tandem.algorithms.gap import gap
 from tandem.api.batch import pack, sum_by_sequence
 
 
-class Variant(NamedTuple):
-    """Another way to write the tokens before the first trained one."""
-
-    what: str
-    prompt: list[int]
-
-
-def variants(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Variant]:
+def variants(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token sequences that a server may have made of a prompt that it got as text; without the prompt itself."""
     bos = tokenizer.bos_token_id
     text, plain = tokenizer.decode(prompt), tokenizer.decode(prompt, skip_special_tokens=True)
     found = [
-        Variant("without special tokens", tokenizer.encode(plain, add_special_tokens=False)),
-        Variant("tokenised anew", tokenizer.encode(text, add_special_tokens=False)),
-        Variant("tokenised anew, with special tokens added", tokenizer.encode(text)),
+        tokenizer.encode(plain, add_special_tokens=False),
+        tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.encode(text),
     ]
     if bos is not None:
-        found.append(Variant("with a second token for the beginning of the text", [bos, *prompt]))
+        found.append([bos, *prompt])
         if prompt[0] == bos:
-            found.append(Variant("without the token for the beginning of the text", prompt[1:]))
-    return [variant for variant in found if variant.prompt and variant.prompt != prompt]
+            found.append(prompt[1:])
+    return [variant for variant in found if variant and variant != prompt]
 
 
 def best_variant(
@@ -40,9 +32,9 @@ def best_variant(
     known: torch.Tensor,
     tokenizer: PreTrainedTokenizerBase,
     score: Callable[[TensorDict], torch.Tensor],
-) -> tuple[str, torch.Tensor] | None:
-    """The variant of sequence ``index`` that comes nearest to what the engine said, with the gap of each of its ``known``
-    tokens ``[K]``; None where every variant is the prompt itself."""
+) -> torch.Tensor | None:
+    """The gap of each ``known`` token ``[K]`` of sequence ``index`` under the variant that comes nearest to what the engine
+    said; None where every variant is the prompt itself."""
     start, end = (int(x) for x in batch["cu_seqlens"][index : index + 2])
     mine = known[start:end]
     if not bool(mine.any()):
@@ -51,14 +43,14 @@ def best_variant(
     ids, temperature = batch["input_ids"][start:end], batch["temperature"][index]
     found = []
     for variant in variants(ids[:size].tolist(), tokenizer):
-        prompt = torch.tensor(variant.prompt)
+        prompt = torch.tensor(variant)
         mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), batch["loss_mask"][start + size : end]])
         row = {"input_ids": torch.cat([prompt, ids[size:]]), "loss_mask": mask, "temperature": temperature}
         scored = score(pack([row]))[len(prompt) :]
         wanted = mine[size:]
         rollout = batch["rollout_logprobs"][start + size : end]
-        found.append((variant.what, gap(scored, rollout, wanted)[wanted]))
-    return min(found, key=lambda pair: float(pair[1].mean())) if found else None
+        found.append(gap(scored, rollout, wanted)[wanted])
+    return min(found, key=lambda off: float(off.mean())) if found else None
 
 
 def explained_by_tokenisation(
@@ -78,7 +70,7 @@ def explained_by_tokenisation(
     for index in (sums > tolerance * counts).nonzero().flatten().tolist():
         found = best_variant(batch, index, known, tokenizer, score)
         start, end = (int(x) for x in batch["cu_seqlens"][index : index + 2])
-        if found is not None and float(found[1].mean()) <= tolerance:
+        if found is not None and float(found.mean()) <= tolerance:
             place = known[start:end].nonzero().flatten() + start
-            explained[place] = (off[place] - found[1]).clamp(min=0.0)
+            explained[place] = (off[place] - found).clamp(min=0.0)
     return explained

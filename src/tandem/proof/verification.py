@@ -1,13 +1,13 @@
 """Proof of delivery: trajectories are scored again under the weights of the versions that they are stamped with.
 
 Consumes the batch of a step before it is trained on; changes nothing. A server that serves other weights than it says, at
-another temperature or over another text, shows in the difference of log-probabilities; the run ends with the likely cause.
+another temperature or over another text, shows in the difference of log-probabilities, and the run ends. The message says
+the difference, and the cause if it is a missing update or a wrong version.
 """
 
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from tandem.algorithms.gap import Evidence, gap
 from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
 from tandem.api.failures import DeliveryDisproved
 from tandem.config.delivery import VerifyConfig
-from tandem.proof.diagnosis import Case, Missing, diagnose
-from tandem.proof.scoring import Scorer
+from tandem.proof.diagnosis import likely_cause, missing_update
+from tandem.proof.scoring import Scorer, Verified
 from tandem.proof.tokenisation import explained_by_tokenisation
 from tandem.roles.samples import trained_tokens
 
@@ -72,33 +72,6 @@ class Schedule:
         return any(self.is_due(number + 1 + age) for age in self._ages)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A part of a batch, scored again. All tensors are ``[T]`` of it."""
-
-    batch: TensorDict
-    known: torch.Tensor
-    """bool: a trained token whose version is kept."""
-
-    stamped: torch.Tensor
-    """Log-probabilities under the version that each token is stamped with."""
-
-    newest: torch.Tensor
-    """Under the weights that train now."""
-
-    compared: torch.Tensor
-    """Log-probabilities as ``stamped``, computed in float32 if ``exact``."""
-
-    older: torch.Tensor
-    """Under the version before the stamped one, computed as ``compared``; NaN where that is not kept."""
-
-    exact: bool
-    """True if ``compared`` and ``older`` have no rounding noise."""
-
-    unknown_share: float
-    """Trained tokens of this part that were not verified: their version is not kept, or they are left out on purpose."""
-
-
 class Verifier:
     """Verifies a batch where one is due. Every rank makes one; what it does is collective."""
 
@@ -132,7 +105,8 @@ class Verifier:
         rounding leaves of an adapter.
 
         Raises:
-            DeliveryDisproved: other weights, temperature or tokens than are stamped; names the likely cause.
+            DeliveryDisproved: other weights, temperature or tokens than are stamped; names a missing update or the
+                version that made them, where one fits.
         """
         rounded = self._rounded()
         return rounded | (self.verify(batch, step - 1) if self._schedule.is_due(step) else {})
@@ -184,7 +158,8 @@ class Verifier:
             "gap/tokenisation": float(explained.sum()) / count,
         }
         if self._is_off(found, off):
-            raise DeliveryDisproved(self._describe(found, off, version))
+            cause = likely_cause(found, version, self.tolerance, self._scorer)
+            raise DeliveryDisproved(self._describe(found, off, cause, within=False))
         return share | metrics | self._weigh(found, off, version)
 
     def _weigh(self, found: Verified, off: torch.Tensor, version: int) -> dict[str, float]:
@@ -211,8 +186,8 @@ class Verifier:
         self._missed = self._missed + 1 if together.sigmas < 0 else 0
         self._schedule.suspicious = self._missed > 0
         if self._missed >= self._confirmations:
-            missing = Missing(-together.sigmas, together.missing_share if found.exact else None)
-            raise DeliveryDisproved(self._describe(found, off, version, missing))
+            cause = missing_update(-together.sigmas, together.missing_share if found.exact else None)
+            raise DeliveryDisproved(self._describe(found, off, cause, within=True))
         if self._missed:
             log.warning(
                 "the engine seems to lack the last update before version %d, or a part of it (%.1f standard errors); every "
@@ -297,13 +272,12 @@ class Verifier:
                 return True
         return False
 
-    def _describe(self, found: Verified, off: torch.Tensor, version: int, missing: Missing | None = None) -> str:
-        case = Case(found.batch, found.known, found.stamped, found.older, version, self.tolerance, missing)
-        cause = diagnose(case, self._scorer, self._tokenizer)
+    def _describe(self, found: Verified, off: torch.Tensor, cause: str, *, within: bool) -> str:
+        """``within``: the gap is within the tolerance."""
         dtype = str(self._dtype).removeprefix("torch.")
         stamps, count = found.batch["versions"][found.known], int(found.known.sum())
         named = str(int(stamps.min())) + (f" to {int(stamps.max())}" if stamps.min() < stamps.max() else "")
-        if missing is not None:
+        if within:
             return (
                 f"the trajectories of version {named} were not made as they say. The mean difference to their scores under "
                 f"the weights of their versions, {float(off.sum()) / count:.4g} nats over {count} tokens, is within the "

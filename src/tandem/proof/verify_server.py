@@ -100,7 +100,7 @@ def verify_engine(
     ``dtype``: ``bfloat16`` or ``float32``, of the engine.
 
     Raises:
-        DeliveryDisproved: the engine has other weights, another temperature or tokenizer; names which, where it can.
+        DeliveryDisproved: the engine has other weights, another temperature or tokenizer; names a checkpoint that fits.
     """
     tokenizer = load_tokenizer(model.folder)
     responses = asyncio.run(ask(engine, [encode(tokenizer, i) for i in range(questions)], gconfig))
