@@ -84,7 +84,7 @@ def checked(template, system_prompt=None, system=None, **options):
     ("template", "options", "words"),
     [
         (THINKS, {"enable_thinknig": False}, r"enable_thinknig=False has no effect.* did you mean 'enable_thinking'"),
-        (CHATML, {"enable_thinking": False}, "does not read it; it has no options"),
+        (CHATML, {"enable_thinking": False}, "does not read it; this template has no options"),
         (NO_SYSTEM, {"system_prompt": "Sing."}, "system_prompt='Sing.' has no effect.* leaves system messages out"),
         (CHATML, {"system_prompt": "Sing.", "system": "Hm."}, "has a system message of its own"),
     ],

@@ -101,6 +101,12 @@ def test_an_answer_within_a_column_is_named_with_a_dot(tmp_path):
     assert "a value within it is named with a dot: gold.value" in error_of(tmp_path, normalise, row, answer_column="gold")
 
 
+def test_a_column_that_another_one_replaces_is_told(tmp_path):
+    row = {"prompt": "P", "question": "Q", "answer": "1"}
+    (reading,) = read(tmp_path, normalise, row, columns={"prompt": "question"}).readings
+    assert reading.told() == "reads: prompt=question, answer; not read: prompt (replaced)"
+
+
 def test_the_first_row_may_be_the_odd_one(tmp_path):
     text = error_of(tmp_path, normalise, {"question": "1?"}, *({"question": "2?", "answer": 2} for _ in range(4)))
     assert "rows.jsonl:1: column 'answer' is missing, other rows have it; columns there: question" in text

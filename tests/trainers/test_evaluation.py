@@ -259,7 +259,7 @@ def test_data_without_answers_is_refused_with_the_row(model, tmp_path):
     with pytest.raises(ConfigError, match=r"test.jsonl:2 of data set 'sums'.*answer_column"):
         evaluated(model, tmp_path, f"data=[{data}]")
     none = written(tmp_path / "none", {"question": "1 + 1?"})
-    with pytest.raises(ConfigError, match="test.jsonl:1 of data set 'none'"):
+    with pytest.raises(ConfigError, match=r"test\.jsonl:1 of data set 'none'"):
         evaluated(model, tmp_path, f"data=[{none}]")
 
 

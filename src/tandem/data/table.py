@@ -13,7 +13,7 @@ from tandem.data.files import RawRow
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PROMPTS = (*CONVERSATIONS, "prompt", "question", "problem", "instruction", "query", "input")
-FULL_REPLIES = ("completion", "response", "output")
+FULL_REPLIES = ("completion", "response", "output", "generated_solution")
 ANSWERS = ("answer", "expected_answer", "ground_truth", "reward_model.ground_truth", "solution", *FULL_REPLIES)
 SYSTEMS = ("system", "system_prompt")
 """Usual names of columns; of several the first counts."""
@@ -41,7 +41,7 @@ class Reading:
         reads = [f"{name} ({purpose})" if purpose else name for name, purpose in self.reads.items()]
         reads += [f"{name} (the reward)" for name in self.unread if name in names]
         unread = ", ".join(name for name in self.unread if name not in names)
-        label = "not read, unless by the reward or workflow, which gets the whole row" if "row" in names else "not read"
+        label = "not read by Tandem (the reward or workflow gets the whole row)" if "row" in names else "not read"
         return f"reads: {', '.join(reads)}" + (f"; {label}: {unread}" if unread else "")
 
 
@@ -126,7 +126,7 @@ class Table:
             if not self.has(name):
                 raise self.error(
                     f"this kind of training needs the columns {', '.join(names)}, and {name!r} is missing; "
-                    f"{nearest_names(name, self.columns)}. Another name is told by {self.section}columns.{name}=NAME"
+                    f"{nearest_names(name, self.columns)}. If it has another name: {self.section}columns.{name}=NAME"
                 )
             self.column(name)
 
@@ -156,7 +156,8 @@ class Table:
         parents = {name.partition(".")[0] for name in self.reads} | {*self.reads}
         theirs = {ours: f"{ours}={name}" for ours, name in self.config.columns.items()}
         reads = {theirs.get(name, name): purpose for name, purpose in self.reads.items()}
-        return Reading(source, reads, tuple(name for name in self._given if name not in parents))
+        replaced = [f"{name} (replaced)" for name in theirs if name in self._own and self.config.columns[name] != name]
+        return Reading(source, reads, (*(name for name in self._given if name not in parents), *replaced))
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,7 @@ def check_template_options(
     check_messages(tokenizer, rows)
     for name in options:
         if name not in template.variables:
-            known = nearest_names(name, template.variables) if template.variables else "it has no options"
+            known = nearest_names(name, template.variables) if template.variables else "this template has no options"
             raise ConfigError(
                 f"chat_template_kwargs.{name}={options[name]!r} has no effect, because the chat template does not read it; "
                 + known
