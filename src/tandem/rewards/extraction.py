@@ -13,8 +13,9 @@ NUMBER = re.compile(
     r"|[-−+]?\\?[$€£¥]?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)?(?:(?<=\d)\.\d++|(?<!\d)\.\d++|(?<=\d))"
     r"(?:[eE][-+]?\d++|(?:\s?+(?:\\times|×|\\cdot|[*x])\s?+10|(?<=10))(?:\^\{?[-+]?\d++\}?|[⁻⁰¹²³⁴-⁹]++)"
     r"|(?:\s\d++)?/\d++|\s?+\\?%|_\{?\d++\}?)?+)"
+    rf"(?!\.\d|(?!(?i:{'|'.join(filter(str.isalpha, UNITS))})\b)[A-Za-z]{{1,3}}\b)"
 )
-"""A number as it is written: ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``1e-05``, ``10^{-5}``, ``50 %``."""
+"""A number as it is written: ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``1e-05``, ``10^{-5}``, ``50 %``; not in ``2ab``."""
 
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it takes the meaning from."""
@@ -104,10 +105,12 @@ def _stated(text: str) -> str | None:
 
 def final_answer(completion: str) -> str | None:
     r"""The answer that a completion gives: ``\boxed{}``, else behind ``####``, else all of it if it is an expression, else
-    what it says behind "the answer is" or states at its end, else its last number."""
+    what it says behind "the answer is" or states at its end, else its last number. Thinking counts only where
+    nothing stands behind ``</think>``."""
+    completion = completion.rpartition("</think>")[2].strip() or completion
     found = boxed(completion) or after_hashes(completion) or _expression(completion)
     if found is None and (said := ANSWER_IS.findall(completion)):
-        match = NUMBER.match(said[-1]) or re.fullmatch(FEW_WORDS, said[-1])
+        match = NUMBER.match(said[-1]) or re.fullmatch(rf"{FEW_WORDS}|\(?[A-J]\).*", said[-1])
         found = _stated(said[-1]) or (match and match[0])
     return found or _stated(completion) or last_number(completion)
 
