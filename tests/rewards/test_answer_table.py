@@ -147,6 +147,7 @@ TABLE = r"""
 5 rupees | 5 dollars | 0
 5 hours | 5 total hours | 1
 5 N | 5 | 1
+0.5 m | 0.5 | 1
 # a factor is no unit, and a unit ends with the first word that is none: exact_number
 12 | 12ab | 0
 5 | 5x | 0
@@ -223,6 +224,7 @@ a^2+b^2 | b^2+a^2 | 1
 2ab | 2 | 0
 6xyz | 6 | 0
 2ab | 2cd | 0
+2ab | The answer is 2ab. | 1
 5 | 5/ab | 0
 2 | 2ln | 0
 5 | 5/m | 0

@@ -13,7 +13,7 @@ NUMBER = re.compile(
     r"|[-−+]?\\?[$€£¥]?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)?(?:(?<=\d)\.\d++|(?<!\d)\.\d++|(?<=\d))"
     r"(?:[eE][-+]?\d++|(?:\s?+(?:\\times|×|\\cdot|[*x])\s?+10|(?<=10))(?:\^\{?[-+]?\d++\}?|[⁻⁰¹²³⁴-⁹]++)"
     r"|(?:\s\d++)?/\d++|\s?+\\?%|_\{?\d++\}?)?+)"
-    rf"(?!\.\d|(?!(?i:{'|'.join(filter(str.isalpha, UNITS))})\b)[A-Za-z]{{1,3}}\b)"
+    rf"(?!\.\d|/?(?!(?i:{'|'.join(UNITS)})\b)[A-Za-z]{{1,3}}\b)"
 )
 """A number as it is written: ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``1e-05``, ``10^{-5}``, ``50 %``; not in ``2ab``."""
 
@@ -37,9 +37,8 @@ ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\b[\s:*]*((?:[^\n.]|\.(?!\s|$))*)[^\n
 FEW_WORDS = r"[^\W\d]+(?:[ '-][^\W\d]+){0,2}[.*]*"
 HASHES_WORDS = re.compile(rf"####[ \t]*({FEW_WORDS})\s*\Z")
 
-PROSE = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
-FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or"
-MATHS = {*UNITS, *SCALES, *FUNCTIONS.split()}
+PROSE = re.compile(r"(?<![\\A-Za-z\d])[^\W\d_]{2,}")
+MATHS = {*UNITS, *SCALES, *"sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or".split()}
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 MOST_WORDS = 4
 """Words of an answer in words; a longer one is prose."""
