@@ -152,6 +152,7 @@ TABLE = r"""
 12 | 12ab | 0
 5 | 5x | 0
 12 | 12cm | 1
+72 | 72clips | 1
 3 PM | 3PM | 1
 $5 | #### $5 in total | 1
 $18 | #### 18 dollars a day | 1
@@ -279,6 +280,7 @@ D | \boxed{D. 5} | 1
 D | \boxed{\textbf{(D)}\ 5} | 1
 D | The answer is D) 5 | 1
 D | The answer is (D) Paris. | 1
+D | The answer is D: Paris | 1
 C | The answer is option C | 1
 C | \boxed{D. 5} | 0
 C | \boxed{\textbf{(D)}\ 5} | 0

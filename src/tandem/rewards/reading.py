@@ -3,7 +3,8 @@ r"""Reads an answer: its unit, its exact number, its text; and comparing two of 
 A unit is a measure (`UNITS`), a currency, a percent sign, degrees, or the base of a number (``52_8``). Where both answers
 have one, it must be the same; where only one has, it does not count, so that ``5 cm`` is 5 and is not 5 km. A percentage is
 its share of 1 too: ``12 %`` is 0.12, and 12 beside an answer without the sign (but half a percent is no half). Other words
-behind a blank say nothing, and a unit ends with the first of them: ``72 clips`` is 72; ``2ab`` is a product. Nothing is converted: 100 cm is not 1 m here.
+behind a blank say nothing, and a unit ends with the first of them: ``72 clips`` is 72; ``2ab`` is a product. Nothing is
+converted: 100 cm is not 1 m here.
 """
 
 import re
@@ -92,7 +93,7 @@ PLAIN = re.compile(
 WITH_UNIT = re.compile(
     r"(?!.*(?<!\\)\b(?i:half|halves|thirds?|quarters?|th|infinity|minus|negative|not|plus|times)\b)"
     r"(?!.*(?:\\(?!frac|text|times|cdot)|(?<!10)\s?\^).*(?<!\{)[\s/][mglshMGLSHJNVW](?![A-Za-z]))(\D*\d.*?)"
-    r"(?=([A-Za-z]|\s?/\s?[A-Za-z]{1,3}(?![A-Za-z])|\s[A-Za-z]+\s?\^)?)\s*"
+    r"(?=([A-Za-z]{1,4}(?![A-Za-z])|\s?/\s?[A-Za-z]{1,3}(?![A-Za-z])|\s[A-Za-z]+\s?\^)?)\s*"
     r"((?:(?:\\text\s*\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z]{2,}+|(?:(?<=[\d}]\s)|(?<=[A-Za-z}]/))[mglshMGLSHJNVW](?![A-Za-z]))"
     r"(?:\s*\^\s*\{?[23]\}?)?|(?<=\w\s)a(?=\s[A-Za-z]{3})|[%$€£¥₹¢/]|\^\s*\{?\s*\\circ\s*\}?|(?<=\d)_\{?\d+\}?|\s|(?<=[a-z])\.)*)"
 )
