@@ -140,6 +140,25 @@ TABLE = r"""
 52_8 | 52₈ | 1
 52_8 | 52_9 | 0
 52_8 | 42 | 0
+5 Hz | 5 kHz | 0
+5 GB | 5 MB | 0
+5 kPa | 5 MPa | 0
+5 kHz | 5 kilohertz | 1
+5 rupees | 5 dollars | 0
+5 hours | 5 total hours | 1
+5 N | 5 | 1
+0.5 m | 0.5 | 1
+# a factor is no unit, and a unit ends with the first word that is none: exact_number
+12 | 12ab | 0
+5 | 5x | 0
+12 | 12cm | 1
+72 | 72clips | 1
+3 PM | 3PM | 1
+$5 | #### $5 in total | 1
+$18 | #### 18 dollars a day | 1
+5 cm | 5 cm in length | 1
+18 dollars | 18 in total | 1
+5 cm | 5 km in length | 0
 # as a program prints them: exact_number, same_output
 18 | 18 | 1
 18 | 18.0 | 1
@@ -195,6 +214,26 @@ x=5 | 5 | 1
 5 | x = 5 | 1
 x=5 | x=6 | 0
 \cot x | \boxed{\cot{x}} | 1
+1+x^2 | \boxed{1+x} | 0
+1+x^2 | \boxed{x^2+1} | 1
+2x^2 | 2x | 0
+4\pi r^2 | 4\pi r | 0
+a^2+b^2 | b^2+a^2 | 1
+3x^2 | x^2\cdot 3 | 1
+25 - n^2 | (5-n)(5+n) | 1
+\frac{1}{x^2} | x^{-2} | 1
+2ab | 2 | 0
+6xyz | 6 | 0
+2ab | 2cd | 0
+2ab | The answer is 2ab. | 1
+5 | 5/ab | 0
+2 | 2ln | 0
+5 | 5/m | 0
+3 ab^2 | 3 | 0
+\frac{1}{2}bh | \frac12 | 0
+2 \pi h | 2\pi | 0
+AB | BA | 0
+-5 | \boxed{negative 5} | 1
 # sets, tuples, intervals, inequalities, matrices
 1,-2 | \boxed{-2, 1} | 1
 3, 5, 7 | 3,5,7 | 1
@@ -237,10 +276,23 @@ True | False | 0
 (C) | C. | 1
 \text{(C)} | \boxed{\text{(D)}} | 0
 C | The answer is (C). | 1
+D | \boxed{D. 5} | 1
+D | \boxed{\textbf{(D)}\ 5} | 1
+D | The answer is D) 5 | 1
+D | The answer is (D) Paris. | 1
+D | The answer is D: Paris | 1
+C | The answer is option C | 1
+C | \boxed{D. 5} | 0
+C | \boxed{\textbf{(D)}\ 5} | 0
+C | The answer is D) 5 | 0
+D | The answer is option C | 0
 3:00 PM | 3:00 p.m. | 1
 3:00 PM | 3:00 AM | 0
 3:00 | \boxed{4:00} | 0
 # where the answer stands
+4 | <think>The answer is \boxed{5}? No.</think> \nThe answer is 4. | 1
+5 | <think>The answer is \boxed{5}? No.</think> \nThe answer is 4. | 0
+5 | <think>It is \boxed{5}.</think> | 1
 42 | #### Conclusion \nThe answer is 42. | 1
 42 | The answer is 42. I checked it 3 times. | 1
 42 | **Answer:** 42 | 1

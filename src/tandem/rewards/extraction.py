@@ -13,8 +13,9 @@ NUMBER = re.compile(
     r"|[-−+]?\\?[$€£¥]?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)?(?:(?<=\d)\.\d++|(?<!\d)\.\d++|(?<=\d))"
     r"(?:[eE][-+]?\d++|(?:\s?+(?:\\times|×|\\cdot|[*x])\s?+10|(?<=10))(?:\^\{?[-+]?\d++\}?|[⁻⁰¹²³⁴-⁹]++)"
     r"|(?:\s\d++)?/\d++|\s?+\\?%|_\{?\d++\}?)?+)"
+    rf"(?!\.\d|/?(?!(?i:{'|'.join(UNITS)})\b)[A-Za-z]{{1,4}}\b)"
 )
-"""A number as it is written: ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``1e-05``, ``10^{-5}``, ``50 %``."""
+"""A number as it is written: ``-1,234.5``, ``$18``, ``3/4``, ``1 1/2``, ``1e-05``, ``10^{-5}``, ``50 %``; not in ``2ab``."""
 
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a backslash with what it takes the meaning from."""
@@ -36,7 +37,7 @@ ANSWER_IS = re.compile(r"\banswer(?:\s+is)?\b[\s:*]*((?:[^\n.]|\.(?!\s|$))*)[^\n
 FEW_WORDS = r"[^\W\d]+(?:[ '-][^\W\d]+){0,2}[.*]*"
 HASHES_WORDS = re.compile(rf"####[ \t]*({FEW_WORDS})\s*\Z")
 
-PROSE = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
+PROSE = re.compile(r"(?<![\\A-Za-z\d])[^\W\d_]{2,}")
 FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi infinity max min mod gcd lcm det and or"
 MATHS = {*UNITS, *SCALES, *FUNCTIONS.split()}
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
@@ -104,10 +105,12 @@ def _stated(text: str) -> str | None:
 
 def final_answer(completion: str) -> str | None:
     r"""The answer that a completion gives: ``\boxed{}``, else behind ``####``, else all of it if it is an expression, else
-    what it says behind "the answer is" or states at its end, else its last number."""
+    what it says behind "the answer is" or states at its end, else its last number. Thinking counts only where
+    nothing stands behind ``</think>``."""
+    completion = completion.rpartition("</think>")[2].strip() or completion
     found = boxed(completion) or after_hashes(completion) or _expression(completion)
     if found is None and (said := ANSWER_IS.findall(completion)):
-        match = NUMBER.match(said[-1]) or re.fullmatch(FEW_WORDS, said[-1])
+        match = NUMBER.match(said[-1]) or re.fullmatch(rf"{FEW_WORDS}|\(?[A-J][):].*", said[-1])
         found = _stated(said[-1]) or (match and match[0])
     return found or _stated(completion) or last_number(completion)
 
@@ -116,5 +119,4 @@ def gold_answer(answer: object) -> str:
     r"""The expected answer; the column may hold a whole solution: ``\boxed{}``, else behind ``####``, else all of it; or
     what its last line states, if all of it is no answer. It may be none even so (`is_answer`)."""
     text = str(answer).strip()
-    found = boxed(text) or after_hashes(text)
-    return found or (text if is_answer(text) else _stated(text) or text)
+    return boxed(text) or after_hashes(text) or (text if is_answer(text) else _stated(text) or text)
