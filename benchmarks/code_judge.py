@@ -29,6 +29,7 @@ from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.data.files import RawRow, read_file
 from tandem.data.rows import normalise
+from tandem.data.table import Table
 from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.functions import complete
 from tandem.sandbox.choose import choose_sandbox
@@ -85,12 +86,12 @@ def humaneval_rows() -> list[dict[str, Any]] | None:
     file = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
     with gzip.open(file, "rt") as lines:
         raw = [RawRow(json.loads(line), f"{file.name}:{i}") for i, line in enumerate(lines, 1)]
-    return normalise(raw, DatasetConfig(), source="humaneval")
+    return normalise(Table(raw, DatasetConfig()), source="humaneval")
 
 
 def mbpp_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a file of MBPP."""
-    return normalise(read_file(file), DatasetConfig(), source="mbpp")
+    return normalise(Table(read_file(file), DatasetConfig()), source="mbpp")
 
 
 @dataclass

@@ -154,8 +154,10 @@ def test_a_conversation_in_json_text_as_a_csv_has_it_is_a_conversation(tmp_path)
     asked, learnt = [user("2 + 2?")], [user("2 + 2?"), reply("4")]
     (found,) = read(tmp_path, conversations, {"messages": json.dumps(learnt)}).rows
     assert found["messages"] == learnt
-    (found,) = read(tmp_path, normalise, {"prompt": json.dumps(asked), "answer": "4"}).rows
+    row = {"prompt": json.dumps(asked), "answer": "4", "history": json.dumps(learnt)}
+    (found,) = read(tmp_path, normalise, row).rows
     assert found["messages"] == asked
+    assert found["history"] == row["history"]  # a reward reads it as it stands
 
 
 def test_a_conversation_that_ends_with_the_user_is_answered_by_the_answer(tmp_path):

@@ -239,7 +239,7 @@ def test_a_record_that_was_changed_is_refused_with_its_line(whole, model, tmp_pa
         (["engine.keep_kv_on_update=true"], "has no effect"),
         (["engine.cuda_graphs=true"], "engine.cuda_graphs=true contradicts deterministic=true"),
         ([f"data=[{DATA}/gsm8k, {DATA}/gsm8k]"], "two data sets are called 'gsm8k'"),
-        ([f"data=[{{path: {DATA}/svamp, benchmark: gsm8k}}]"], "question"),
+        ([f"data=[{{path: {DATA}/svamp, benchmark: math500}}]"], "problem"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(model, tmp_path, more, words):

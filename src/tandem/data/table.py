@@ -61,7 +61,8 @@ class Table:
         for name in set(OURS) & set(self._own):
             raise ConfigError(f"{rows[0].where}: the column {name!r} has a name that Tandem gives to rows: rename it")
         self.replace([_renamed(row, config.columns) for row in rows] if config.columns else rows)
-        odd = [name for name in self.columns if any(_plain(value) is not value for value in self.samples(name))]
+        names = {*PROMPTS, *ANSWERS, "chosen", "rejected", config.prompt_column, config.answer_column} & {*self.columns}
+        odd = [name for name in names if any(_plain(value) is not value for value in self.samples(name))]
         if odd:
             plain = [{name: _plain(row.columns[name]) for name in odd if name in row.columns} for row in self.rows]
             self.replace([RawRow(row.columns | new, row.where) for row, new in zip(self.rows, plain, strict=True)])

@@ -156,6 +156,12 @@ def write(file: Path, machine: Machine) -> None:
     partial.rename(file)
 
 
+def kept_file(machine: Machine) -> Path:
+    """The file in which `this_machine` keeps this calibration."""
+    name = hashlib.sha256(json.dumps(dict(machine.identity), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "plan" / f"{name}.json"
+
+
 def measure(where: str, threads: int, identity: Mapping[str, Any]) -> Machine:
     """All rates of one device, with so many threads where it is a CPU."""
     before = torch.get_num_threads()
