@@ -137,7 +137,7 @@ class Bench:
     async def one(self, row: dict[str, Any], result: Tally) -> None:
         """A reference and one mutant of it."""
         tests, code = ProgramTests.from_column(row["program_tests"]), str(find_code(row["answer"]))
-        name = f"{row['source']} {row['task_id']}"
+        name = f"{row['tandem.source']} {row['task_id']}"
         if not await self.plain(code, tests):
             result.notes.append(f"{name}: the reference fails in plain Python")
             return
