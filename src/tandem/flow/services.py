@@ -253,7 +253,7 @@ class RewardBySource(RewardFn):
 
 def asked_columns_of(config: TrainConfig, reward: RewardBySource) -> set[str]:
     """Columns that the reward asks for by name; ``row``, which is all of them, if it or the workflow gets the whole row."""
-    plain = workflow_of(config).name in ("single_turn", "multi_turn")
+    plain = workflow_of(config).name in ("rlvr", "multi_turn")
     return set().union(*map(asked_columns, reward.by_name.values()), [] if plain else ["row"])
 
 
