@@ -98,7 +98,9 @@ def test_an_answer_within_a_column_is_named_with_a_dot(tmp_path):
     assert read(tmp_path, normalise, row, answer_column="gold.value").rows[0]["answer"] == "2"
     assert read(tmp_path, normalise, row, columns={"answer": "gold.value"}).rows[0]["answer"] == "2"
     assert "did you mean 'gold.value'?" in error_of(tmp_path, normalise, row, answer_column="gold.valeu")
-    assert "a value within it is named with a dot: gold.value" in error_of(tmp_path, normalise, row, answer_column="gold")
+    assert "a value within it is named with a dot: gold.value, gold.style" in error_of(
+        tmp_path, normalise, row, answer_column="gold"
+    )
 
 
 def test_a_column_that_another_one_replaces_is_told(tmp_path):

@@ -322,7 +322,7 @@ def pairs(judge):
 
 
 def judged(name, asked, **knobs):
-    """What the reward says of (gold, completion): its value, or the reason of its failure."""
+    """The value that the reward gives for each (gold, completion), or the reason of its failure."""
     reward = build_reward(name, timeout_s=60.0, **knobs)
 
     async def one(gold, completion):

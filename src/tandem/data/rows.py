@@ -270,7 +270,7 @@ def answer_text(value: Any, name: str, where: str) -> str | None:
         text = value.text if isinstance(value, Written) else format(Decimal(str(value)), "f")
         return text.removesuffix(".0")
     inner = (
-        f"; a value within it is named with a dot: {name}.{next(iter(value))}"
+        f"; a value within it is named with a dot: {', '.join(f'{name}.{key}' for key in value)}"
         if isinstance(value, Mapping) and value
         else ""
     )
