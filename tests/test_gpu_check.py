@@ -54,7 +54,6 @@ def test_a_check_that_is_cut_off_keeps_its_lines_and_the_rest_is_named(tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_every_part_runs_on_a_cpu_at_small_size_and_passes(tmp_path):
     words = [sys.executable, "-m", "scripts.gpu_check", "--device", "cpu", "--quick", "--out", str(tmp_path / "page.md")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -75,7 +75,6 @@ def test_a_server_of_another_environment_gets_what_the_user_set_and_not_what_we_
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_of_training_in_bfloat16_does_not_rise_with_lengths_not_seen_before(tmp_path):
     folder = tiny_model_folder(tmp_path, hidden_size=256, intermediate_size=512)

@@ -21,7 +21,6 @@ def last(run: Path, count: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 @pytest.mark.timeout(400)
 def test_the_recipe_keeps_the_cost_below_its_limit_and_the_control_does_not(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")

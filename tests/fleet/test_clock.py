@@ -84,7 +84,6 @@ JUMPS = {4: "controller 3600", 8: "controller -3600", 12: "server 3600", 16: "se
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_the_clocks_of_the_run_and_its_servers_jump_by_an_hour_and_nobody_minds(tmp_path):
     steps, clock = 20, tmp_path / "clock"
     clock.write_text("")

@@ -22,7 +22,7 @@ from tests.fleet.training import engines
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
 
-pytestmark = [pytest.mark.slow, pytest.mark.invariant]
+pytestmark = pytest.mark.slow
 
 LONG = 400
 
@@ -33,6 +33,7 @@ def folders(tmp_path_factory):
     return [tiny_model_folder(tmp, seed=seed) for seed in range(3)]
 
 
+@pytest.mark.invariant
 def test_half_of_the_fleet_at_once(folders, tmp_path):
     requests = [ask(i, tokens=LONG) for i in range(32)]
     with Processes(folders[0], tmp_path / "fleet.jsonl", count=4) as processes:
@@ -125,6 +126,7 @@ def why_fenced(one):
 needs_prlimit = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process are Linux's")
 
 
+@pytest.mark.invariant
 @needs_prlimit
 def test_memory_that_runs_out_during_a_request(tight, big):
     """Each request reserves room for 1,900 tokens and ends after few: eight of them are 64 MiB and more in one go."""
@@ -141,6 +143,7 @@ def test_memory_that_runs_out_during_a_request(tight, big):
     engine.close()
 
 
+@pytest.mark.invariant
 @needs_prlimit
 def test_memory_that_runs_out_while_an_update_is_prepared(tight, big):
     tight.all_healthy()

@@ -30,6 +30,15 @@ def test_the_kept_list_names_cells_of_the_matrix_and_every_preset():
 
 @pytest.mark.slow
 @pytest.mark.invariant
+def test_every_sixth_cell_runs_or_is_refused_as_the_page_says(tmp_path):
+    cells = cover()[::6]
+    found = results("tests.matrix.cells", tiny_model_folder(tmp_path, "llama"), tmp_path, cells)
+    told = (ROOT / "docs/matrix.md").read_text()
+    assert {str(cell) for cell in cells if found[cell] == RAN} >= {str(cell) for cell in cells} & set(MUST_RUN)
+    assert not [reason for reason in found.values() if reason != RAN and reason not in told]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # some four minutes on a core of its own
 def test_each_cell_runs_or_is_refused_as_the_page_says(tmp_path):
     found = results("tests.matrix.cells", tiny_model_folder(tmp_path, "llama"), tmp_path)

@@ -168,7 +168,6 @@ def test_a_maker_that_failed_leaves_nothing_and_the_next_one_succeeds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_the_built_in_model_can_be_made_where_nothing_is_cached(tmp_path, monkeypatch):
     """With nothing but what Tandem declares as its dependencies: the first run of a new user needs it."""
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))

@@ -94,7 +94,6 @@ def varied(code, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 @pytest.mark.timeout(600)
 def test_a_run_killed_at_random_instants_ends_the_same_and_no_sandbox_outlives_it(varied, model, tmp_path):
     with Zygote(*MODULES) as zygote:

@@ -67,7 +67,6 @@ def changed(root, models, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_models_borrow_from_one_that_stays_and_the_one_that_lends_cannot_go(models, tmp_path):
     resolved, folder = changed(tmp_path / "awake", models)
     answers = [json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.answer"))]

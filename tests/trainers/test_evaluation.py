@@ -97,7 +97,6 @@ def test_a_killed_evaluation_goes_on_and_gives_the_same_to_the_byte(whole, model
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_a_kill_of_the_process_leaves_a_folder_that_goes_on(model, tmp_path):
     slow = tmp_path / "slow.py"
     body = "    time.sleep(0.1)\n    return float(len(completion_ids) > 6)\n"

@@ -109,7 +109,6 @@ def test_it_outlives_ranks_that_close_in_order_because_another_one_died(start, t
     nothing_is_left(command, tmp_path)
 
 
-@pytest.mark.invariant
 def test_one_that_dies_with_its_rank_is_started_anew_and_ends_with_a_killed_command(start, tmp_path):
     command = start("faulty", "total_train_steps=100000")
     command.until_step(2)

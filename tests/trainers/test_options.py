@@ -80,7 +80,6 @@ def test_a_dry_run_of_fine_tuning_says_what_a_step_is_and_makes_nothing(model, t
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_a_dry_run_starts_none_of_the_ranks_that_the_run_will_have(model, tmp_path):
     items = [f"actor.path={model}", "actor.backend=fsdp:d4", "device=cpu", "train_dataset.path=addition"]
     done = subprocess.run(

@@ -134,7 +134,6 @@ SPREAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_what_two_ranks_hold_together_is_what_the_plan_says(folder, tmp_path):
     ranks = on_two(held_under, folder, SPREAD, out=tmp_path)
 

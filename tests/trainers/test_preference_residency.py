@@ -94,7 +94,6 @@ def planned_mib(keys) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 @pytest.mark.timeout(900)
 def test_actor_and_a_reference_four_times_as_large_take_turns_in_the_planned_memory(tmp_path):
     """The actor keeps 103 MiB while it learns, the reference 100 while it scores."""
