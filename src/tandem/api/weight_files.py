@@ -4,17 +4,33 @@ With an index the files are those that it names; otherwise `model.safetensors`. 
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from tandem.config.errors import ConfigError, kind_and_text
 
+if TYPE_CHECKING:
+    import torch
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20
 UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 """Errors that libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
+
+
+def save_tensors(tensors: "Mapping[str, torch.Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
+    """`safetensors.torch.save_file`, with the rights that the umask gives a new file: the library gives them to its owner
+    alone, and whoever else is to read the model is told that it is not there."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - torch, which not all that reads headers needs
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata)
+    path.chmod(mode)
 
 
 @dataclass(frozen=True)

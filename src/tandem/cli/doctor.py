@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tandem.config import libraries
+from tandem.models.catalog import cache_folder
 from tandem.models.precision import fast_bfloat16
 from tandem.state.machine import GIB, PACKAGES, machine, memory_available_gib, versions
 
@@ -51,7 +52,7 @@ def writable(folder: Path) -> tuple[bool, float]:
 
 def model_cache() -> dict[str, Any]:
     """The contents of the cache of built-in models."""
-    folder = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
+    folder = cache_folder()
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     models = sorted({path.parent.name for path in files if path.suffix == ".safetensors"})
     return {

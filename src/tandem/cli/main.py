@@ -7,6 +7,7 @@ import argparse
 import pkgutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from types import FrameType
@@ -14,6 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.api.failures import RankFailed
+from tandem.cli.output import command_output, survive_lost_output
 from tandem.config.coming_from import hint
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
@@ -115,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = top.parse_args(argv[:1] or ["--help"]).command
     if name not in COMMANDS:
         top.error(f"there is no command {name!r}; {nearest_names(name, COMMANDS).partition(' There')[0]}")
+    if sys.flags.optimize > 1:
+        top.error("python -OO (PYTHONOPTIMIZE=2) takes away the docstrings that transformers reads; leave it out")
     command = COMMANDS[name]
     module = pkgutil.resolve_name(command.module)
     parser = argparse.ArgumentParser(
@@ -139,17 +143,31 @@ def run(
     """Calls the command; an error raised on purpose becomes one message. ``interrupted`` gives Ctrl-C's sentence."""
     # a terminal that closes asks as politely; under nohup nobody listens to it
     closes = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    polite = [signal.SIGTERM, *closes]
+    polite = [signal.SIGTERM, *closes] if threading.current_thread() is threading.main_thread() else []
     before = {number: signal.signal(number, _terminate) for number in polite}
     try:
+        with command_output():
+            return _status(function, arguments, interrupted)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _status(
+    function: Callable[[argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    interrupted: Callable[[argparse.Namespace], str] | None,
+) -> int:
+    try:
         with telling_errors():
-            return function(arguments)
+            code = function(arguments)
+            print(end="", flush=True)  # what is lost is lost now
+            return code
     except KeyboardInterrupt:
         said = interrupted(arguments) if interrupted else ""
         print(f"\nInterrupted. {said}".rstrip(), file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `tandem config … | head`
-        sys.stderr.close()
         return EXIT_FAILED
     except TandemError as error:
         if arguments.debug:
@@ -158,14 +176,16 @@ def run(
         if isinstance(error, ConfigError):
             return EXIT_CONFIG
         return EXIT_FINAL if has_launcher() and not error.may_pass else EXIT_FAILED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_script(script: Callable[[list[str]], None]) -> NoReturn:
     """Runs an example's ``main(arguments)`` as a command would run: errors as one message, Ctrl-C as one sentence."""
-    sys.exit(run(lambda _: script(sys.argv[1:]) or 0, argparse.Namespace(debug=False)))
+
+    def trains(_: argparse.Namespace) -> int:
+        survive_lost_output()
+        return script(sys.argv[1:]) or 0
+
+    sys.exit(run(trains, argparse.Namespace(debug=False)))
 
 
 if __name__ == "__main__":

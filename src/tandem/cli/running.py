@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.cli.output import survive_lost_output
 from tandem.config.arithmetic import stalled_after_s
 from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
@@ -76,6 +77,8 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
         going = may_go_on(config, override=arguments.override)(folder)
         if going is not None and not starts_ranks and not is_held(folder):  # or it is refused in a moment
             print(going.describe(), file=sys.stderr)
+    if not (arguments.dry_run or arguments.json):  # what those print is what they are for
+        survive_lost_output()
     if starts_ranks:
         code = run_ranks(
             [sys.executable, "-P", "-m", "tandem", *arguments.command_line],

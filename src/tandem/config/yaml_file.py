@@ -1,5 +1,6 @@
 """YAML as a flat list of assignments, each with the place it stands at."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import yaml
 
 from tandem.config.errors import ConfigError
+
+OTHER_BASE = re.compile(r"[-+]?0_*[0-9][0-9_]*|[^:]*:.*")
+"""Numbers that YAML 1.1 reads with base 8 or 60: `0123` is no 83, and `1:30` is no 90, to a person."""
 
 MERGE = "tag:yaml.org,2002:merge"
 
@@ -170,5 +174,7 @@ def _value(node: yaml.Node) -> Any:
     except (ValueError, OverflowError):  # it looks like a date or a number and is none, such as 2024-99-99
         value = node.value
     if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to print the longest ones
+        value = node.value
+    if isinstance(value, (int, float)) and OTHER_BASE.fullmatch(node.value):
         value = node.value
     return Scalar(node.value, value)

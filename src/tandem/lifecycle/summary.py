@@ -18,6 +18,7 @@ from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
 from tandem.flow.state_parts import describe_sleep, sleep_plan_here
+from tandem.models.catalog import BUILT_IN, cache_folder, present
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
@@ -61,6 +62,21 @@ def announce(resolved: Resolved[Any], config: BaseConfig, rows: Rows, plan: RunP
     sleeping = sleep_plan_here(config, plan)
     if sleeping is not None:
         print(describe_sleep(sleeping))
+    return Summary(folder=None, steps=0)
+
+
+def to_be_fetched(plan: RunPlan) -> str | None:
+    """The first built-in model of the run that this machine has not made yet."""
+    paths = [resident.engine.path for resident in plan.residents if resident.engine is not None]
+    return next((path for path in paths if path in BUILT_IN and present(path) is None), None)
+
+
+def announce_absent(resolved: Resolved[Any], plan: RunPlan, model: str) -> Summary:
+    """Prints what `--dry-run` can say before a built-in model is here, and that the start fetches it."""
+    print(describe(resolved, hidden=("default",)))
+    print(text(plan))
+    print(f"The start will fetch the built-in model {model} (93 MB) and convert it once, into {cache_folder()}.")
+    print("What is checked with its tokenizer, such as rows and lengths, is checked then.")
     return Summary(folder=None, steps=0)
 
 

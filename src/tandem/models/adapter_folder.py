@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tandem.api.weight_files import save_tensors
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.lora import LoRAConfig
 from tandem.models.adapter_beside import SETTINGS, WEIGHTS, digest_of_base
@@ -67,7 +68,7 @@ def write_adapter(
     named = {_PREFIX + name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
     # beside the tensors: peft takes keys in its settings that it does not know for those of a newer peft, and says so
     about = {"format": "pt", "base": base.digest, "base_dtype": str(base.dtype).removeprefix("torch.")}
-    save_file(named, folder / WEIGHTS, metadata=about)
+    save_tensors(named, folder / WEIGHTS, metadata=about)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

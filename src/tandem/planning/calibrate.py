@@ -124,7 +124,10 @@ def keep_undisturbed(file: Path, machine: Machine, *, taken: float, max_taken: f
             f"wanted (at most {max_taken:.0%} may be). Times planned from such figures would be wrong, so they are used for "
             "nothing and not kept. End what runs beside it, or wait, and give the same command again"
         )
-    write(file, machine)
+    try:
+        write(file, machine)
+    except OSError as error:
+        print(f"The measurement is not kept ({error}): set TANDEM_CACHE to a folder that can be written", file=sys.stderr)
 
 
 def _identity(where: str, threads: int) -> dict[str, Any]:

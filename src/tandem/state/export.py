@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from tandem.api.weight_files import save_tensors
 from tandem.config.errors import ConfigError, TandemError
 from tandem.state.checkpoint import best_of
 from tandem.state.existing import checkpoints, existing_run, step_of, written_config
@@ -117,7 +117,9 @@ def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, masters: 
     with safe_open(checkpoint / WEIGHTS, "pt") as file:
         names = list(file.keys())
         tensors = {name: (masters[name] if masters else file.get_tensor(name)).to(dtype) for name in names}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"}
+    )
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings["dtype"] = str(dtype).removeprefix("torch.")

@@ -101,6 +101,7 @@ class RunFolder:
         self.failed_saves = 0
         """Checkpoints that the disk refused, where training goes on all the same."""
 
+        self._before = run_info(path) if going is not None else {}
         self._pending_config: str | None = None
         self._lock: IO[str] | None = lock
         self._began = time.monotonic()
@@ -235,6 +236,11 @@ class RunFolder:
         if error is None:
             self.finish("finished")
             return
+        if isinstance(error, ConfigError) and self.going is not None and self._pending_config is not None:
+            self.info = self._before  # refused before anything was done: the run is what it was
+            self._write_info()
+            self.close()
+            return
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         try:
             if not interrupted:
@@ -284,6 +290,8 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
     """
     before, found = run_info(folder), going.found
     line = {"at": now(), "was": found.status, "steps": found.steps, "changed": [str(d) for d in going.changed]}
+    was, now_ = before.get("versions") or {}, info["versions"]
+    line["versions"] = {name: f"{was[name]} → {now_[name]}" for name in was if now_.get(name, was[name]) != was[name]}
     line["before"] = [{"path": d.path} | ({} if d.added else {"value": d.before}) for d in going.changed]
     if not found.checkpoints and (folder / "metrics.jsonl").is_file():
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())

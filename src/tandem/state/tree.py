@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from tandem.api.activity import did
 from tandem.api.state import Parted, Stateful
 from tandem.api.team import Team
+from tandem.api.weight_files import save_tensors
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
@@ -123,7 +123,7 @@ def _write_tensors(folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> 
     def close_file() -> None:
         nonlocal held, number, size
         number += 1
-        save_file(held, folder / TENSOR_FILES.replace("*", f"{number:05}"))
+        save_tensors(held, folder / TENSOR_FILES.replace("*", f"{number:05}"))
         held, size = {}, 0
         places.clear()
 

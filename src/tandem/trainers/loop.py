@@ -21,7 +21,15 @@ from tandem.flow.training import TrainingSession
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Recovery, recovery_of
 from tandem.lifecycle.saving import Saving
-from tandem.lifecycle.summary import Summary, announce, check_run_folder, end_run, telling_step
+from tandem.lifecycle.summary import (
+    Summary,
+    announce,
+    announce_absent,
+    check_run_folder,
+    end_run,
+    telling_step,
+    to_be_fetched,
+)
 from tandem.lifecycle.weight_record import record_weights
 from tandem.planning.drawing import drawing
 from tandem.rollout.failure_budget import NoBatch
@@ -57,6 +65,8 @@ def run_training(
         ConfigError: anything about the configuration or the rows.
     """
     plan = plan_run(resolved.config)
+    if dry_run and (absent := to_be_fetched(plan)):
+        return announce_absent(resolved, plan, absent)
     with contextlib.ExitStack() as stack:
         rows, parts = stack.enter_context(prepare(config, plan))
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder

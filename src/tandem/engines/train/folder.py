@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tandem.api.activity import did
 from tandem.api.failures import ConfigError
+from tandem.api.weight_files import save_tensors
 from tandem.models.streaming import tensors_of
 
 
@@ -28,7 +29,7 @@ def write_folder(
         return
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
+    save_tensors(tensors, partial, metadata={"format": "pt"})
     partial.rename(folder / "model.safetensors")
     settings = model.config.to_dict() | {
         "dtype": str(dtype).removeprefix("torch."),
@@ -64,7 +65,7 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
 
 def write_tensor(path: Path, tensor: torch.Tensor) -> None:
     """One tensor in a file of its own."""
-    save_file({"weight": tensor.to("cpu").contiguous()}, path)
+    save_tensors({"weight": tensor.to("cpu").contiguous()}, path)
 
 
 def read_tensor(path: Path) -> torch.Tensor:
