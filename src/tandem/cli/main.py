@@ -147,13 +147,13 @@ def run(
     before = {number: signal.signal(number, _terminate) for number in polite}
     try:
         with command_output():
-            return _status(function, arguments, interrupted)
+            return _exit_code(function, arguments, interrupted)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _status(
+def _exit_code(
     function: Callable[[argparse.Namespace], int],
     arguments: argparse.Namespace,
     interrupted: Callable[[argparse.Namespace], str] | None,

@@ -15,14 +15,14 @@ from tandem.config.errors import TandemError
 
 
 class OutputLost(TandemError):
-    """What a command was asked for cannot be printed."""
+    """A command cannot print the words that it was asked for."""
 
 
 class _Stream(io.FileIO):
     """The file of a descriptor, which becomes the null device once it takes nothing more."""
 
     matters = True
-    """What is printed there is what the command is for: its loss is an error, told once."""
+    """Its words are what the command is for: their loss is an error, told once."""
 
     def write(self, data: Any) -> int | None:
         try:
@@ -41,7 +41,7 @@ class _Stream(io.FileIO):
 def command_output() -> Iterator[None]:
     """A block that prints to such streams; those that are not the process's own stay as they are."""
     before = sys.stdout, sys.stderr
-    made = [_replace(name) for name in ("stdout", "stderr") if getattr(sys, name) is getattr(sys, f"__{name}__")]
+    made = [_wrapped(name) for name in ("stdout", "stderr") if getattr(sys, name) is getattr(sys, f"__{name}__")]
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ def command_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _replace(name: str) -> Any:
+def _wrapped(name: str) -> Any:
     stream = getattr(sys, name)
     if stream is None:  # closed by who started this process
         return None

@@ -101,7 +101,7 @@ class RunFolder:
         self.failed_saves = 0
         """Checkpoints that the disk refused, where training goes on all the same."""
 
-        self._before = run_info(path) if going is not None else {}
+        self._info_before = run_info(path) if going is not None else {}
         self._pending_config: str | None = None
         self._lock: IO[str] | None = lock
         self._began = time.monotonic()
@@ -237,7 +237,7 @@ class RunFolder:
             self.finish("finished")
             return
         if isinstance(error, ConfigError) and self.going is not None and self._pending_config is not None:
-            self.info = self._before  # refused before anything was done: the run is what it was
+            self.info = self._info_before  # refused before anything was done: the run is what it was
             self._write_info()
             self.close()
             return
