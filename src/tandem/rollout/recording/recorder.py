@@ -63,9 +63,11 @@ class SessionRecorder:
         reader: ReplyReader | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_body_bytes: int = MAX_BODY_BYTES,
+        context: int | None = None,
     ):
+        """``context``: most tokens that the engine takes, if known."""
         self.sessions = Sessions()
-        self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs or {})
+        self._tokenizer, self._kwargs, self._context = tokenizer, dict(chat_template_kwargs or {}), context
         self._reader = reader or CallReader(tokenizer)
         self._application = Endpoint(self.sessions, keep_alive_s, max_body_bytes)
         self._agents = BackgroundLoop()
@@ -83,7 +85,7 @@ class SessionRecorder:
         side_calls: Literal["skip", "train"] = "skip",
     ) -> AsyncIterator[RecordingSession]:
         """A session for the block; behind it the session is over, and its sample can be made."""
-        forest = Forest(self._tokenizer, self._reader, self._kwargs)
+        forest = Forest(self._tokenizer, self._reader, self._kwargs, self._context)
         session = RecordingSession(forest, engine, gconfig, limits=limits, side_calls=side_calls)
         root = f"http://{HOST}:{await self._listening()}"
         session.base_url, session.keyed_url = f"{root}/v1", f"{root}/sessions/{session.key}/v1"
@@ -224,8 +226,9 @@ class Endpoint(Application):
         """One turn in a dialect. The reply is taken once all of it is written to a client that is still there."""
         session = self._sessions.of(request)
         try:
-            turn = dialect.read(body)
-            attempt = session.begin(turn, _retry(request))
+            retry = _retry(request)
+            turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
+            attempt = session.begin(turn, asked, retry)
             with attempt.listening():
                 answer = self._stream if turn.stream else self._whole
                 response = await answer(dialect, turn, attempt, str(body.get("model") or "policy"), request)
@@ -288,4 +291,6 @@ def _rest(route: Route) -> tuple[Any, ...]:
 def _retry(request: web.Request) -> Retry:
     """Reads the headers: OpenAI's and Anthropic's clients count how often they sent a request before."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return Retry(int(count) if count.isdecimal() else 0, request.headers.get("Idempotency-Key", ""))
+    if not (count.isdecimal() and len(count) < 10):
+        raise Refusal(400, f"x-stainless-retry-count must be a number of at most 9 digits, got {count!r:.40}")
+    return Retry(int(count), request.headers.get("Idempotency-Key", ""))
