@@ -87,7 +87,7 @@ def _finite(text: str) -> float:
 def main() -> None:
     """Parses one body in a process of its own: what it needs goes with the process."""
     try:
-        parsed = (parse(*marshal.load(sys.stdin.buffer)), 0, "", None)
+        parsed: tuple[Any, ...] = (parse(*marshal.load(sys.stdin.buffer)), 0, "", None)
     except Refusal as refusal:
         parsed = ({}, refusal.status, refusal.message, refusal.param)
     marshal.dump(parsed, sys.stdout.buffer)

@@ -191,9 +191,12 @@ class Endpoint(Application):
         self.limits = ServerLimits(max_body_bytes=max_body_bytes, max_depth=64, idle_timeout_s=5.0, shutdown_s=1.0)
         self._sessions, self._keep_alive_s = sessions, keep_alive_s
         routes = [
-            Route("POST", d.path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes)
+            Route("POST", path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes)
             for d in DIALECTS
+            for path in (d.path, d.count_path)
+            if path is not None
         ]
+        routes.append(Route("GET", "/v1/models/{model:.+}", "data", "A model", self._model))
         routes.append(Route("GET", "/v1/models", "data", "The model", self._models))
         routes.append(Route("POST", "/reward", "data", "The agent's own reward", self._reward, ANYTHING, None, 1 << 16))
         routes.append(Route("POST", "/v1/reward", "data", "The same", self._reward, ANYTHING, None, 1 << 16))
@@ -212,7 +215,10 @@ class Endpoint(Application):
         """Waits for nothing, see `Application`."""
 
     async def _models(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "tandem"}]}
+        return {"object": "list", "data": [_model("policy")]}
+
+    async def _model(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        return _model(request.match_info["model"])
 
     async def _reward(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         try:
@@ -228,6 +234,8 @@ class Endpoint(Application):
         try:
             retry = _retry(request)
             turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
+            if request.path.endswith(dialect.count_path or "/"):
+                return web.json_response({"object": "response.input_tokens", "input_tokens": len(asked.input_ids)})
             attempt = session.begin(turn, asked, retry)
             with attempt.listening():
                 answer = self._stream if turn.stream else self._whole
@@ -282,6 +290,12 @@ async def _sending() -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise ConnectionResetError("the reader of an answer takes nothing") from None
+
+
+def _model(name: str) -> dict[str, Any]:
+    """A model as OpenAI's and Anthropic's clients read it; any name is the policy's."""
+    made = {"id": name, "object": "model", "created": 0, "owned_by": "tandem"}
+    return made | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _rest(route: Route) -> tuple[Any, ...]:
