@@ -197,7 +197,7 @@ ODD = [
 ]
 
 
-def test_odd_requests_are_refused_with_the_reason_and_none_is_a_failure_of_the_server():
+def test_odd_requests_are_refused_with_the_reason_and_fail_nothing():
     async def talk():
         engine = ScriptedEngine(counting)
         recorder = SessionRecorder(engine.tokenizer, context=512)

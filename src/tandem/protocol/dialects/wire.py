@@ -73,7 +73,7 @@ def as_list(value: Any, where: str) -> Sequence[Any]:
 
 
 def pick(value: Any, known: Mapping[Any, T], where: str) -> T:
-    """What a name stands for."""
+    """The value that a name stands for."""
     if not isinstance(value, str) or value not in known:
         raise wrong(where, f"must be one of {', '.join(known)}", value)
     return known[value]
