@@ -1,4 +1,4 @@
-"""What long bodies cost everybody else: the recorder's loop, and a server. Reach: 40 ms, and 500 ms.
+"""The cost of long bodies to everybody else: the recorder's loop, and a server. Reach: 40 ms, and 500 ms.
 
     python benchmarks/long_bodies.py [--agents 16] [--megabytes 7] [--lists 10]
 
@@ -27,7 +27,7 @@ from tandem.rollout.recording.recorder import SessionRecorder
 
 WORDS = 'There are three trees, in the yard, and she said: "four apples" for each of them.\n'
 TEXT = "text"
-"""What a body of the recorder holds; anything else is sent as it stands."""
+"""Names a body that is a chat; any other is empty lists."""
 
 
 class Echo(Application):

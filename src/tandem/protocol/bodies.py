@@ -67,7 +67,7 @@ def _parse_elsewhere(raw: bytearray, schema: Schema, max_depth: int) -> dict[str
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
         assert child.stdin is not None and child.stdout is not None
         with child.stdin:
-            child.stdin.write(marshal.dumps((raw, schema, max_depth)))
+            child.stdin.write(marshal.dumps((raw, dict(schema), max_depth)))
         value, status, message, param = marshal.loads(child.stdout.read())
     if status:
         raise Refusal(status, message, param=param)
