@@ -1,6 +1,7 @@
 """A session records what an agent asks of the model: one turn for each reply, whatever the client does, and named bounds."""
 
 import asyncio
+import io
 import json
 from types import SimpleNamespace
 
@@ -137,6 +138,13 @@ def test_the_noise_of_a_turn_is_named_by_its_prompt_and_not_by_its_arrival():
         ({"tools": [{"type": "web_search"}]}, "'web_search'"),
         ({"stop": ""}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "{"}]}, "not continued"),
+        ({"continue_final_message": True}, "continue_final_message is not served"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template is not served"),
+        ({"regex": "[0-9]"}, "regex is not served"),
+        ({"json_schema": "{}"}, "json_schema is not served"),
+        ({"min_tokens": 5}, "min_tokens is not served"),
+        ({"previous_response_id": "r"}, "previous_response_id is not served"),
     ],
 )
 def test_what_would_change_the_meaning_is_refused_with_the_reason(fields, words):
@@ -164,6 +172,70 @@ def test_sampling_is_the_trainers_and_what_an_agent_sets_is_counted():
     assert first.gconfig.stop == ("Observation:",) and second.gconfig.max_new_tokens == 7
     assert answer["choices"][0]["message"]["content"] == "one "
     assert session.counts.overridden == {"temperature": 1, "seed": 1, "max_tokens": 1}
+
+
+def calling(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("b")]}
+
+
+ODD = [
+    ("/chat/completions", calling("[" * 400 + "]" * 400), {}, "64 deep"),
+    ("/chat/completions", calling('{"a": ' * 900 + "1" + "}" * 900), {}, "64 deep"),
+    ("/chat/completions", calling('{"a": "\\ud800"}'), {}, "must be a JSON object as text"),
+    ("/chat/completions", {"messages": [{"role": {}, "content": "a"}]}, {}, "messages[0].role must be one of"),
+    ("/chat/completions", {"messages": ["user"]}, {}, "messages[0] must be an object"),
+    ("/messages", {"messages": [{"role": [], "content": "a"}]}, {}, "messages[0].role must be one of"),
+    ("/messages", {"messages": [user("a")], "tool_choice": {"type": {}}}, {}, "tool_choice.type must be one of"),
+    ("/responses", {"input": [{"role": {}, "content": "a"}]}, {}, "input[0].role must be one of"),
+    ("/chat/completions", HELLO, {"x-stainless-retry-count": "1" * 5000}, "x-stainless-retry-count must be"),
+    ("/reward", {"reward": 10**400}, {}, "reward must be a number up to"),
+    ("/reward", b'{"reward": 1e999}', {}, "1e999 is too large a number"),
+    ("/chat/completions", b'{"messages": [' + b"[]," * 70_000 + b"[]]}", {}, "at most 1048576 values"),
+    ("/chat/completions", b'{"messages": [' + b"[]," * 400_000 + b"[]]}", {}, "at most 1048576 values"),
+    ("/chat/completions", {"messages": [user("one, two [three] " * 70_000)]}, {}, "characters have"),
+]
+
+
+def test_odd_requests_are_refused_with_the_reason_and_fail_nothing():
+    async def talk():
+        engine = ScriptedEngine(counting)
+        recorder = SessionRecorder(engine.tokenizer, context=512)
+        async with opened(engine, recorder=recorder) as (session, ask):
+            said = []
+            for path, body, headers, _ in ODD:
+                body = body if isinstance(body, bytes) else json.dumps(body).encode()
+                kind = {"Content-Type": "application/json", "Authorization": f"Bearer {session.key}"}
+                async with aiohttp.request(
+                    "POST", session.base_url + path, data=io.BytesIO(body), headers=kind | headers
+                ) as answer:
+                    said.append((answer.status, (await answer.json())["error"]["message"]))
+            assert (await ask(HELLO))[0] == 200
+        return said, engine.asked
+
+    said, asked = asyncio.run(talk())
+    assert [status for status, _ in said] == [400] * len(ODD) and asked == 1
+    for (_, words), (*_, expected) in zip(said, ODD, strict=True):
+        assert expected in words
+
+
+def test_tokens_are_counted_and_a_model_is_told_without_a_turn():
+    async def talk():
+        engine = ScriptedEngine(counting)
+        async with opened(engine) as (session, ask):
+            body = {"messages": [user("hello")], "output_config": {"effort": "low"}, "max_tokens": 5}
+            counted = [await ask(body, path="/messages/count_tokens")]
+            counted.append(await ask({"input": "hello"}, path="/responses/input_tokens"))
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
+            model = await client.models.retrieve("org/policy")
+            await client.close()
+            assert engine.asked == 0 and not session.asked
+            await ask(body, path="/messages")
+        return counted, model.id, len(engine.log[0][0].input_ids)
+
+    counted, model, tokens = asyncio.run(talk())
+    assert [(status, answer["input_tokens"]) for status, answer in counted] == [(200, tokens)] * 2
+    assert model == "org/policy"
 
 
 # ------------------------------------------------------------------ faults: docs/agents_recorder.md has them as a table

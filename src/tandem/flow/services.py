@@ -25,8 +25,10 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sum_of, sums_of
 from tandem.config.services import GIVEN, NAMED
 from tandem.config.terms import read_terms
+from tandem.engines.inference.check import context_of
 from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan
+from tandem.models.catalog import describing
 from tandem.rewards.build import Judge, SumReward, asked_columns, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
@@ -118,7 +120,8 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
     """The objects that rewards, workflows and services may ask for by argument name. They are the caller's to close."""
     named = {name: getattr(config, name) for name in NAMED}
-    recorder = SessionRecorder(tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+    context = context_of(config.rollout.engine, describing(config.actor.path))
+    recorder = SessionRecorder(tokenizer, chat_template_kwargs=config.chat_template_kwargs, context=context)
     services = Services(named, tokenizer=tokenizer, engine=RunEngine(), recorder=recorder, **_settings(config))
     services.keep(recorder)
     return services

@@ -15,6 +15,7 @@ from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.protocol.arguments import Unfit, fit
+from tandem.protocol.parsing import check_depth
 from tandem.protocol.tool_families import FAMILIES, SYSTEM_BLOCK, CallText, Family, family_of
 from tandem.protocol.turns import Call, CallStatus, Message, Reply
 
@@ -126,6 +127,7 @@ class CallReader:
         begin, family = opening.start(), self.family
         try:
             body = family.read(text, opening.end())
+            check_depth([dict(call.arguments) for call in body.calls])
         except (ValueError, RecursionError) as error:
             why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         else:

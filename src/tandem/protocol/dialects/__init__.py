@@ -41,6 +41,9 @@ class Dialect:
     refused: Callable[[Refusal], dict[str, Any]] = Refusal.body
     """The body of a refusal."""
 
+    count_path: str | None = None
+    """The route that answers how many tokens a turn's prompt has."""
+
     failed: Callable[[Refusal], bytes] = chat.failed
     """The event of a refusal that comes when the stream has begun."""
 
@@ -48,7 +51,13 @@ class Dialect:
 DIALECTS = (
     Dialect("/v1/chat/completions", "OpenAI's chat completions", chat.read, chat.answer, chat.events),
     Dialect(
-        "/v1/responses", "OpenAI's responses", responses.read, responses.answer, responses.events, failed=responses.failed
+        "/v1/responses",
+        "OpenAI's responses",
+        responses.read,
+        responses.answer,
+        responses.events,
+        count_path="/v1/responses/input_tokens",
+        failed=responses.failed,
     ),
     Dialect(
         "/v1/messages",
@@ -57,6 +66,7 @@ DIALECTS = (
         anthropic.answer,
         anthropic.events,
         anthropic.refused_body,
+        "/v1/messages/count_tokens",
         anthropic.failed,
     ),
 )

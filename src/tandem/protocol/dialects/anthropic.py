@@ -9,16 +9,15 @@ from typing import Any, Literal
 
 from tandem.api.requests import StopReason
 from tandem.protocol.dialects.chat import named_results, read_function, read_limit, read_stops, read_text
-from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, refused, wrong
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, refused
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
 FIELDS = Fields(
-    read=("model", "messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "max_tokens"),
+    read=("model", "messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "max_tokens", "output_config"),
     sampling=("temperature", "top_p", "top_k"),
     harmless=("betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id"),
     refused={
-        "output_config": "the engine does not constrain what it writes",
         "output_format": "the engine does not constrain what it writes",
         "mcp_servers": "tools are called by the agent",
         "container": "tools are called by the agent",
@@ -26,6 +25,7 @@ FIELDS = Fields(
         "context_management": "the history is taken as it is sent; let the agent shorten it",
     },
 )
+_ROLES = {role: role for role in ("user", "assistant", "system")}
 _CHOICES: Mapping[Any, Literal["auto", "none", "required"]] = {
     "auto": "auto",
     "none": "none",
@@ -44,17 +44,18 @@ def read(body: Mapping[str, Any]) -> Turn:
         raise Refusal(400, "thread is not served here: send all messages", code="thread_unsupported_request", param="thread")
     overridden, ignored = FIELDS.sort(body)
     history, limit, choice = History(), body.get("max_tokens"), as_object(body.get("tool_choice") or {}, "tool_choice")
+    for name, value in as_object(body.get("output_config") or {}, "output_config").items():
+        if name != "effort" and value is not None:
+            raise refused(f"output_config.{name}", FIELDS.refused["output_format"])
     system = read_text(body.get("system"), "system")
     if system:
         history.say("system", system)
     for number, message in enumerate(as_list(body.get("messages"), "messages")):
         _read_message(as_object(message, f"messages[{number}]"), history, f"messages[{number}]")
-    if choice.get("type", "auto") not in _CHOICES:
-        raise refused("tool_choice", f"{', '.join(_CHOICES)} are known; got {choice!r:.80}")
     return Turn(
         messages=tuple(named_results(history.messages("messages"))),
         tools=tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(body.get("tools"), "tools"))),
-        tool_choice=_CHOICES[choice.get("type", "auto")],
+        tool_choice=pick(choice.get("type", "auto"), _CHOICES, "tool_choice.type"),
         stops=read_stops(body.get("stop_sequences")),
         max_tokens=None if limit is None else read_limit(limit, "max_tokens"),
         stream=bool(body.get("stream")),
@@ -64,9 +65,7 @@ def read(body: Mapping[str, Any]) -> Turn:
 
 
 def _read_message(message: Mapping[str, Any], history: History, where: str) -> None:
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise wrong(f"{where}.role", "must be user, assistant or system", role)
+    role, content = pick(message.get("role"), _ROLES, f"{where}.role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else as_list(content, f"{where}.content")
     if role == "assistant":
         history.assistant()

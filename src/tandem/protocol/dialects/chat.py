@@ -3,9 +3,12 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from tandem.api.requests import StopReason
+from tandem.protocol.dialects.wire import Fields, as_list, as_object, as_text, check_last, pick, refused, wrong
+from tandem.protocol.parsing import MAX_DEPTH, load
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
@@ -18,24 +21,39 @@ MEANT = {
     "response_format": (None, {"type": "text"}),
     "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
-    "audio": (None,),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
-    "web_search_options": (None,),
-    "chat_template_kwargs": (None, {}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
 }
 """Fields that would change what a reply means, with the values that ask for nothing; others are refused."""
 
-READ = ("model", "messages", "tools", "tool_choice", "stop", "stream", "max_tokens", "max_completion_tokens")
+FIELDS = Fields(
+    read=("model", "messages", "tools", "tool_choice", "stop", "stream", "max_tokens", "max_completion_tokens", *MEANT),
+    sampling=SAMPLING,
+    harmless=(
+        "metadata",
+        "moderation",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+        "verbosity",
+    ),
+    refused={},
+)
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 MAX_STOPS = 16
+
+MAX_ARGUMENTS = 1 << 18
+"""Longest arguments of a call: they are parsed in this process."""
 
 
 def read(body: Mapping[str, Any]) -> Turn:
@@ -46,21 +64,21 @@ def read(body: Mapping[str, Any]) -> Turn:
     """
     for name, harmless in MEANT.items():
         if name in body and body[name] not in harmless:
-            raise _refusal(name, f"is not served here, because it would change what a reply means: {_short(body[name])}")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _refusal("messages", "must be a list of at least one message")
+            raise refused(name, f"it would change what a reply means; got {body[name]!r:.80}")
+    overridden, ignored = FIELDS.sort(body)
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(as_list(body.get("messages"), "messages"))]
+    check_last(messages, "messages")
     tools, choice = read_tools(body.get("tools")), _choice(body.get("tool_choice"))
     given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return Turn(
-        messages=tuple(named_results([_message(message, f"messages[{i}]") for i, message in enumerate(messages)])),
+        messages=tuple(named_results(messages)),
         tools=tools,
         tool_choice=choice,
         stops=read_stops(body.get("stop")),
         max_tokens=read_limit(given[0], "max_tokens") if given else None,
         stream=bool(body.get("stream")),
-        overridden=tuple(name for name in SAMPLING if body.get(name) is not None),
-        ignored=tuple(sorted(set(body) - {*SAMPLING, *MEANT, *READ})),
+        overridden=overridden,
+        ignored=ignored,
     )
 
 
@@ -113,14 +131,14 @@ def read_text(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> s
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise _refusal(where, f"must be text or a list of parts, got {_short(content)}")
+        raise wrong(where, "must be text or a list of parts", content)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
         elif kind not in kinds or not isinstance(part.get("text"), str):
-            raise _refusal(where, f"must be text, because this model reads nothing else; got a part {kind!r}")
+            raise wrong(where, "must be text, because this model reads nothing else", kind)
         else:
             texts.append(part["text"])
     return "".join(texts)
@@ -130,25 +148,23 @@ def read_arguments(text: Any, where: str) -> dict[str, Any]:
     """The arguments of a call that the client repeats."""
     if isinstance(text, Mapping):
         return dict(text)
-    try:
-        arguments = json.loads(text or "{}")
-    except (TypeError, ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise _refusal(where, f"must be a JSON object as text, got {_short(text)}")
-    return arguments
+    text = text or "{}"
+    if isinstance(text, str) and len(text) <= MAX_ARGUMENTS:
+        with suppress(ValueError):
+            arguments = load(text.encode())
+            if isinstance(arguments, dict):
+                return arguments
+    raise wrong(where, f"must be a JSON object as text, at most {MAX_ARGUMENTS} long and {MAX_DEPTH} deep", text)
 
 
 def read_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     """Functions as a chat template wants them."""
-    if not isinstance(tools, list | None):
-        raise _refusal("tools", f"must be a list, got {_short(tools)}")
     made = []
-    for i, tool in enumerate(tools or ()):
+    for i, tool in enumerate(as_list(tools, "tools")):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         function = tool.get("function") if kind == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _refusal(f"tools[{i}]", f"must be a function with a name, got a tool of type {kind!r}")
+            raise wrong(f"tools[{i}]", "must be a function with a name", kind)
         made.append(read_function(function))
     return tuple(made)
 
@@ -164,14 +180,14 @@ def read_stops(stop: Any) -> tuple[str, ...]:
     """Texts that end the turn."""
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
-        raise _refusal("stop", f"must be one text or at most {MAX_STOPS}, none of them empty; got {_short(stop)}")
+        raise wrong("stop", f"must be one text or at most {MAX_STOPS}, none of them empty", stop)
     return tuple(stops)
 
 
 def read_limit(value: Any, where: str) -> int:
     """A number of tokens."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-        raise _refusal(where, f"must be a whole number of at least 1, got {_short(value)}")
+        raise wrong(where, "must be a whole number of at least 1", value)
     return int(value)
 
 
@@ -191,10 +207,8 @@ def named_results(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in ROLES:
-        raise _refusal(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {_short(role)}")
-    made: dict[str, Any] = {"role": ROLES[role], "content": read_text(message.get("content"), f"{where}.content")}
+    role = pick(as_object(message, where).get("role"), ROLES, f"{where}.role")
+    made: dict[str, Any] = {"role": role, "content": read_text(message.get("content"), f"{where}.content")}
     if role == "tool":
         made["tool_call_id"] = str(message.get("tool_call_id") or "")
         if message.get("name"):
@@ -204,18 +218,17 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str):
         made["reasoning_content"] = reasoning
-    calls = message.get("tool_calls") or ()
-    if message.get("function_call") or not isinstance(calls, list | tuple):
-        raise _refusal(f"{where}.tool_calls", "must be a list of calls; function_call is not served")
+    calls = as_list(message.get("tool_calls"), f"{where}.tool_calls")
+    if message.get("function_call"):
+        raise refused(f"{where}.function_call", "send tool_calls")
     if calls:
         made["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return made
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _refusal(where, "must be a call of a function with a name")
+    function = as_object(as_object(call, where).get("function"), f"{where}.function")
+    as_text(function.get("name"), f"{where}.function.name")
     arguments = read_arguments(function.get("arguments"), f"{where}.function.arguments")
     inner = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": inner}
@@ -228,7 +241,7 @@ def _choice(choice: Any) -> Literal["auto", "none", "required"]:
         return "none"
     if choice == "required" or (isinstance(choice, Mapping) and choice.get("type") == "function"):
         return "required"  # asked for, not enforced: the answer says what the model did
-    raise _refusal("tool_choice", f"must be auto, none, required or a function, got {_short(choice)}")
+    raise wrong("tool_choice", "must be auto, none, required or a function", choice)
 
 
 def _calls(reply: Reply) -> list[dict[str, Any]]:
@@ -251,11 +264,3 @@ def _frame(kind: str, response_id: str, model: str) -> dict[str, Any]:
 def _usage(usage: Mapping[str, int]) -> dict[str, int]:
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _refusal(param: str, rule: str) -> Refusal:
-    return Refusal(400, f"{param} {rule}", param=param)
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.80}"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tandem.api.requests import StopReason
 from tandem.protocol.dialects.chat import named_results, read_arguments, read_function, read_limit, read_text
-from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, refused, wrong
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, refused
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
@@ -81,9 +81,9 @@ def _read_item(item: Mapping[str, Any], history: History, where: str) -> None:
     if kind == "message" and item.get("role") == "assistant":
         history.assistant(read_text(item.get("content"), f"{where}.content", _TEXT))
     elif kind == "message":
-        if item.get("role") not in _ROLES:
-            raise wrong(f"{where}.role", "must be system, developer, user or assistant", item.get("role"))
-        history.say(_ROLES[item["role"]], read_text(item.get("content"), f"{where}.content", _TEXT))
+        history.say(
+            pick(item.get("role"), _ROLES, f"{where}.role"), read_text(item.get("content"), f"{where}.content", _TEXT)
+        )
     elif kind == "function_call":
         name = _full_name(item.get("namespace"), as_text(item.get("name"), f"{where}.name"))
         arguments = read_arguments(item.get("arguments"), f"{where}.arguments")

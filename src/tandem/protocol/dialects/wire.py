@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.protocol.refusal import Refusal
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,21 @@ def as_list(value: Any, where: str) -> Sequence[Any]:
     return value or ()
 
 
+def pick(value: Any, known: Mapping[Any, T], where: str) -> T:
+    """The value that a name stands for."""
+    if not isinstance(value, str) or value not in known:
+        raise wrong(where, f"must be one of {', '.join(known)}", value)
+    return known[value]
+
+
+def check_last(messages: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raises `Refusal` where there is no message, or the last is the assistant's: what is begun cannot be continued."""
+    if not messages:
+        raise wrong(where, "must have at least one message", [])
+    if messages[-1]["role"] == "assistant":
+        raise refused(where, "the last message is the assistant's, and an answer that is begun is not continued")
+
+
 class History:
     """Messages of a chat as they are read, one after another; parts of one turn of the assistant become one message."""
 
@@ -102,13 +119,6 @@ class History:
         return self._messages[-1]
 
     def messages(self, where: str) -> list[dict[str, Any]]:
-        """All of them.
-
-        Raises:
-            Refusal: 400, there are none, or the last is the assistant's: an answer that is begun cannot be continued.
-        """
-        if not self._messages:
-            raise wrong(where, "must have at least one message", [])
-        if self._messages[-1]["role"] == "assistant":
-            raise refused(where, "the last message is the assistant's, and an answer that is begun is not continued")
+        """All of them; raises as `check_last`."""
+        check_last(self._messages, where)
         return self._messages

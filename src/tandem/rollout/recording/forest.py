@@ -41,6 +41,14 @@ class ReplyReader(Protocol):
 class Unrenderable(ValueError):
     """The chat template refuses the messages; says why."""
 
+    code = "template_refuses"
+
+
+class TooLong(Unrenderable):
+    """The messages have more tokens than the context."""
+
+    code = "context_length_exceeded"
+
 
 class Text(NamedTuple):
     """A long text that others are compared with: its length and digest."""
@@ -71,6 +79,10 @@ class Asked:
     tools: Tools
     text: str
     """All of the prompt."""
+
+    prompt: Text
+    path: bytes
+    """Digest of the messages."""
 
     input_ids: tuple[int, ...]
     context: tuple[int, ...]
@@ -109,7 +121,6 @@ class Node:
     path: bytes
     """Digest of the messages up to the reply."""
 
-    prompt: Text
     prompt_text: str
     """All of the prompt, of a root; empty elsewhere."""
 
@@ -152,9 +163,15 @@ class Forest:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, reader: ReplyReader, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reader: ReplyReader,
+        template_kwargs: Mapping[str, Any] | None = None,
+        context: int | None = None,
     ):
+        """``context``: most tokens that the engine takes, if known."""
         self._tokenizer, self.reader, self._kwargs = tokenizer, reader, dict(template_kwargs or {})
+        self._context = context
         self._special = frozenset(special_ids(tokenizer))
         self._ends: dict[bytes, list[Node]] = {}
         self.nodes: list[Node] = []
@@ -167,20 +184,23 @@ class Forest:
 
         Raises:
             Unrenderable: the template refuses the messages.
+            TooLong: they cannot fit; known before all of them are tokenised.
         """
         messages, self._count = tuple(messages), self._count + 1
         paths = digests(messages)
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
             for node in sorted(nodes, key=lambda node: node.key):
-                asked = self._attached(node, messages[length:], tools)
+                asked = self._attached(node, messages[length:], tools, paths[-1])
                 if asked is not None:
                     return asked
             if nodes:
                 break
         text = self._render(messages, tools)
         ids = tuple(self._encode(text))
-        return Asked(None, messages, tools, text, ids, ids, not self.nodes, self._count, _digest(ids))
+        return Asked(
+            None, messages, tools, text, Text.of(text), paths[-1], ids, ids, not self.nodes, self._count, _digest(ids)
+        )
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -193,8 +213,7 @@ class Forest:
         end = self._end_token(response)
         output = list(response.output_ids)
         words = str(self._tokenizer.decode(output, skip_special_tokens=True))
-        start = asked.parent.path if asked.parent is not None else b""
-        path = digests((*asked.tail, reply), start)[-1]
+        (path,) = digests([reply], asked.path)
         node = Node(
             replace(asked, text="", input_ids=(), digest=b""),
             reply,
@@ -203,7 +222,6 @@ class Forest:
             replace(response, input_ids=()),
             key,
             path,
-            Text.of(asked.text),
             asked.text if asked.parent is None else "",
         )
         if asked.parent is not None:
@@ -212,7 +230,7 @@ class Forest:
         self.nodes.append(node)
         return node
 
-    def _attached(self, node: Node, tail: tuple[Message, ...], tools: Tools) -> Asked | None:
+    def _attached(self, node: Node, tail: tuple[Message, ...], tools: Tools, end: bytes) -> Asked | None:
         """The request as a continuation of a turn; None if it cannot be one."""
         if node.response.stop_reason != StopReason.STOP:
             return None  # the template ends a reply that the model did not
@@ -226,16 +244,16 @@ class Forest:
             return None
         context = tuple(self._encode(addition))
         ids = (*_tokens(node), *context)
-        return Asked(node, tail, tools, full, ids, context, False, self._count, _digest(ids))
+        return Asked(node, tail, tools, full, Text.of(full), end, ids, context, False, self._count, _digest(ids))
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
         """Finds what the template writes behind a reply's tokens when ``tail`` follows; None if it changed the path.
 
         The model's own last token, if it ended the turn, is not written again.
         """
-        if not node.prompt.begins(full):
+        if not node.asked.prompt.begins(full):
             return None
-        start, end = node.prompt.length, self._end_token(node.response)
+        start, end = node.asked.prompt.length, self._end_token(node.response)
         if node.reply.get("tool_calls"):
             own = self._render(path, tools, add_generation_prompt=False)
             cut = own.rfind(end, start) if end else -1
@@ -331,6 +349,12 @@ class Forest:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
+        if self._context is not None and len(text) > (first := 8 * self._context):
+            tokens = len(self._tokenizer(text[:first], add_special_tokens=False)["input_ids"])
+            if tokens > 1.25 * self._context:  # a cut changes few tokens
+                raise TooLong(
+                    f"the first {first} of {len(text)} characters have {tokens} tokens, and the context {self._context}"
+                )
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 from tandem.api.chat_template import text_of
 from tandem.protocol.turns import Message
 
+LONG = 1 << 16
+"""Characters of a content above which its digest stands for it: other threads need not wait for that."""
+
 
 def meaning(message: Message) -> str:
     """A text that is equal for messages which say the same: role, content, and calls by name and parsed arguments.
@@ -19,6 +22,8 @@ def meaning(message: Message) -> str:
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     if message["role"] == "assistant":
         content = content.strip()
+    if len(content) > LONG:
+        content = hashlib.blake2b(content.encode("utf-8", "surrogatepass")).hexdigest()
     return json.dumps([message["role"], content, calls], ensure_ascii=False, sort_keys=True)
 
 

@@ -63,9 +63,11 @@ class SessionRecorder:
         reader: ReplyReader | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_body_bytes: int = MAX_BODY_BYTES,
+        context: int | None = None,
     ):
+        """``context``: most tokens that the engine takes, if known."""
         self.sessions = Sessions()
-        self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs or {})
+        self._tokenizer, self._kwargs, self._context = tokenizer, dict(chat_template_kwargs or {}), context
         self._reader = reader or CallReader(tokenizer)
         self._application = Endpoint(self.sessions, keep_alive_s, max_body_bytes)
         self._agents = BackgroundLoop()
@@ -83,7 +85,7 @@ class SessionRecorder:
         side_calls: Literal["skip", "train"] = "skip",
     ) -> AsyncIterator[RecordingSession]:
         """A session for the block; behind it the session is over, and its sample can be made."""
-        forest = Forest(self._tokenizer, self._reader, self._kwargs)
+        forest = Forest(self._tokenizer, self._reader, self._kwargs, self._context)
         session = RecordingSession(forest, engine, gconfig, limits=limits, side_calls=side_calls)
         root = f"http://{HOST}:{await self._listening()}"
         session.base_url, session.keyed_url = f"{root}/v1", f"{root}/sessions/{session.key}/v1"
@@ -189,9 +191,12 @@ class Endpoint(Application):
         self.limits = ServerLimits(max_body_bytes=max_body_bytes, max_depth=64, idle_timeout_s=5.0, shutdown_s=1.0)
         self._sessions, self._keep_alive_s = sessions, keep_alive_s
         routes = [
-            Route("POST", d.path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes)
+            Route("POST", path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes)
             for d in DIALECTS
+            for path in (d.path, d.count_path)
+            if path is not None
         ]
+        routes.append(Route("GET", "/v1/models/{model:.+}", "data", "A model", self._model))
         routes.append(Route("GET", "/v1/models", "data", "The model", self._models))
         routes.append(Route("POST", "/reward", "data", "The agent's own reward", self._reward, ANYTHING, None, 1 << 16))
         routes.append(Route("POST", "/v1/reward", "data", "The same", self._reward, ANYTHING, None, 1 << 16))
@@ -210,7 +215,10 @@ class Endpoint(Application):
         """Waits for nothing, see `Application`."""
 
     async def _models(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "tandem"}]}
+        return {"object": "list", "data": [_model("policy")]}
+
+    async def _model(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        return _model(request.match_info["model"])
 
     async def _reward(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         try:
@@ -224,8 +232,11 @@ class Endpoint(Application):
         """One turn in a dialect. The reply is taken once all of it is written to a client that is still there."""
         session = self._sessions.of(request)
         try:
-            turn = dialect.read(body)
-            attempt = session.begin(turn, _retry(request))
+            retry = _retry(request)
+            turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
+            if request.path.endswith(dialect.count_path or "/"):
+                return web.json_response({"object": "response.input_tokens", "input_tokens": len(asked.input_ids)})
+            attempt = session.begin(turn, asked, retry)
             with attempt.listening():
                 answer = self._stream if turn.stream else self._whole
                 response = await answer(dialect, turn, attempt, str(body.get("model") or "policy"), request)
@@ -281,6 +292,12 @@ async def _sending() -> AsyncIterator[None]:
         raise ConnectionResetError("the reader of an answer takes nothing") from None
 
 
+def _model(name: str) -> dict[str, Any]:
+    """A model as OpenAI's and Anthropic's clients read it; any name is the policy's."""
+    made = {"id": name, "object": "model", "created": 0, "owned_by": "tandem"}
+    return made | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
 def _rest(route: Route) -> tuple[Any, ...]:
     return route.audience, route.summary, route.handler, route.body, route.answer, route.max_body_bytes
 
@@ -288,4 +305,6 @@ def _rest(route: Route) -> tuple[Any, ...]:
 def _retry(request: web.Request) -> Retry:
     """Reads the headers: OpenAI's and Anthropic's clients count how often they sent a request before."""
     count = request.headers.get("x-stainless-retry-count", "0")
-    return Retry(int(count) if count.isdecimal() else 0, request.headers.get("Idempotency-Key", ""))
+    if not (count.isdecimal() and len(count) < 10):
+        raise Refusal(400, f"x-stainless-retry-count must be a number of at most 9 digits, got {count!r:.40}")
+    return Retry(int(count), request.headers.get("Idempotency-Key", ""))

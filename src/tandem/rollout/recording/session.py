@@ -6,7 +6,8 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +19,12 @@ from tandem.config.generation import GenerationConfig
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable, visible, visible_message
+
+_SHORT, _LONG = ThreadPoolExecutor(1, "recorder"), ThreadPoolExecutor(1, "long-recorder")
+"""Threads that read requests, one at a time and in their order, so that the loop of the run need not wait."""
+
+_LONG_BYTES = 1 << 16
+"""A request above this is read beside the others."""
 
 RETRY_S = 600.0
 """A turn that ended longer ago is not given to a retry."""
@@ -140,23 +147,45 @@ class RecordingSession:
         self._limits, self._side_calls = limits or SessionLimits(), side_calls
         self._attempts: dict[tuple[Any, ...], list[PendingTurn]] = {}
         self._numbers: dict[bytes, set[int]] = {}
-        self._started = 0
+        self._started = self._reading = 0
         self._closed = False
 
     # ------------------------------------------------------------------ turns
 
-    def begin(self, turn: Turn, retry: Retry) -> PendingTurn:
+    async def read(
+        self, function: Callable[[Mapping[str, Any]], Turn], body: Mapping[str, Any], size: int
+    ) -> tuple[Turn, Asked]:
+        """The turn that a body of ``size`` bytes asks for, and its tokens; made beside the loop.
+
+        Raises:
+            Refusal: too many are read already, the template refuses the messages, they are too long, or the session is over.
+        """
+        self._check_open()
+        self._check_running(self._reading)
+
+        def ask() -> tuple[Turn, Asked]:
+            turn = function(body)
+            return turn, self.forest.ask(turn.messages, turn.tools)
+
+        self._reading += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_LONG if size > _LONG_BYTES else _SHORT, ask)
+        except Unrenderable as error:
+            raise Refusal(400, str(error), code=error.code, param="messages") from error
+        finally:
+            self._reading -= 1
+
+    def begin(self, turn: Turn, asked: Asked, retry: Retry) -> PendingTurn:
         """The turn that a request asks for: a new one, or the one that it repeats.
 
         A request repeats another if both have the same prompt and the client says so, or nobody waits any more for the
         other and nobody has its reply.
 
         Raises:
-            Refusal: a bound is passed, the template refuses the messages, or the session is over.
+            Refusal: a bound is passed, or the session is over.
         """
         self._check_open()
         self.asked = True
-        asked, tools = self._ask(turn)
         same = (asked.digest, turn.stops, turn.max_tokens, turn.tool_choice)
         attempt = self._repeated(same, retry)
         if attempt is not None:
@@ -170,7 +199,7 @@ class RecordingSession:
         attempt = PendingTurn(turn, asked, self._take_number(asked), retry.key, asyncio.get_running_loop().create_future())
         attempt.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, if nobody waits
         self._attempts.setdefault(same, []).append(attempt)
-        attempt.task = asyncio.create_task(self._run(attempt, same, tools))
+        attempt.task = asyncio.create_task(self._run(attempt, same))
         return attempt
 
     def took(self, attempt: PendingTurn) -> None:
@@ -207,14 +236,6 @@ class RecordingSession:
                     tasks.append(attempt.task)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ask(self, turn: Turn) -> tuple[Asked, tuple[Mapping[str, Any], ...]]:
-        """The tokens of a turn, and the tools that may be called in it."""
-        try:
-            asked = self.forest.ask(turn.messages, turn.tools)
-        except Unrenderable as error:
-            raise Refusal(400, str(error), code="template_refuses", param="messages") from error
-        return asked, () if turn.tool_choice == "none" else tuple(turn.tools)
-
     def _check_open(self) -> None:
         if self._closed:
             raise Refusal(410, "this session is over", code="session_ended")
@@ -222,7 +243,9 @@ class RecordingSession:
     def _check_bounds(self) -> None:
         if self._started >= self._limits.max_turns:
             raise Refusal(403, f"this session has had its {self._limits.max_turns} turns (max_turns)", code="max_turns")
-        running = sum(not attempt.done.done() for attempts in self._attempts.values() for attempt in attempts)
+        self._check_running(sum(not attempt.done.done() for attempts in self._attempts.values() for attempt in attempts))
+
+    def _check_running(self, running: int) -> None:
         if running >= self._limits.max_concurrent:
             message = f"{running} turns of this session are under way, of at most {self._limits.max_concurrent}"
             raise Refusal(429, message, code="max_concurrent", headers={"Retry-After": "1"})
@@ -242,10 +265,10 @@ class RecordingSession:
         used.add(number)
         return number
 
-    async def _run(self, attempt: PendingTurn, same: tuple[Any, ...], tools: tuple[Mapping[str, Any], ...]) -> None:
+    async def _run(self, attempt: PendingTurn, same: tuple[Any, ...]) -> None:
         """Has the turn sampled; whoever waits for it gets the reply, or the reason why there is none."""
         try:
-            answered = await self._sampled(attempt, tools)
+            answered = await self._sampled(attempt)
             attempt.ended, self.failure = time.monotonic(), None
             attempt.asked = replace(attempt.asked, text="", input_ids=())  # the node knows its tokens by those before it
             if not attempt.done.done():
@@ -258,7 +281,7 @@ class RecordingSession:
             if not attempt.done.done():
                 attempt.done.set_exception(_refusal(error))
 
-    async def _sampled(self, attempt: PendingTurn, tools: tuple[Mapping[str, Any], ...]) -> Answered:
+    async def _sampled(self, attempt: PendingTurn) -> Answered:
         turn, asked, gconfig = attempt.turn, attempt.asked, self._gconfig
         limit = gconfig.max_new_tokens if turn.max_tokens is None else min(turn.max_tokens, gconfig.max_new_tokens)
         stops = tuple(dict.fromkeys((*gconfig.stop, *turn.stops)))
@@ -268,6 +291,7 @@ class RecordingSession:
         response = await self._engine.agenerate(request)
         if response.stop_reason == StopReason.CANCELLED:
             raise DataFailure("cancelled", "the request was cancelled, so the reply is not what the policy would have said")
+        tools = () if turn.tool_choice == "none" else turn.tools
         reader = self.forest.reader
         reply = reader.read(response.output_ids, tools, prompt=asked.text, stop_reason=response.stop_reason)
         reply = visible(reply, stops if response.stop_reason == StopReason.STOP else ())

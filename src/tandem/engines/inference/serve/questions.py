@@ -3,7 +3,6 @@
 A parameter that this engine cannot honour is refused by its name, unless it has the value that means nothing.
 """
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.protocol.dialects.chat import read_arguments
+from tandem.protocol.dialects.wire import check_last
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, array, integer, optional, record, text
 
@@ -131,6 +132,7 @@ async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     messages = [_message(message) for message in body["messages"]]
+    check_last(messages, "messages")
     ids = await tokenizers.encode_chat(messages, tools or None, limits.max_tokens)
     given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
     if len(given) > 1:
@@ -181,11 +183,5 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        message = f"arguments of a call must be a JSON object as text, got {call['function']['arguments'][:80]!r}"
-        raise Refusal(400, message, param="messages")
+    arguments = read_arguments(call["function"]["arguments"], "arguments of a call")
     return {**call, "function": {**call["function"], "arguments": arguments}}
