@@ -3,6 +3,7 @@
 import asyncio
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,51 @@ def test_a_term_counts_only_where_the_other_one_is_above_its_threshold():
     assert rewards(samples) == [4.0, 0.5, 0.0]
     assert [s.metrics["gate/A"] for s in samples] == [1.0, 0.0, 0.0]
     assert [s.raw_rewards.get("A") for s in samples] == [3.0, None, None]
+
+
+def test_a_gate_reads_the_value_before_its_weight():
+    assert rewards(combined("0.1*f + A(gate='f > 0.5')", {"f": 1.0, "A": 3.0})) == [pytest.approx(3.1)]
+
+
+@pytest.mark.parametrize("over", ["running", "group"])
+def test_each_step_earns_its_own_value_at_its_own_token_and_their_mean_is_recorded(over):
+    terms, first = read_terms(f"0.5*S(normalise={over}, clip=[-1, 1])"), replace(TOKENS, input_ids=torch.ones(3).long())
+    steps = {(0, 1, 2): [1.0, 2.0, 9.0], (0, 2): [4.0, 0.0]}
+    scored = [
+        Scored(Sample((first, TOKENS), 0.25), 0, "", values={"S": values}, tokens={"S": list(tokens)})
+        for tokens, values in steps.items()
+    ]
+    samples = Combination({"": terms}, {"": terms}).add(scored)
+    every = [x for values in steps.values() for x in values]
+    for sample, (tokens, values) in zip(samples, steps.items(), strict=True):
+        wanted = [0.5 * max(-1.0, min(1.0, (x - 3.2) / statistics.pstdev(every))) for x in values]
+        assert sample.trajectories[0] is first
+        assert sample.trajectories[1].token_rewards[list(tokens)].tolist() == pytest.approx(wanted, rel=1e-5)
+        assert sample.rewards["S"] == pytest.approx(sum(wanted), abs=1e-5) == sample.reward - 0.25
+        assert sample.raw_rewards == {"S": statistics.fmean(values)}
+
+
+@pytest.mark.parametrize("over", ["running", "group"])
+def test_a_sample_outside_statistics_is_scaled_by_the_others_and_moves_nothing(over):
+    terms = read_terms(f"A(normalise={over})")
+    scored = [Scored(Sample((TOKENS,), 0.0, in_statistics=x < 9), 0, "", values={"A": [x]}) for x in (1.0, 50.0, 3.0)]
+    assert rewards(Combination({"": terms}, {"": terms}).add(scored)) == pytest.approx([-1, 48, 1], rel=1e-5)
+
+
+def test_a_cost_is_a_part_and_not_of_the_sum():
+    terms = read_terms("A + 2*C")
+    values = Scored(Sample((TOKENS,), 0.5), 0, "", values={"A": [3.0], "C": [10.0]})
+    (sample,) = Combination({"": terms}, {"": terms}, cost="C").add([values])
+    assert sample.reward == 3.5 and sample.rewards == {"A": 3.0, "C": 20.0}
+
+
+def test_a_running_mean_outlives_a_change_of_terms_only_as_long_as_its_own_term():
+    terms, after = (read_terms(f"A(normalise=running) + B{knobs}") for knobs in ("(normalise=running)", "(clip=[0, 1])"))
+    for again, left in ((False, {"A"}), (True, {"A", "B"})):
+        combination = Combination({"": terms}, {"": terms})
+        combination.add([Scored(Sample((TOKENS,), 0.0), 0, "", values={"A": [x], "B": [x]}) for x in (1.0, 3.0)])
+        combination.change({"": after}, {"": after}, again=again)
+        assert combination.state_dict() == {"spreads": {name: [2, 2.0, 2.0] for name in sorted(left)}}
 
 
 def test_the_order_of_terms_changes_no_bit():
