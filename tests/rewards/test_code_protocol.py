@@ -1,4 +1,4 @@
-"""What a candidate writes is the value of the one call that is open, or the end of it; nothing that it writes is a verdict."""
+"""What a candidate writes is the value of the one call that is open, or its end; nothing that it writes is a verdict."""
 
 import asyncio
 import json
