@@ -256,6 +256,25 @@ def test_thinking_is_no_content_and_calls_in_it_are_none(readers):
     assert (reply.calls, reply.content) == ((), "")
 
 
+@pytest.mark.parametrize("family", ["harmony", "kimi", "deepseek", "hermes"])
+def test_a_special_token_that_ends_a_call_is_part_of_it_and_one_that_ends_the_turn_is_not(family):
+    tokenizer = tiny_tokenizer(TEMPLATES[family])
+    closing = FAMILIES[family].closing_text
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens, closing]})
+    reader = CallReader(tokenizer)
+    text, prompt = written(reader, [WEATHER], ("weather", {"city": "Ulm"}))
+    whole = text[: text.rindex(closing) + len(closing)]
+    for ended in (whole, f"{whole}<|im_end|>"):
+        reply = read(reader, ended, [WEATHER], prompt=prompt)
+        assert ([call.status for call in reply.calls], reply.content) == (["ok"], "")
+
+
+def test_of_several_templates_the_one_for_tools_tells_the_family():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATES["hermes"], "tool_use": TEMPLATES["glm"]}
+    assert CallReader(tokenizer).family.name == "glm"
+
+
 def test_harmony_channels_are_thinking_content_and_calls(readers):
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "

@@ -116,6 +116,9 @@ def test_the_program_is_the_last_whole_block_of_the_answer_or_all_of_it(answer, 
         ("nan", "nan.", False),
         ("６", "6.0", False),
         ("1e999", "1.0", False),
+        ("1e-7", "0.0", True),  # absolutely
+        ("1000000.5", "1000000.0", True),  # relatively
+        ("1000000006", "1e9", False),
         ("", "\n", True),
     ],
 )
@@ -211,6 +214,11 @@ def test_a_program_is_judged_by_what_it_prints_for_each_input(sandbox):
     assert judge(sandbox, right, PROGRAM_TESTS)[0].value == 1.0
     result, verdict = judge(sandbox, "print(abs(int(input())) * 2)", PROGRAM_TESTS, "code(credit=share)")
     assert (result.value, verdict.reason) == (0.5, "wrong")
+
+
+def test_a_program_that_fails_is_told_by_its_failure_and_not_by_what_it_printed(sandbox):
+    for answer in ("raise ValueError", "print(2 * int(input()))\nraise ValueError"):
+        assert judge(sandbox, answer, PROGRAM_TESTS)[1].reason == "error"
 
 
 def test_a_function_may_change_its_arguments_in_place(sandbox):
