@@ -77,7 +77,7 @@ def texts(shown):
     return [[one.completion_text for one in group.samples] for group in shown]
 
 
-def test_a_term_that_compares_sees_all_that_stand_where_it_counts_for_one_and_adds_to_those_alone():
+def test_a_term_that_compares_sees_the_whole_group_where_it_counts_for_one():
     score, hand = scorer("format + rank(model=folder, gate='format > 0.5')", lengths)
     own = replace(said("own"), reward=9.0, own_reward=True)
     groups = [Group((said("a"), own, said("bbb", form=0.0))), Group((said("c", form=0.0), said("d", form=0.5)))]
@@ -90,7 +90,7 @@ def test_a_term_that_compares_sees_all_that_stand_where_it_counts_for_one_and_ad
     assert len(hand.shown) == 1, "in evaluation nothing is compared"
 
 
-def test_a_judge_of_single_samples_sees_those_for_which_it_counts_also_in_evaluation():
+def test_a_judge_of_single_samples_sees_those_for_which_it_counts():
     recipes = "{by: source, recipes: {a: [format, {name: judge, model: folder, gate: 'format > 0.5'}], b: format}}"
     score, hand = scorer(recipes, lengths)
     sums = {spec: "judge" in spec for spec in score.plan.sums}
@@ -123,7 +123,7 @@ BASE = {"greedy": True, "in_loss": False, "in_statistics": False}
         ([said("a"), said("b")], ("late",) * 9, None, 2),  # those failed in their episodes, where the group was allowed
     ],
 )
-def test_a_sample_that_cannot_be_judged_leaves_its_group_which_stays_while_enough_do(samples, failures, least, left):
+def test_a_sample_without_a_verdict_leaves_its_group_which_stays_if_enough_do(samples, failures, least, left):
     def verdict(groups):
         return [[Judged(BAD if one.completion_text == "bad" else 1.0) for one in some.samples] for some in groups]
 
@@ -139,7 +139,7 @@ def test_a_sample_that_cannot_be_judged_leaves_its_group_which_stays_while_enoug
         assert group.num_left == sum(not one.greedy for one in fine)
 
 
-def test_values_of_steps_are_earned_in_their_order_by_the_tokens_that_end_them():
+def test_values_of_steps_are_earned_in_order_by_the_tokens_that_end_them():
     reply, silent, other = "three trees\n\n7", "", "so\n\nthe answer\n\n4"
     score, hand = scorer(
         r"0*format + model(path=folder, steps='\n\n', aggregate=none)",
@@ -158,7 +158,7 @@ def test_values_of_steps_are_earned_in_their_order_by_the_tokens_that_end_them()
     assert read[0].rstrip().endswith("three trees") and read[-1].rstrip().endswith("4")
 
 
-def test_a_text_is_read_up_to_the_length_of_the_model_and_scored_from_its_second_token_on():
+def test_a_text_is_read_up_to_the_models_length_and_scored_from_its_second_token():
     ids = TOKENIZER("three trees and more")["input_ids"]
     reader = ModelReader(TOKENIZER, same_tokens=False, max_length=len(ids))
     assert reader.text("three trees and more") == {

@@ -55,7 +55,7 @@ def test_every_step_ends_on_the_token_that_brings_its_last_character(seed):
         assert with_it.startswith(text[:end]) and not before.startswith(text[:end])
 
 
-def test_a_token_that_the_policy_made_belongs_to_its_reply_though_it_is_not_trained():
+def test_a_token_that_the_policy_made_and_does_not_train_is_of_its_reply():
     """As the first one, drawn at a temperature of its own, is not."""
     tokenizer = tiny_tokenizer()
     ids = [i for letter in "three" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]

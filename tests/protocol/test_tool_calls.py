@@ -211,7 +211,7 @@ def test_a_malformed_call_says_what_is_wrong_with_it(readers, text, status, word
 
 
 @pytest.mark.parametrize("family", [*TEMPLATES, "no tools"])
-def test_a_whole_call_counts_in_a_cut_reply_only_where_its_own_mark_ends_it(readers, family):
+def test_a_whole_call_counts_in_a_cut_reply_if_its_own_mark_ends_it(readers, family):
     """Where the end of the turn closes a call, one that was cut may not be whole."""
     reader = readers[family]
     text, prompt = written(reader, [WEATHER], ("weather", {"city": "Ulm"}))
@@ -257,7 +257,7 @@ def test_thinking_is_no_content_and_calls_in_it_are_none(readers):
 
 
 @pytest.mark.parametrize("family", ["harmony", "kimi", "deepseek", "hermes"])
-def test_a_special_token_that_ends_a_call_is_part_of_it_and_one_that_ends_the_turn_is_not(family):
+def test_a_special_token_that_ends_a_call_is_part_of_the_call(family):
     tokenizer = tiny_tokenizer(TEMPLATES[family])
     closing = FAMILIES[family].closing_text
     tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens, closing]})

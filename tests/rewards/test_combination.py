@@ -102,7 +102,7 @@ def test_a_gate_reads_the_value_before_its_weight():
 
 
 @pytest.mark.parametrize("over", ["running", "group"])
-def test_each_step_earns_its_own_value_at_its_own_token_and_their_mean_is_recorded(over):
+def test_each_step_earns_its_value_at_its_token_and_the_mean_is_recorded(over):
     terms, first = read_terms(f"0.5*S(normalise={over}, clip=[-1, 1])"), replace(TOKENS, input_ids=torch.ones(3).long())
     steps = {(0, 1, 2): [1.0, 2.0, 9.0], (0, 2): [4.0, 0.0]}
     scored = [
@@ -120,7 +120,7 @@ def test_each_step_earns_its_own_value_at_its_own_token_and_their_mean_is_record
 
 
 @pytest.mark.parametrize("over", ["running", "group"])
-def test_a_sample_outside_statistics_is_scaled_by_the_others_and_moves_nothing(over):
+def test_a_sample_outside_statistics_is_scaled_by_the_others(over):
     terms = read_terms(f"A(normalise={over})")
     scored = [Scored(Sample((TOKENS,), 0.0, in_statistics=x < 9), 0, "", values={"A": [x]}) for x in (1.0, 50.0, 3.0)]
     assert rewards(Combination({"": terms}, {"": terms}).add(scored)) == pytest.approx([-1, 48, 1], rel=1e-5)
@@ -133,7 +133,7 @@ def test_a_cost_is_a_part_and_not_of_the_sum():
     assert sample.reward == 3.5 and sample.rewards == {"A": 3.0, "C": 20.0}
 
 
-def test_a_running_mean_outlives_a_change_of_terms_only_as_long_as_its_own_term():
+def test_a_running_mean_outlives_a_change_of_terms_if_its_own_term_does():
     terms, after = (read_terms(f"A(normalise=running) + B{knobs}") for knobs in ("(normalise=running)", "(clip=[0, 1])"))
     for again, left in ((False, {"A"}), (True, {"A", "B"})):
         combination = Combination({"": terms}, {"": terms})

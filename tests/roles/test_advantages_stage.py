@@ -82,7 +82,7 @@ def test_truncated_samples_are_told_by_the_stop_reason_of_their_last_trajectory(
     assert penalised["shaped_reward"].tolist() == [1, 1, -2, -2, 0]
 
 
-def test_a_sample_that_one_shaping_masks_stays_masked_whatever_comes_behind_it(tmp_path):
+def test_a_sample_that_one_shaping_masks_stays_masked(tmp_path):
     (tmp_path / "mine.py").write_text("def keeps(rewards, truncated):\n    return rewards, truncated | True\n")
     batch = rollout_batch([[(1.0, 1), (0.0, 1)]], stop_reason=[1, 0])
     for shaping in (["mask_truncated", f"{tmp_path}/mine.py:keeps"], [f"{tmp_path}/mine.py:keeps", "mask_truncated"]):

@@ -106,7 +106,7 @@ def test_other_worlds_of_gymnasium_have_words_too(name, says, move):
         world.do("close")
 
 
-def test_actions_of_a_world_that_counts_from_one_are_its_own_numbers_or_their_names():
+def test_actions_of_a_world_that_counts_from_one_are_its_numbers_or_names():
     gymnasium = pytest.importorskip("gymnasium")
     worlds = pytest.importorskip("tandem.rollout.environments.gymnasium_text")
 

@@ -119,8 +119,8 @@ def test_a_worker_is_reused_and_replaced_after_so_many_episodes(pool):
     worlds = pool("Who", max_episodes=2)
     pids = [asyncio.run(pid_of(worlds)) for _ in range(4)]
     assert pids[0] == pids[1] != pids[2] == pids[3]
-    (place,) = worlds._all
-    grown = pool("Who", memory_mib=place.memory_mib / 1.5)  # more than it may have between episodes, less than twice that
+    memory_mib = psutil.Process(pids[3]).memory_info().rss / 2**20
+    grown = pool("Who", memory_mib=memory_mib / 1.5)  # more than it may have between episodes, less than twice that
     assert len({asyncio.run(pid_of(grown)) for _ in range(2)}) == 2
 
 

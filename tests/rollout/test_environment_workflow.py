@@ -107,7 +107,7 @@ def test_a_text_that_is_no_action_is_told_and_costs_what_you_say(play):
     assert ended.metrics["turns"] == 1 and ended.reward == 0
 
 
-def test_an_episode_ends_by_a_step_that_is_over_or_cut_and_keeps_the_accuracy_it_was_told(play):
+def test_an_episode_ends_by_a_step_that_is_over_or_cut_and_keeps_its_accuracy(play):
     told = [("on", 1.0, False, False, {"accuracy": 1.5}), ("on", 0.0, False, False, {}), ("cut", 2.0, False, True, None)]
     sample, _ = play("Says", "a", "b", "c", row=ROW | {"steps": [*told, ("never", 9.0, True, False, {})]})
     assert (sample.metrics["turns"], sample.metrics["cut_episodes"], sample.reward) == (3.0, 0.0, 3.0)

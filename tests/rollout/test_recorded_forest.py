@@ -228,7 +228,7 @@ def test_a_side_call_is_another_root_that_shares_nothing_with_the_task(forest):
     assert forest.task([title]) == {title}
 
 
-def test_the_path_that_was_asked_for_last_comes_last_whichever_reply_came_first(forest):
+def test_the_path_that_was_asked_for_last_comes_last(forest):
     grow(forest, said("a"), "one")
     earlier, last = (forest.ask(said("a", "one", more)) for more in "bc")
     last, earlier = end(forest, last, "two"), end(forest, earlier, "three")

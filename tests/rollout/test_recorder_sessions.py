@@ -13,9 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from tandem.api.failures import DataFailure, InfrastructureFailure
 from tandem.api.requests import NoiseKey, StopReason
 from tandem.protocol.refusal import Refusal
-from tandem.rollout.recording import recorder as recorder_module
-from tandem.rollout.recording import session as recording_session
-from tandem.rollout.recording.recorder import SessionRecorder, Sessions
+from tandem.rollout.recording.recorder import ENDED, SessionRecorder, Sessions
 from tandem.rollout.recording.session import SessionLimits
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, opened, reply_of, user
 from tests.rollout.test_recorded_forest import CALLS, TOOLS
@@ -102,7 +100,7 @@ def test_a_request_that_is_sent_again_is_sampled_once_and_two_that_are_alike_are
     assert metrics["rollout/recorded/retries"] == 3 and metrics["rollout/recorded/orphans"] == 0
 
 
-def test_what_asks_for_something_else_is_no_retry(monkeypatch):
+def test_what_asks_for_something_else_is_no_retry():
     """A retry is known by its key, its prompt and what it asks for; not where its turn was continued, or is long ago."""
     again = {"headers": {"x-stainless-retry-count": "1"}}
 
@@ -115,13 +113,12 @@ def test_what_asks_for_something_else_is_no_retry(monkeypatch):
             for fields in ({"max_tokens": 5}, {"stop": "."}, {"tool_choice": "none"}):
                 assert (await ask(HELLO | fields, **again))[1]["id"] not in {one["id"] for one in keyed}
             assert engine.asked == 5
-            for _ in range(2):
-                await ask({"messages": [user("late")]}, **again)
-            assert engine.asked == 6
-            monkeypatch.setattr(recording_session, "RETRY_S", 0.0)
-            await ask({"messages": [user("late")]}, **again)
-            assert engine.asked == 7
-        monkeypatch.undo()
+        for retry_s, asked in ((60.0, 1), (0.0, 2)):
+            before = engine.asked
+            async with opened(engine, limits=SessionLimits(retry_s=retry_s)) as (_, ask):
+                for _ in range(2):
+                    await ask(HELLO, **again)
+            assert engine.asked - before == asked
         async with opened(engine) as (_, ask):
             _, first = await ask(HELLO)
             await ask({"messages": [*HELLO["messages"], reply_of(first), user("go on")]})
@@ -166,9 +163,9 @@ def test_paths_without_a_trained_token_are_no_trajectories():
 def test_the_sample_is_judged_by_the_turn_that_was_asked_for_last():
     """Also where an earlier one is answered later; what the agent says of itself last counts."""
 
-    async def talk():
+    async def talk(side_calls):
         engine = ScriptedEngine(counting, delay_s={0: 0.05, 1: 0.0, 2: 0.1, 3: 0.0}.get)
-        async with opened(engine, side_calls="train") as (session, ask):
+        async with opened(engine, side_calls=side_calls) as (session, ask):
 
             async def begun(messages):
                 task = asyncio.create_task(ask({"messages": messages}))
@@ -185,26 +182,23 @@ def test_the_sample_is_judged_by_the_turn_that_was_asked_for_last():
             await asyncio.gather(*tasks)
             for reward in (1, 2):
                 await ask({"reward": reward, "metrics": {"m": reward}}, path="/reward")
-        trained = session.sample(0.0)
-        session._side_calls = "skip"
-        return session, trained, session.sample(0.0)
+        return session.reward, session.sample(0.0)
 
-    session, trained, skipped = asyncio.run(talk())
-    assert session.reward == {"reward": 2.0, "own_reward": True, "metrics": {"m": 2.0}}
+    (reward, trained), (_, skipped) = (asyncio.run(talk(side_calls)) for side_calls in ("train", "skip"))
+    assert reward == {"reward": 2.0, "own_reward": True, "metrics": {"m": 2.0}}
     assert (trained.completion_text, len(trained.trajectories)) == ("answer 3", 3)
     assert (skipped.completion_text, len(skipped.trajectories)) == ("answer 3", 2)
     assert trained.metrics["rollout/recorded/without_call"] == 0, "no turn had to call a tool"
     assert skipped.metrics["rollout/recorded/side_calls"] == 1
 
 
-def test_a_key_is_remembered_as_over_as_long_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(recorder_module, "ENDED", 2)
-    sessions, keys = Sessions(), [SimpleNamespace(key=f"sk-{i}") for i in range(3)]
-    for one in keys:
+def test_a_key_is_remembered_as_over_as_long_as_there_is_room():
+    sessions, ended = Sessions(), [SimpleNamespace(key=f"sk-{i}") for i in range(ENDED + 1)]
+    for one in ended:
         sessions.open(one)
         sessions.end(one)
     told = []
-    for one in keys:
+    for one in (ended[0], ended[1], ended[-1]):
         with pytest.raises(Refusal) as refusal:
             sessions.of(make_mocked_request("GET", "/", {"Authorization": f"Bearer {one.key}"}))
         told.append(refusal.value.status)
