@@ -164,7 +164,7 @@ def test_the_sample_is_judged_by_the_turn_that_was_asked_for_last():
     """Also where an earlier one is answered later; what the agent says of itself last counts."""
 
     async def talk(side_calls):
-        engine = ScriptedEngine(counting, delay_s={0: 0.05, 1: 0.0, 2: 0.1, 3: 0.0}.get)
+        engine = ScriptedEngine(counting, delay_s={0: 0.3, 1: 0.0, 2: 0.1, 3: 0.0}.get)
         async with opened(engine, side_calls=side_calls) as (session, ask):
 
             async def begun(messages):
