@@ -210,6 +210,17 @@ def test_a_rule_of_a_single_sample_needs_no_batch_and_a_running_mean_does():
         build_reward("math(normalise=running)", timeout_s=1.0)
 
 
+def test_the_accuracy_of_a_sum_is_that_of_the_first_term_that_has_one():
+    class Knows(Gives):
+        async def __call__(self, *, row, **rest):
+            return RewardResult(0.0, accuracy=row[self.column])
+
+    terms = [(t, Knows(t.label) if t.label != "a" else Gives("a")) for t in read_terms("a + b + c")]
+    ids = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": ()}
+    result = asyncio.run(SumReward(terms)(row={"a": 0.25, "b": 1.0, "c": 0.0}, **ids))
+    assert result.accuracy == 1.0
+
+
 def test_any_term_may_have_a_name_of_its_own():
     reward = build_reward("math(name=right) + 0.1*length(target_tokens=8, name=short)", timeout_s=1.0)
     result = asyncio.run(reward(prompt="", completion="4", prompt_ids=(), completion_ids=(1, 2), row={"answer": "4"}))
