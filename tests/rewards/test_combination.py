@@ -221,6 +221,13 @@ def test_the_accuracy_of_a_sum_is_that_of_the_first_term_that_has_one():
     assert result.accuracy == 1.0
 
 
+def test_an_answer_shorter_than_its_target_earns_no_more_than_1():
+    reward = build_reward("length(target_tokens=4)", timeout_s=1.0)
+    ids = {"prompt": "", "completion": "", "prompt_ids": (), "row": {}}
+    values = [asyncio.run(reward(completion_ids=(1,) * n, **ids)).value for n in (0, 2, 4, 6, 8, 9)]
+    assert values == [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+
+
 def test_any_term_may_have_a_name_of_its_own():
     reward = build_reward("math(name=right) + 0.1*length(target_tokens=8, name=short)", timeout_s=1.0)
     result = asyncio.run(reward(prompt="", completion="4", prompt_ids=(), completion_ids=(1, 2), row={"answer": "4"}))
