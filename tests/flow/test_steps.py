@@ -55,6 +55,15 @@ def test_every_step_ends_on_the_token_that_brings_its_last_character(seed):
         assert with_it.startswith(text[:end]) and not before.startswith(text[:end])
 
 
+def test_a_token_that_the_policy_made_and_does_not_train_is_of_its_reply():
+    """As the first one, drawn at a temperature of its own, is not."""
+    tokenizer = tiny_tokenizer()
+    ids = [i for letter in "three" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    made = trajectory([1, 9], ids)
+    made.loss_mask[2] = False
+    assert last_tokens(tokenizer, made, "three", [1, 5]) == [2, 6]
+
+
 def test_a_reply_that_the_tokens_do_not_say_is_a_failure_of_its_sample():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("three", add_special_tokens=False)["input_ids"]

@@ -210,6 +210,33 @@ def test_a_malformed_call_says_what_is_wrong_with_it(readers, text, status, word
     assert call.status == status and words in call.why and call.text == text
 
 
+@pytest.mark.parametrize("family", [*TEMPLATES, "no tools"])
+def test_a_whole_call_counts_in_a_cut_reply_if_its_own_mark_ends_it(readers, family):
+    """Where the end of the turn closes a call, one that was cut may not be whole."""
+    reader = readers[family]
+    text, prompt = written(reader, [WEATHER], ("weather", {"city": "Ulm"}))
+    (call,) = read(reader, text, [WEATHER], StopReason.LENGTH, prompt=prompt).calls
+    assert call.status == ("unclosed" if reader.family.end_closes else "ok")
+
+
+def test_a_broken_call_ends_where_the_next_begins(readers):
+    broken, whole = '[TOOL_CALLS]weather[ARGS]{"city": ', '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}'
+    for reason, last in ((StopReason.STOP, "ok"), (StopReason.LENGTH, "unclosed")):
+        first, second = read(readers["mistral_args"], broken + whole, [WEATHER], reason).calls
+        assert (first.status, first.text, second.status) == ("invalid_json", broken, last)
+
+
+def test_calls_have_ids_of_their_own_whatever_a_model_calls_them(readers):
+    kimi = readers["kimi"]
+    text, _ = written(kimi, [WEATHER], ("weather", {"city": "Ulm"}))
+    first, second = read(kimi, text + text, [WEATHER]).good_calls
+    assert first.call_id == "functions.weather:0" != second.call_id
+    hermes = readers["hermes"]
+    text, _ = written(hermes, [WEATHER], ("weather", {"city": "Ulm"}))
+    ids = [read(hermes, text, [WEATHER], prompt=prompt).calls[0].call_id for prompt in ("a", "b", "a")]
+    assert ids[0] == ids[2] != ids[1], "results are matched by id over a whole chat"
+
+
 def test_arguments_are_cast_by_the_schema(readers):
     text = '<tool_call>{"name": "weather", "arguments": {"city": 89073, "days": "3"}}</tool_call>'
     (call,) = read(readers["hermes"], text, [WEATHER]).good_calls
@@ -223,8 +250,29 @@ def test_thinking_is_no_content_and_calls_in_it_are_none(readers):
     assert (len(reply.calls), reply.content, reply.reasoning) == (1, "Let me see.", f"Maybe {call}?")
     reply = read(hermes, f"Maybe.</think>{call}", [WEATHER], prompt="<|im_start|>assistant\n<think>\n")
     assert (len(reply.calls), reply.reasoning) == (1, "Maybe.")
+    reply = read(hermes, call.replace("Ulm", "a</think>b"), [WEATHER])
+    assert (reply.good_calls[0].arguments, reply.reasoning) == ({"city": "a</think>b"}, "")
     reply = read(hermes, f"<think>{call}", [WEATHER], StopReason.LENGTH)
     assert (reply.calls, reply.content) == ((), "")
+
+
+@pytest.mark.parametrize("family", ["harmony", "kimi", "deepseek", "hermes"])
+def test_a_special_token_that_ends_a_call_is_part_of_the_call(family):
+    tokenizer = tiny_tokenizer(TEMPLATES[family])
+    closing = FAMILIES[family].closing_text
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens, closing]})
+    reader = CallReader(tokenizer)
+    text, prompt = written(reader, [WEATHER], ("weather", {"city": "Ulm"}))
+    whole = text[: text.rindex(closing) + len(closing)]
+    for ended in (whole, f"{whole}<|im_end|>"):
+        reply = read(reader, ended, [WEATHER], prompt=prompt)
+        assert ([call.status for call in reply.calls], reply.content) == (["ok"], "")
+
+
+def test_of_several_templates_the_one_for_tools_tells_the_family():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": TEMPLATES["hermes"], "tool_use": TEMPLATES["glm"]}
+    assert CallReader(tokenizer).family.name == "glm"
 
 
 def test_harmony_channels_are_thinking_content_and_calls(readers):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import signal
@@ -22,7 +23,7 @@ from tandem.data.rows import normalise
 from tandem.data.table import Table
 from tandem.rewards.build import build_reward
 from tandem.rewards.code.extraction import find_code
-from tandem.rewards.code.literals import NotLiteral, decode, encode
+from tandem.rewards.code.literals import NotLiteral, decode, encode, write
 from tandem.rewards.code.output import same_output
 from tandem.rewards.code.reward import CodeReward
 from tandem.sandbox.choose import choose_sandbox
@@ -116,6 +117,9 @@ def test_the_program_is_the_last_whole_block_of_the_answer_or_all_of_it(answer, 
         ("nan", "nan.", False),
         ("６", "6.0", False),
         ("1e999", "1.0", False),
+        ("1e-7", "0.0", True),  # absolutely
+        ("1000000.5", "1000000.0", True),  # relatively
+        ("1000000006", "1e9", False),
         ("", "\n", True),
     ],
 )
@@ -131,11 +135,12 @@ Pair = namedtuple("Pair", "a b")
     [
         *(None, True, 7, -(10**40), 1.5, math.inf, -math.inf, 1e-300, 2 - 3j, "a\ud800\n", b"\x00\xff"),
         [1, (2, [3]), {4: {5}, (6,): frozenset({7})}, ()],
+        [1 << 20_000, -(1 << 20_000), (1 << 63) - 1, -(1 << 63)],  # more digits than Python reads
         {"d": 1, "t": {"s": [1]}},
     ],
 )
 def test_a_literal_travels_as_it_is(value):
-    back = decode(encode(value))
+    back = decode(json.loads(write({"": encode(value)}))[""])  # as it does between two processes
     assert back == value and type(back) is type(value)
 
 
@@ -211,6 +216,11 @@ def test_a_program_is_judged_by_what_it_prints_for_each_input(sandbox):
     assert judge(sandbox, right, PROGRAM_TESTS)[0].value == 1.0
     result, verdict = judge(sandbox, "print(abs(int(input())) * 2)", PROGRAM_TESTS, "code(credit=share)")
     assert (result.value, verdict.reason) == (0.5, "wrong")
+
+
+def test_a_program_that_fails_is_told_by_its_failure(sandbox):
+    for answer in ("raise ValueError", "print(2 * int(input()))\nraise ValueError"):
+        assert judge(sandbox, answer, PROGRAM_TESTS)[1].reason == "error"
 
 
 def test_a_function_may_change_its_arguments_in_place(sandbox):

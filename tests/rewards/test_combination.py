@@ -3,6 +3,7 @@
 import asyncio
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,51 @@ def test_a_term_counts_only_where_the_other_one_is_above_its_threshold():
     assert [s.raw_rewards.get("A") for s in samples] == [3.0, None, None]
 
 
+def test_a_gate_reads_the_value_before_its_weight():
+    assert rewards(combined("0.1*f + A(gate='f > 0.5')", {"f": 1.0, "A": 3.0})) == [pytest.approx(3.1)]
+
+
+@pytest.mark.parametrize("over", ["running", "group"])
+def test_each_step_earns_its_value_at_its_token_and_the_mean_is_recorded(over):
+    terms, first = read_terms(f"0.5*S(normalise={over}, clip=[-1, 1])"), replace(TOKENS, input_ids=torch.ones(3).long())
+    steps = {(0, 1, 2): [1.0, 2.0, 9.0], (0, 2): [4.0, 0.0]}
+    scored = [
+        Scored(Sample((first, TOKENS), 0.25), 0, "", values={"S": values}, tokens={"S": list(tokens)})
+        for tokens, values in steps.items()
+    ]
+    samples = Combination({"": terms}, {"": terms}).add(scored)
+    every = [x for values in steps.values() for x in values]
+    for sample, (tokens, values) in zip(samples, steps.items(), strict=True):
+        wanted = [0.5 * max(-1.0, min(1.0, (x - 3.2) / statistics.pstdev(every))) for x in values]
+        assert sample.trajectories[0] is first
+        assert sample.trajectories[1].token_rewards[list(tokens)].tolist() == pytest.approx(wanted, rel=1e-5)
+        assert sample.rewards["S"] == pytest.approx(sum(wanted), abs=1e-5) == sample.reward - 0.25
+        assert sample.raw_rewards == {"S": statistics.fmean(values)}
+
+
+@pytest.mark.parametrize("over", ["running", "group"])
+def test_a_sample_outside_statistics_is_scaled_by_the_others(over):
+    terms = read_terms(f"A(normalise={over})")
+    scored = [Scored(Sample((TOKENS,), 0.0, in_statistics=x < 9), 0, "", values={"A": [x]}) for x in (1.0, 50.0, 3.0)]
+    assert rewards(Combination({"": terms}, {"": terms}).add(scored)) == pytest.approx([-1, 48, 1], rel=1e-5)
+
+
+def test_a_cost_is_a_part_and_not_of_the_sum():
+    terms = read_terms("A + 2*C")
+    values = Scored(Sample((TOKENS,), 0.5), 0, "", values={"A": [3.0], "C": [10.0]})
+    (sample,) = Combination({"": terms}, {"": terms}, cost="C").add([values])
+    assert sample.reward == 3.5 and sample.rewards == {"A": 3.0, "C": 20.0}
+
+
+def test_a_running_mean_outlives_a_change_of_terms_if_its_own_term_does():
+    terms, after = (read_terms(f"A(normalise=running) + B{knobs}") for knobs in ("(normalise=running)", "(clip=[0, 1])"))
+    for again, left in ((False, {"A"}), (True, {"A", "B"})):
+        combination = Combination({"": terms}, {"": terms})
+        combination.add([Scored(Sample((TOKENS,), 0.0), 0, "", values={"A": [x], "B": [x]}) for x in (1.0, 3.0)])
+        combination.change({"": after}, {"": after}, again=again)
+        assert combination.state_dict() == {"spreads": {name: [2, 2.0, 2.0] for name in sorted(left)}}
+
+
 def test_the_order_of_terms_changes_no_bit():
     terms = ["0.1*a", "0.7*B(normalise=running)", "0.2*C(clip=[0, 1], gate=a)", "0.3*D(normalise=group)", "1e-9*E"]
     draw = random.Random(0).random
@@ -162,6 +208,24 @@ def test_a_rule_of_a_single_sample_needs_no_batch_and_a_running_mean_does():
     assert asked("a(clip=[0, 1]) + 2*b", [{"a": 5.0, "b": 3.0}])[0][0].rewards == {"a": 1.0, "b": 6.0}
     with pytest.raises(ConfigError, match="normalise=running of math needs the batches of `tandem train`"):
         build_reward("math(normalise=running)", timeout_s=1.0)
+
+
+def test_the_accuracy_of_a_sum_is_that_of_the_first_term_that_has_one():
+    class Knows(Gives):
+        async def __call__(self, *, row, **rest):
+            return RewardResult(0.0, accuracy=row[self.column])
+
+    terms = [(t, Knows(t.label) if t.label != "a" else Gives("a")) for t in read_terms("a + b + c")]
+    ids = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": ()}
+    result = asyncio.run(SumReward(terms)(row={"a": 0.25, "b": 1.0, "c": 0.0}, **ids))
+    assert result.accuracy == 1.0
+
+
+def test_an_answer_shorter_than_its_target_earns_no_more_than_1():
+    reward = build_reward("length(target_tokens=4)", timeout_s=1.0)
+    ids = {"prompt": "", "completion": "", "prompt_ids": (), "row": {}}
+    values = [asyncio.run(reward(completion_ids=(1,) * n, **ids)).value for n in (0, 2, 4, 6, 8, 9)]
+    assert values == [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
 
 
 def test_any_term_may_have_a_name_of_its_own():

@@ -231,6 +231,12 @@ def test_what_is_no_finite_number_is_a_named_failure(reward):
         assert failure_of(echo, returned=returned).reason == "reward_not_finite", returned
 
 
+@pytest.mark.parametrize("accuracy", [-0.1, 1.1])
+def test_an_accuracy_lies_between_0_and_1(accuracy):
+    with pytest.raises(RewardFailure, match=f"accuracy must lie in 0…1, got {accuracy}"):
+        read_outcome({"right": 1.0, "accuracy": accuracy})
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("raises", "KeyError"), ("quits", "SystemExit: enough"), ("fails", "ValueError: bad")]
 )

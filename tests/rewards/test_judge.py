@@ -7,10 +7,15 @@ import pytest
 from tandem.api.failures import RewardFailure
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
+from tandem.rewards.judge import JudgeReward
 from tandem.rewards.verdicts import read_choice, read_json, read_number
 from tests.rewards.asked import ROW, judge, server
 from tests.serve.served import Served
 from tests.tiny import tiny_model_folder
+
+
+def said_by(role, text):
+    return [{"role": role, "content": text}]
 
 
 def says(*texts):
@@ -25,6 +30,7 @@ def says(*texts):
         (lambda text: read_number(text, 0, 1), "score = 0.25", 0.25),
         (lambda text: read_choice(text, {"good": 1.0, "not good": 0.0}), "Verdict: **not good**", 0.0),
         (lambda text: read_choice(text, {"A": 1.0, "B": -1.0}), "A is fine, but\nverdict: b", -1.0),
+        (lambda text: read_choice(text, {"A": 1.0, "B": -1.0}), "Verdict: A\nOn second thought\nVerdict: B", -1.0),
         (lambda text: read_json(text, 0, 10), 'Like {"a": 1}: ```json\n{"why": "{x}", "score": 5}\n```', 0.5),
         (lambda text: read_json(text, 0, 10), '{"score": 8, "why": {"score": 2}}', 0.8),
         (lambda text: read_json(text, 0, 1), '{"score": 0.00001}', 1e-5),
@@ -45,7 +51,7 @@ def test_the_verdict_is_the_last_one_in_the_agreed_form(read, text, value):
         (lambda text: read_choice(text, {"good": 1.0, "bad": 0.0}), "Verdict: goodish"),
         (lambda text: read_choice(text, {"A": 1.0, "B": 0.0, "tie": 0.5}), "Verdict: A or B or tie"),
         (lambda text: read_choice(text, {"A": 1.0, "B": 0.0, "tie": 0.5}), "Verdict: A tie between both"),
-        (lambda text: read_json(text, 0, 10), '{"a":' * 5000),
+        (lambda text: read_json(text, 0, 10), '{"a":' * 1500),
         (lambda text: read_json(text, 0, 10), '{"score": "5"} {"score": true}'),
         (lambda text: read_json(text, 0, 10), '{"score": ' + "9" * 400 + "}"),
     ],
@@ -68,7 +74,10 @@ def test_the_judge_reads_the_conversation_and_its_votes_are_averaged():
 def test_without_the_conversation_it_reads_the_row_and_the_completion():
     with server(says("Score: 10")) as (url, bodies):
         assert judge(f"judge(url={url}/v1, model=m)", "two", messages=False) == 1.0
-    assert "[user]\nWhat is 1 + 1?\n\n[assistant]\ntwo\n" in bodies[0]["messages"][0]["content"]
+    asked = bodies[0]["messages"][0]["content"]
+    assert "[user]\nWhat is 1 + 1?\n\n[assistant]\ntwo\n" in asked
+    assert "expected answer" not in asked, "only with show_answer"
+    assert bodies[0]["temperature"] == 0, "a single vote is not drawn"
 
 
 def test_no_reply_can_close_what_is_judged():
@@ -83,6 +92,15 @@ def test_no_reply_can_close_what_is_judged():
     assert marks[1] == mark  # inside, and no mark of this prompt
     assert marks[0] == marks[2] != mark and len(marks) == 3
     assert "two $question" in first  # what is judged is not a part of the template
+
+
+def test_replies_to_the_same_messages_are_judged_behind_the_same_words():
+    """A model that the run holds reads the words before the replies once."""
+    reward = JudgeReward(timeout_s=1.0, model="folder")
+    one, two = (reward.prompt_of([*ROW["messages"], {"role": "assistant", "content": text}], text, None) for text in "pq")
+    other = reward.prompt_of([*said_by("user", "2 + 2?"), *said_by("assistant", "p")], "p", None)
+    assert one.partition("\np\n")[0] == two.partition("\nq\n")[0]
+    assert one[one.index("===") :][:20] != other[other.index("===") :][:20]
 
 
 def test_a_judge_that_writes_no_verdict_is_a_named_failure(tmp_path):

@@ -148,6 +148,8 @@ def test_questions_share_requests_and_results_may_come_in_any_order():
     }
     with server(lengths) as (url, _):
         assert judge(f"remote(url={url}, above=4)", *words) == [float(n > 4) for n in range(1, 11)]
+        above = judge(f"remote(url={url}, center=1, scale=2, above=3)", *words)
+        assert above == [float((n - 1) / 2 > 3) for n in range(1, 11)]
 
 
 def test_a_server_that_fails_for_a_while_costs_time_and_no_sample():

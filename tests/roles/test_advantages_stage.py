@@ -82,6 +82,14 @@ def test_truncated_samples_are_told_by_the_stop_reason_of_their_last_trajectory(
     assert penalised["shaped_reward"].tolist() == [1, 1, -2, -2, 0]
 
 
+def test_a_sample_that_one_shaping_masks_stays_masked(tmp_path):
+    (tmp_path / "mine.py").write_text("def keeps(rewards, truncated):\n    return rewards, truncated | True\n")
+    batch = rollout_batch([[(1.0, 1), (0.0, 1)]], stop_reason=[1, 0])
+    for shaping in (["mask_truncated", f"{tmp_path}/mine.py:keeps"], [f"{tmp_path}/mine.py:keeps", "mask_truncated"]):
+        found = actor(shaping=tuple(map(Component, shaping))).compute_advantages(batch)
+        assert completions(found, "dropped") == [[True], [False]]
+
+
 def test_expired_tokens_are_dropped_and_keep_their_advantage():
     batch = rollout_batch([[(1.0, 2), (0.0, 2)]])
     batch["expired"][PROMPT] = True

@@ -106,6 +106,30 @@ def test_other_worlds_of_gymnasium_have_words_too(name, says, move):
         world.do("close")
 
 
+def test_actions_of_a_world_that_counts_from_one_are_its_numbers_or_names():
+    gymnasium = pytest.importorskip("gymnasium")
+    worlds = pytest.importorskip("tandem.rollout.environments.gymnasium_text")
+
+    class Doors(gymnasium.Env):
+        action_space, observation_space = gymnasium.spaces.Discrete(3, start=1), gymnasium.spaces.Discrete(4)
+
+        def reset(self, *, seed=None, options=None):
+            return 0, {}
+
+        def step(self, action):
+            return action, 0.0, False, False, {}
+
+    gymnasium.register("Doors-v0", entry_point=Doors, disable_env_checker=True)
+    for names, actions in ((None, {"1": 1, "3": 3}), ("a b c", {"a": 1, "C": 3, "2": 2})):
+        world = worlds.GymnasiumText("Doors-v0", actions=names)
+        world.reset({}, 0)
+        for word, number in actions.items():
+            assert world.step(word).observation == f"You observe {number}."
+        for word in ("0", "4"):
+            with pytest.raises(InvalidAction):
+                world.step(word)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("FrozenLak-v1", "cannot be made"), ("Pendulum-v1", "only a few numbered ones"), (f"{'x' * 5}", "cannot be made")],
@@ -162,6 +186,10 @@ def test_a_task_of_reasoning_gym_earns_what_an_answer_adds_to_the_best():
         assert second["terminated"] and second["accuracy"] == 1 and first["reward"] + second["reward"] == pytest.approx(1)
         task.do("reset", data={}, seed=5)
         assert [task.do("step", action="x")["terminated"] for _ in range(2)] == [False, True]
+    with player("reasoning_gym:chain_sum(tries=3, options={'min_terms': 2, 'max_terms': 2})") as task:
+        task.do("reset", data={}, seed=5)
+        earned = [task.do("step", action=answer)["reward"] for answer in (f"{right} or so", "x", f"{right} or so")]
+        assert earned[0] > 0 and earned[1:] == [0, 0], "only what is above the best"
     with pytest.raises(ConfigError, match="did you mean 'chain_sum'"), player("reasoning_gym:chain_sun"):
         pass
 

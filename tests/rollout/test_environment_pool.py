@@ -119,6 +119,14 @@ def test_a_worker_is_reused_and_replaced_after_so_many_episodes(pool):
     worlds = pool("Who", max_episodes=2)
     pids = [asyncio.run(pid_of(worlds)) for _ in range(4)]
     assert pids[0] == pids[1] != pids[2] == pids[3]
+    memory_mib = psutil.Process(pids[3]).memory_info().rss / 2**20
+    grown = pool("Who", memory_mib=memory_mib / 1.5)  # more than it may have between episodes, less than twice that
+    assert len({asyncio.run(pid_of(grown)) for _ in range(2)}) == 2
+
+
+def test_a_forged_answer_is_none(pool):
+    failure = asyncio.run(outcome(pool("Forges"), "plays"))
+    assert failure.reason == "environment_died" and "without the call's token" in str(failure)
 
 
 def test_a_worker_does_without_torch(pool):

@@ -25,8 +25,9 @@ ROW = {"messages": [{"role": "user", "content": "Play."}], "answer": "7", "tande
 class Script:
     """An engine that says what stands there, and keeps what it was asked."""
 
-    def __init__(self, tokenizer, *says, key=None, full_after=None):
+    def __init__(self, tokenizer, *says, key=None, full_after=None, reason=StopReason.STOP):
         self.tokenizer, self.says, self.requests, self.full_after = tokenizer, list(says), [], full_after
+        self.reason = reason
         if key is not None:
             self.noise_key = key
 
@@ -35,7 +36,7 @@ class Script:
             raise DataFailure("prompt_too_long", "no room")
         self.requests.append(request)
         ids = (*self.tokenizer(self.says.pop(0), add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
-        return LLMResponse(request.input_ids, ids, (-0.5,) * len(ids), (0,) * len(ids), StopReason.STOP, 1.0)
+        return LLMResponse(request.input_ids, ids, (-0.5,) * len(ids), (0,) * len(ids), self.reason, 1.0)
 
     @property
     def read(self):
@@ -48,9 +49,9 @@ def play():
     """Plays one episode in a class of the file."""
     tokenizers = {}
 
-    def run(world, *says, row=ROW, key=None, template=None, full_after=None, **knobs):
+    def run(world, *says, row=ROW, key=None, template=None, full_after=None, reason=StopReason.STOP, **knobs):
         tokenizer = tokenizers.setdefault(template, tiny_tokenizer(*[template] if template else []))
-        script = Script(tokenizer, *says, key=key, full_after=full_after)
+        script = Script(tokenizer, *says, key=key, full_after=full_after, reason=reason)
         with Services({"environment": f"{WORLDS}:{world}"}, tokenizer=tokenizer, gconfig=GCONFIG) as services:
             workflow = services.make("workflow=environment", EnvironmentWorkflow, knobs)
             return asyncio.run(workflow.arun_episode(script, row)), script
@@ -106,22 +107,48 @@ def test_a_text_that_is_no_action_is_told_and_costs_what_you_say(play):
     assert ended.metrics["turns"] == 1 and ended.reward == 0
 
 
+def test_an_episode_ends_by_a_step_that_is_over_or_cut_and_keeps_its_accuracy(play):
+    told = [("on", 1.0, False, False, {"accuracy": 1.5}), ("on", 0.0, False, False, {}), ("cut", 2.0, False, True, None)]
+    sample, _ = play("Says", "a", "b", "c", row=ROW | {"steps": [*told, ("never", 9.0, True, False, {})]})
+    assert (sample.metrics["turns"], sample.metrics["cut_episodes"], sample.reward) == (3.0, 0.0, 3.0)
+    assert sample.accuracy == 1.0, "within 0…1, and not forgotten by steps that do not know it"
+    over = [("on", 1.0, False, False, {"accuracy": 1.0}), ("over", 0.0, True, False, {"accuracy": -1})]
+    assert play("Says", "a", "b", row=ROW | {"steps": over})[0].accuracy == 0.0
+
+
 def test_turns_are_limited_and_a_full_context_ends_the_episode(play):
     sample, _ = play("Count", "go", "go", max_turns=2)
     assert sample.metrics == {"turns": 2.0, "malformed_actions": 0.0, "cut_episodes": 1.0} and sample.accuracy is None
     sample, _ = play("Count", "go", "go", full_after=1)
     assert sample.metrics["turns"] == 1 and sample.metrics["cut_episodes"] == 1 and sample.reward == 1
+    with pytest.raises(DataFailure, match="no room"):  # the row itself is too long
+        play("Count", full_after=0)
+
+
+def test_a_reply_that_was_cancelled_is_no_action(play):
+    with pytest.raises(DataFailure, match="not what the policy would have said"):
+        play("Count", "go", reason=StopReason.CANCELLED)
 
 
 def test_members_of_a_group_begin_in_the_same_state_unless_it_is_said(play):
-    def begins(key, row=ROW, **knobs):
-        return play("Async", "a", "b", key=key, row=row, **knobs)[0].messages[0]["content"]
+    with Services({"environment": f"{WORLDS}:Count"}, tokenizer=tiny_tokenizer(), gconfig=GCONFIG) as services:
+        same, own = (
+            services.make("workflow=environment", EnvironmentWorkflow, {"same_start": shared}) for shared in (True, False)
+        )
 
-    first = begins(NoiseKey(1, 0, 5, sample=0))
-    assert first == begins(NoiseKey(1, 0, 5, sample=3)) == begins(NoiseKey(1, 0, 5, sample=3, attempt=2))
-    assert len({first, *(begins(NoiseKey(*k)) for k in ((2, 0, 5), (1, 1, 5), (1, 0, 6)))}) == 4
-    assert begins(NoiseKey(1), same_start=False) != begins(NoiseKey(1, sample=1), same_start=False)
-    assert begins(NoiseKey(1), row=ROW | {"seed": 12}).endswith("seed 12")
+    def seeds(workflow, *keys, row=ROW):
+        return [workflow.seed_of(Script(None, key=NoiseKey(*key)), row) for key in keys]
+
+    assert len(set(seeds(same, (1, 0, 5, 0), (1, 0, 5, 3), (1, 0, 5, 3, 2)))) == 1
+    assert len(set(seeds(same, (1, 0, 5), (2, 0, 5), (1, 1, 5), (1, 0, 6)))) == 4
+    assert seeds(same, (1,), (1, 0, 0, 1), row=ROW | {"seed": 12}) == [12, 12]
+    for row in (ROW, ROW | {"seed": 12}):
+        assert len(set(seeds(own, (1,), (1, 0, 0, 1), row=row))) == 2
+    rows = [ROW | {"tandem.epoch": epoch, "tandem.index": index} for epoch, index in ((0, 5), (0, 5), (1, 5), (0, 6))]
+    alone = [same.seed_of(Script(None), row) for row in rows]  # an engine without noise of its own
+    assert alone[0] == alone[1] and len(set(alone)) == 3
+    begun, _ = play("Async", "a", "b", key=NoiseKey(1), row=ROW | {"seed": 12})
+    assert begun.messages[0]["content"] == "Play.\n\nrow 5, seed 12"
 
 
 def test_a_world_of_gymnasium_plays_as_it_is(play):
@@ -136,7 +163,10 @@ def test_a_world_of_gymnasium_plays_as_it_is(play):
         ("last_word", None, "I go to the **left**.", "left"),
         ("last_line", None, "First\nthen left\n", "then left"),
         ("number", None, "between 3 and -12.", -12),
+        ("number", None, "3 or 0.75", 0.75),
         ("regex", r"\[(\w+)\]", "[up] no, [down]!", "down"),
+        ("regex", r"up|down", "up, then down!", "down"),
+        ("regex", r"go(\d)?", "go", ""),
         ("json", None, 'so {"a": 1} or {"move": {"x": 2}} it is', {"move": {"x": 2}}),
     ],
 )

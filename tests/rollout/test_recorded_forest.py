@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from tandem.protocol.dialects.chat import answer, read
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus, Reply, Turn
 from tandem.rollout.recording.forest import Forest, visible, visible_message
-from tandem.rollout.recording.matching import meaning
+from tandem.rollout.recording.matching import meaning, thought
 from tests.rollout.scripted import untruthful
 from tests.rollout.test_chat import FORGETFUL
 from tests.tiny import CHATML, tiny_tokenizer
@@ -227,6 +228,13 @@ def test_a_side_call_is_another_root_that_shares_nothing_with_the_task(forest):
     assert forest.task([title]) == {title}
 
 
+def test_the_path_that_was_asked_for_last_comes_last(forest):
+    grow(forest, said("a"), "one")
+    earlier, last = (forest.ask(said("a", "one", more)) for more in "bc")
+    last, earlier = end(forest, last, "two"), end(forest, earlier, "three")
+    assert last.key < earlier.key and forest.leaves(forest.nodes) == [earlier, last]
+
+
 def test_a_root_with_tools_holds_the_task(forest):
     """Also where the title was there before the task was asked for."""
     grow(forest, [{"role": "system", "content": "Title!"}, *said("task")], "A title")
@@ -246,10 +254,20 @@ def test_messages_that_say_the_same_are_the_same():
     assert meaning({"role": "user", "content": "ab"}) == meaning({"role": "user", "content": [{"text": "a"}, {"text": "b"}]})
     assert meaning({"role": "user", "content": " a"}) != meaning({"role": "user", "content": "a"})
     assert meaning({"role": "tool", "content": "a"}) != meaning({"role": "user", "content": "a"})
+    one, other, half = (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        for arguments in ('{"x": ', '{"y": ', {"x": 1.5})
+    )
+    assert meaning(one) == meaning(dict(one)) != meaning(other), "arguments that cannot be read are a text"
+    assert meaning(half) != meaning({**half, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]})
+    assert thought({"role": "assistant", "reasoning_content": " hm\n"}) == "hm"
 
 
 def test_a_call_that_cannot_be_carried_out_is_text_but_not_a_text_that_ends_the_turn():
     broken = Call("f", status=CallStatus.UNCLOSED, text="<tool_call>{")
     assert visible(Reply("Well. ", calls=(broken, Call("g")))).content == "Well. <tool_call>{"
-    assert visible(Reply("a Observation: b"), ["Observation:"]).content == "a "
+    both = Reply("", calls=(broken, replace(broken, name="g")))  # of one block that has two of them
+    assert visible(both).content == "<tool_call>{"
+    for stops in (["Observation:"], ["End:", "Observation:"], ["Observation:", "b"]):
+        assert visible(Reply("a Observation: b"), stops).content == "a "
     assert Turn(()).tool_choice == "auto"

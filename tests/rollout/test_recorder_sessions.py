@@ -3,15 +3,18 @@
 import asyncio
 import io
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
 import openai
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from tandem.api.failures import DataFailure, InfrastructureFailure
 from tandem.api.requests import NoiseKey, StopReason
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.protocol.refusal import Refusal
+from tandem.rollout.recording.recorder import ENDED, SessionRecorder, Sessions
 from tandem.rollout.recording.session import SessionLimits
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, opened, reply_of, user
 from tests.rollout.test_recorded_forest import CALLS, TOOLS
@@ -76,6 +79,7 @@ def test_the_client_of_openai_reads_text_and_calls_whole_or_as_a_stream(stream):
     assert message.content == "It is 6." and len(messages) == 5
     assert [json.loads(c["function"]["arguments"])["a"] for c in messages[1]["tool_calls"]] == [1, 2]
     assert len(sample.trajectories) == 1 and sample.metrics["rollout/recorded/without_call"] == 1
+    assert sample.metrics["rollout/recorded/orphans"] == 0, "a stream is read too"
 
 
 def test_a_request_that_is_sent_again_is_sampled_once_and_two_that_are_alike_are_two():
@@ -95,6 +99,111 @@ def test_a_request_that_is_sent_again_is_sampled_once_and_two_that_are_alike_are
 
     metrics = asyncio.run(talk())
     assert metrics["rollout/recorded/retries"] == 3 and metrics["rollout/recorded/orphans"] == 0
+
+
+def test_what_asks_for_something_else_is_no_retry():
+    """A retry is known by its key, its prompt and what it asks for; not where its turn was continued, or is long ago."""
+    again = {"headers": {"x-stainless-retry-count": "1"}}
+
+    async def talk():
+        engine = ScriptedEngine(counting)
+        async with opened(engine) as (_, ask):
+            keyed = [(await ask(HELLO, headers={"Idempotency-Key": key}))[1] for key in "ab"]
+            retried = await ask(HELLO, headers={"Idempotency-Key": "a", **again["headers"]})
+            assert retried[1] == keyed[0] != keyed[1], "the key counts before the order"
+            for fields in ({"max_tokens": 5}, {"stop": "."}, {"tool_choice": "none"}):
+                assert (await ask(HELLO | fields, **again))[1]["id"] not in {one["id"] for one in keyed}
+            assert engine.asked == 5
+        for retry_s, asked in ((60.0, 1), (0.0, 2)):
+            before = engine.asked
+            async with opened(engine, limits=SessionLimits(retry_s=retry_s)) as (_, ask):
+                for _ in range(2):
+                    await ask(HELLO, **again)
+            assert engine.asked - before == asked
+        async with opened(engine) as (_, ask):
+            _, first = await ask(HELLO)
+            await ask({"messages": [*HELLO["messages"], reply_of(first), user("go on")]})
+            _, other = await ask(HELLO, **again)
+            assert other["id"] != first["id"], "its reply was read"
+
+    asyncio.run(talk())
+
+
+def test_the_noise_of_a_turn_that_failed_is_that_of_its_retry():
+    """So a run whose engine failed is the run whose engine did not."""
+
+    async def noises(fails):
+        line = lambda r, n: InfrastructureFailure("server", "gone") if n == fails else "x"  # noqa: E731
+        engine = ScriptedEngine(line, delay_s=lambda n: 0.03)
+        async with opened(engine) as (_, ask):
+            await asyncio.gather(*(ask(HELLO) for _ in range(2)))
+            if fails is not None:
+                assert (await ask(HELLO))[0] == 200
+        return {request.noise_key for request, _ in engine.log}
+
+    first, second, whole = (asyncio.run(noises(fails)) for fails in (0, 1, None))
+    assert first == second == whole and len(whole) == 2
+
+
+def test_paths_without_a_trained_token_are_no_trajectories():
+    async def talk():
+        engine = ScriptedEngine(lambda r, n: ("", StopReason.LENGTH) if n == 0 else f"answer {n}")
+        async with opened(engine) as (session, ask):
+            _, cut = await ask(HELLO)
+            for text in ("go on", "once more"):
+                await ask({"messages": [*HELLO["messages"], reply_of(cut), user(text)]})
+        return session.sample(1.0)
+
+    sample = asyncio.run(talk())
+    assert sample.metrics["rollout/recorded/trajectories"] == 3
+    assert [int(one.loss_mask.sum() > 0) for one in sample.trajectories] == [1, 1]
+    assert [chat[-1]["content"] for chat in sample.conversations] == ["answer 1", "answer 2"]
+    assert (sample.completion_text, sample.messages) == ("answer 2", sample.conversations[-1])
+
+
+def test_the_sample_is_judged_by_the_turn_that_was_asked_for_last():
+    """Also where an earlier one is answered later; what the agent says of itself last counts."""
+
+    async def talk(side_calls):
+        engine = ScriptedEngine(counting, delay_s={0: 0.3, 1: 0.0, 2: 0.1, 3: 0.0}.get)
+        async with opened(engine, side_calls=side_calls) as (session, ask):
+
+            async def begun(messages):
+                task = asyncio.create_task(ask({"messages": messages}))
+                while engine.asked == len(tasks):
+                    await asyncio.sleep(0.001)
+                tasks.append(task)
+                return task
+
+            tasks = []
+            await begun([user("a title?")])
+            _, first = await (await begun(HELLO["messages"]))
+            for text in ("slow", "fast"):
+                await begun([*HELLO["messages"], reply_of(first), user(text)])
+            await asyncio.gather(*tasks)
+            for reward in (1, 2):
+                await ask({"reward": reward, "metrics": {"m": reward}}, path="/reward")
+        return session.reward, session.sample(0.0)
+
+    (reward, trained), (_, skipped) = (asyncio.run(talk(side_calls)) for side_calls in ("train", "skip"))
+    assert reward == {"reward": 2.0, "own_reward": True, "metrics": {"m": 2.0}}
+    assert (trained.completion_text, len(trained.trajectories)) == ("answer 3", 3)
+    assert (skipped.completion_text, len(skipped.trajectories)) == ("answer 3", 2)
+    assert trained.metrics["rollout/recorded/without_call"] == 0, "no turn had to call a tool"
+    assert skipped.metrics["rollout/recorded/side_calls"] == 1
+
+
+def test_a_key_is_remembered_as_over_as_long_as_there_is_room():
+    sessions, ended = Sessions(), [SimpleNamespace(key=f"sk-{i}") for i in range(ENDED + 1)]
+    for one in ended:
+        sessions.open(one)
+        sessions.end(one)
+    told = []
+    for one in (ended[0], ended[1], ended[-1]):
+        with pytest.raises(Refusal) as refusal:
+            sessions.of(make_mocked_request("GET", "/", {"Authorization": f"Bearer {one.key}"}))
+        told.append(refusal.value.status)
+    assert told == [401, 410, 410]
 
 
 def test_an_answer_that_nobody_took_leaves_the_loss():
@@ -164,10 +273,15 @@ def test_sampling_is_the_trainers_and_what_an_agent_sets_is_counted():
             fields = {"temperature": 0, "seed": 5, "max_tokens": 32000, "store": True, "user": "u", "stop": ["Observation:"]}
             _, answer = await ask(HELLO | fields)
             await ask({"messages": [user("b")], "max_completion_tokens": 7})
+        engine.line = lambda r, n: ("one Observation: two", StopReason.LENGTH)
+        async with opened(engine, replace(GCONFIG, stop=("End:",))) as (_, ask):
+            _, cut = await ask(HELLO | {"stop": ["Observation:", "End:"]})
+        assert engine.log[-1][0].gconfig.stop == ("End:", "Observation:")
+        assert cut["choices"][0]["message"]["content"] == "one Observation: two", "the reply did not end with it"
         return engine, session, answer
 
     engine, session, answer = asyncio.run(talk())
-    (first, _), (second, _) = engine.log
+    (first, _), (second, _), _ = engine.log
     assert first.gconfig.temperature == GCONFIG.temperature and first.gconfig.max_new_tokens == GCONFIG.max_new_tokens
     assert first.gconfig.stop == ("Observation:",) and second.gconfig.max_new_tokens == 7
     assert answer["choices"][0]["message"]["content"] == "one "
@@ -236,6 +350,16 @@ def test_tokens_are_counted_and_a_model_is_told_without_a_turn():
     counted, model, tokens = asyncio.run(talk())
     assert [(status, answer["input_tokens"]) for status, answer in counted] == [(200, tokens)] * 2
     assert model == "org/policy"
+
+
+def test_a_call_where_none_may_be_is_text():
+    async def talk():
+        async with opened(ScriptedEngine(lambda r, n: CALLS[0])) as (_, ask):
+            return [(await ask(HELLO | {"tools": TOOLS, "tool_choice": choice}))[1] for choice in ("none", "auto")]
+
+    without, with_call = (answer["choices"][0]["message"] for answer in asyncio.run(talk()))
+    assert "tool_calls" not in without and without["content"] == CALLS[0]
+    assert len(with_call["tool_calls"]) == 1 and with_call["content"] is None
 
 
 # ------------------------------------------------------------------ faults: docs/agents_recorder.md has them as a table

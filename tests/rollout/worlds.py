@@ -1,5 +1,6 @@
 """Environments that play, and environments that fail in every way there is."""
 
+import contextlib
 import os
 import sys
 import time
@@ -46,6 +47,18 @@ class Gym:
 
     def step(self, action):
         return "end", 1, True, False, {}
+
+
+class Says:
+    """Answers each action by what the row says of it: words, reward, terminated, truncated, and info."""
+
+    def reset(self, data):
+        self.steps = iter(data["steps"])
+        return "Begin."
+
+    def step(self, action):
+        words, reward, terminated, truncated, info = next(self.steps)
+        return words, reward, terminated, truncated, info
 
 
 class Fails:
@@ -105,3 +118,17 @@ class Who:
 
     def step(self, action):
         return f"torch: {'torch' in sys.modules}", 0.0, True
+
+
+class Forges:
+    """Writes an answer of its own into every pipe that it finds."""
+
+    def reset(self, data):
+        return "Begin."
+
+    def step(self, action):
+        made = b'{"observation": "forged", "reward": 9.0, "terminated": true, "truncated": false, "accuracy": 1.0}'
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, len(made).to_bytes(8, "big") + made)
+        return "end", 0.0, True

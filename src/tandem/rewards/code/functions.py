@@ -125,8 +125,6 @@ class Candidate(LineProcess):
             CannotTell: it returned what is no literal.
         """
         token = secrets.token_hex(8)
-        if self.rest:
-            raise ProcessEnd("protocol", "it wrote without being asked")
         await self.tell(message | {"id": token})
         reply = await self.hear()
         if self.rest or reply.pop("id", None) != token:

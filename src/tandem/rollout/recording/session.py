@@ -26,9 +26,6 @@ _SHORT, _LONG = ThreadPoolExecutor(1, "recorder"), ThreadPoolExecutor(1, "long-r
 _LONG_BYTES = 1 << 16
 """A request above this is read beside the others."""
 
-RETRY_S = 600.0
-"""A turn that ended longer ago is not given to a retry."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
@@ -39,6 +36,9 @@ class SessionLimits:
 
     max_concurrent: int = 16
     """Most requests at the same time."""
+
+    retry_s: float = 600.0
+    """A turn that ended longer ago is not given to a retry."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class RecordingSession:
     def _repeated(self, same: tuple[Any, ...], retry: Retry) -> PendingTurn | None:
         """The turn that a request with this prompt repeats."""
         now = time.monotonic()
-        there = [a for a in self._attempts.get(same, ()) if a.ended is None or now - a.ended < RETRY_S]
+        there = [a for a in self._attempts.get(same, ()) if a.ended is None or now - a.ended < self._limits.retry_s]
         keyed = [a for a in there if retry.key and a.retry_key == retry.key]
         left = [a for a in there if not a.wanted]
         declared = [a for a in there if retry.count > 0 and not (a.ended is not None and a.done.result().node.children)]
