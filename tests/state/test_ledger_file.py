@@ -99,10 +99,32 @@ def test_damage_that_is_met_on_the_way_is_named(path):
         read_again()
 
 
-def test_a_file_that_is_no_ledger_is_named(path):
-    path.write_bytes(b"no database" * 100)
-    with pytest.raises(LedgerDamaged, match="cannot be opened as a ledger"):
-        LedgerFile(path)
+def use(path, stated):
+    with LedgerFile(path) as file:
+        file.roll_back(20)
+        file.verify(*stated)
+        list(file.ended())
+
+
+@pytest.mark.parametrize("harm", ["text", "folder", "cut", "cut to a page", "empty"])
+def test_whatever_became_of_a_ledger_is_told_with_the_loss_and_the_remedy(path, harm):
+    with LedgerFile(path) as file:
+        for step in range(1, 21):
+            file.commit(step, records(100 * step, 60))
+        stated = file.records, file.digest
+    data = path.read_bytes()
+    path.unlink()
+    if harm == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(
+            {"text": b"no database" * 100, "cut": data[:-5000], "cut to a page": data[:4096], "empty": b""}[harm]
+        )
+    with pytest.raises(
+        LedgerDamaged, match=r"nobody knows which prompts are left.*Restore that file.*actor\.path="
+    ) as found:
+        use(path, stated)
+    assert str(path) in str(found.value)
 
 
 def test_a_ledger_of_another_format_is_named(path):

@@ -183,6 +183,25 @@ def test_metrics_that_cannot_be_written_do_end_the_run(tmp_path):
         tracker(tmp_path / "missing")
 
 
+def test_damaged_lines_of_metrics_are_told_and_kept_aside_when_a_run_goes_on(tmp_path, caplog):
+    with Tracker(tmp_path, TrackingConfig(), progress=False) as tracker:
+        for step in range(1, 7):
+            tracker.log(step, {"loss": step})
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[1], lines[2], lines[3] = "\0\0\0", '{"step": "3", "loss": 1}', '{"step": 4, "loss": ["x"]}'
+    path.write_text("\n".join([*lines, '{"step": 7, "lo']))
+    harmed = path.read_bytes()
+    with Tracker(tmp_path, TrackingConfig(), progress=False) as tracker:
+        tracker.load_state_dict({"step": 5})
+        assert tracker.series["loss"] == [(1, 1.0), (5, 5.0)] and tracker.last == {"loss": 5.0}
+        tracker.load_state_dict({"step": 5})
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"{path}: 3 damaged lines, the first is line 2" in told and "metrics.damaged-1.jsonl" in told
+    assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes() == harmed
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 5]
+
+
 def test_a_step_in_one_line():
     metrics = {
         "reward/mean": 0.5,

@@ -57,7 +57,7 @@ def test_a_run_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_e
     status, said, folder = sft("asked", "before the optimizer step", name, 2)
     assert status == 130, said
     assert f"{name}: the run ends after step 2, within 30 s, and is saved" in said and "Interrupted." in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said and said.rstrip().splitlines()[-1] == f"Go on: tandem continue {folder}"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_2"]  # nothing else would have been saved
     assert info(folder)["status"] == "interrupted" and info(folder)["steps"] == 2
     assert sft("asked")[0] == 0 and sft("whole")[0] == 0
@@ -73,6 +73,7 @@ def test_a_run_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_e
 def test_a_second_request_or_the_end_of_the_grace_ends_it_at_once(sft, fault, more):
     status, said, folder = sft("asked", "before the optimizer step", fault, 2, *more)
     assert seconds_since_the_fault(folder) < 25
+    assert ("step 2 did not end within 1 s (recover.grace_s), and is not saved" in said) == (fault == "in vain")
     assert status == 130 and not (folder / "checkpoints").exists(), said
     assert info(folder)["status"] == "interrupted" and info(folder)["steps"] == 1
 

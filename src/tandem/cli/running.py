@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -160,7 +161,10 @@ def where(arguments: argparse.Namespace, kind: type[BaseConfig]) -> str:
 def left_in(folder: Path) -> str:
     """A sentence about what a run has left in its folder."""
     found = existing_run(folder)
-    return f"{folder} has what was done: {found.describe()}." if found else "Nothing was written."
+    if found is None:
+        return "Nothing was written."
+    then = f"Go on: tandem continue {shlex.quote(str(folder))}" if found.checkpoints else "The same command begins it anew."
+    return f"{folder} has what was done: {found.describe()}.\n{then}"
 
 
 def _plain(value: Any) -> Any:

@@ -125,6 +125,11 @@ class Oversight:
     def _lose_patience(self, number: int) -> None:
         if not self._left.wait(self._config.grace_s):
             self._impatient = True
+            if self._team.main:
+                words = (
+                    f"step {ACTIVITY.step} did not end within {self._config.grace_s:g} s (recover.grace_s), and is not saved"
+                )
+                os.write(2, f"{words}\n".encode())
             os.kill(os.getpid(), number)
 
     def _watch(self, limit: float) -> None:

@@ -20,6 +20,11 @@ FORMAT = 1
 NOT_WRITTEN = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_TRUNCATE")
 """Names of SQLite's errors about a disk that takes nothing more."""
 
+REMEDY = (
+    "so nobody knows which prompts are left; the weights are not touched. Restore that file, or begin another run from the "
+    "weights of a checkpoint: trial_name=… actor.path=FOLDER"
+)
+
 Record = tuple[int, int, bool, str]
 """Epoch, index, whether it was trained, and the reason where it was dropped."""
 
@@ -60,7 +65,7 @@ class LedgerFile:
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
             self.number, self.records, self.digest = self._last()
         except sqlite3.Error as error:
-            raise LedgerDamaged(f"{path} cannot be opened as a ledger: {error}") from error
+            raise LedgerDamaged(f"{path} cannot be opened as a ledger ({error}), {REMEDY}") from error
 
     def commit(self, step: int, records: Sequence[Record]) -> None:
         """Adds the prompts that ended up to the end of ``step``, all of them or none; nothing to do without any.
@@ -107,10 +112,7 @@ class LedgerFile:
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorname", "").startswith(NOT_WRITTEN):
                 raise LedgerNotWritten(f"{self.path} could not be written: {error}; free some space there") from error
-            raise LedgerDamaged(
-                f"{self.path} cannot be read: {error}. Restore that file, or begin another run from the weights of a "
-                "checkpoint: trial_name=… actor.path=FOLDER"
-            ) from error
+            raise LedgerDamaged(f"{self.path} cannot be read ({error}), {REMEDY}") from error
 
     def roll_back(self, step: int) -> int:
         """Takes back what was committed after ``step``; returns how many prompts that were.
@@ -138,22 +140,26 @@ class LedgerFile:
         if (self.records, self.digest) != (records, digest):
             raise LedgerDamaged(
                 f"{self.path} has {self.records} prompts (digest {self.digest[:12]}…), and the checkpoint was saved with "
-                f"{records} ({digest[:12]}…), so nobody knows which prompts are left. Restore that file, or begin another "
-                "run from the weights of the checkpoint: trial_name=… actor.path=FOLDER"
+                f"{records} ({digest[:12]}…), {REMEDY}"
             )
         chain, counted = "", 0
         with self._readable():
             for commit, batch in self._commits():
                 chain, counted = _chained(chain, batch), counted + len(batch)
                 if chain != commit:
-                    raise LedgerDamaged(f"{self.path} was changed: its prompts do not give the digest {commit[:12]}…")
+                    raise LedgerDamaged(
+                        f"{self.path} was changed: its prompts do not give the digest {commit[:12]}…, {REMEDY}"
+                    )
         if counted != records or chain != digest:
-            raise LedgerDamaged(f"{self.path} was changed: {counted} prompts instead of {records}")
+            raise LedgerDamaged(f"{self.path} was changed: {counted} prompts instead of {records}, {REMEDY}")
 
     def ended(self) -> Iterator[Record]:
         """Every prompt that has ended, in the order of commits."""
-        rows = self._db.execute("SELECT epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place")
-        return ((epoch, place, bool(trained), reason) for epoch, place, trained, reason in rows)
+        with self._readable():
+            for epoch, place, trained, reason in self._db.execute(
+                "SELECT epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place"
+            ):
+                yield epoch, place, bool(trained), reason
 
     def close(self) -> None:
         self._db.close()

@@ -1,10 +1,11 @@
 """The tracker: takes the metrics of each step and puts them where people look."""
 
-import contextlib
+import itertools
 import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,16 @@ def check_sinks(config: TrackingConfig) -> None:
     for sink in config.sinks:
         term = read_term(sink, KEY)
         Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
+
+
+def _row(text: str) -> dict[str, Any] | None:
+    """The metrics of a line; None where it is none of ours."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if whole and all(value is None or isinstance(value, (int, float)) for value in row.values()) else None
 
 
 class Tracker:
@@ -136,12 +147,21 @@ class Tracker:
         """Cuts `metrics.jsonl` and the records after that step, for later ones are made again, and takes up the curves of
         before."""
         self._recorder.forget_after(int(state["step"]))
-        kept = []
-        for text in (self.folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill has torn
-                row = json.loads(text)
-                if row["step"] <= state["step"]:
-                    kept.append((text, row))
+        path, kept, damaged = self.folder / "metrics.jsonl", [], []
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        for number, text in enumerate(lines, 1):
+            row = _row(text)
+            if row is not None and row["step"] <= state["step"]:
+                kept.append((text, row))
+            elif row is None and text and number < len(lines):  # the last one may have been torn by a kill
+                damaged.append(number)
+        if damaged:
+            aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"metrics.damaged-{n}.jsonl")).exists())
+            shutil.copyfile(path, aside)
+            log.warning(
+                "%s: %d damaged lines, the first is line %d; the curves lack those steps. The file as it was is %s",
+                *(path, len(damaged), damaged[0], aside),
+            )
         self._metrics.close()
         cut = self.folder / ".metrics.jsonl.partial"
         with cut.open("w", encoding="utf-8") as file:
