@@ -178,5 +178,5 @@ def test_a_score_of_steps_that_finds_none_is_a_failure_of_that_sample_alone():
         for values in ([], [1.0])
     ]
     failed, fine = Combination({"M": terms}, {"M": terms}).add(samples)
-    assert (failed.reason, failed.detail) == ("no_steps", "reward 'M' scores steps and found none in the reply")
+    assert str(failed) == "no_steps: reward 'M' scores steps and found none in the reply"
     assert fine.reward == 1.0
