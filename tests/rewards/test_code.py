@@ -96,6 +96,11 @@ ADD = {"names": ["add"], "cases": ["assert add(1, 2) == 3", "assert add(2, 2) ==
         ("```python\na = 1", "a = 1\n"),
         ("def f():\n    return 1", "def f():\n    return 1"),
         ("   ```python\n    return 1\n   ```", "    return 1\n"),
+        ("  ```python\n  if a:\n\n      b = 1\n  ```", "if a:\n\n    b = 1\n"),
+        ("```\na = '\u2028\x85\x0b\x0c\x1c'\r\nb = 1\n```", "a = '\u2028\x85\x0b\x0c\x1c'\nb = 1\n"),
+        ("\ufeff```\na = 1\n```", "a = 1\n"),
+        ("```\n\ufeffa = '\ufeff'\n```", "a = '\ufeff'\n"),
+        ("\ufeffa = 1", "a = 1"),
         ("```\n\n```", None),
         ("", None),
     ],
@@ -214,6 +219,10 @@ def test_all_or_nothing_and_the_share_of_cases(sandbox):
 def test_a_program_is_judged_by_what_it_prints_for_each_input(sandbox):
     right = "import sys\nfor line in sys.stdin: print(int(line) * 2.0)"
     assert judge(sandbox, right, PROGRAM_TESTS)[0].value == 1.0
+    for before in ("import sys\nout = sys.__stdout__", "import os\nout = os.fdopen(os.dup(1), 'w')", "out = open(1, 'w')"):
+        assert judge(sandbox, before + "\nout.write(str(int(input()) * 2))", PROGRAM_TESTS)[0].value == 1.0
+    coding = "# coding: utf-7\nprint(int(input()) * 2 if ascii('é') == ascii(chr(233)) else 0)"
+    assert judge(sandbox, coding, PROGRAM_TESTS)[0].value == 1.0
     result, verdict = judge(sandbox, "print(abs(int(input())) * 2)", PROGRAM_TESTS, "code(credit=share)")
     assert (result.value, verdict.reason) == (0.5, "wrong")
 
@@ -228,12 +237,26 @@ def test_a_function_may_change_its_arguments_in_place(sandbox):
         "a = [3, 1]\nassert order(a) is None\nassert a == [1, 3]",
         "d = {1: [2]}\norder(d)\nassert d == {1: [2], 9: 9}",
         "s = {1}\norder(items=s)\nassert s == {1, 5}",
+        "class Own(list): pass\na = Own([3, 1])\norder(a)\nassert a == [1, 3] and type(a) is Own",
     ]
     answer = (
         "def order(items):\n    if isinstance(items, list): items.sort()\n"
         "    elif isinstance(items, dict): items[9] = 9\n    else: items.add(5)"
     )
     assert judge(sandbox, answer, {"names": ["order"], "cases": cases})[0].value == 1.0
+
+
+def test_the_dicts_of_collections_are_themselves_on_both_sides(sandbox):
+    cases = [
+        "c = Counter('aab')\nchange(c)\nassert c['new'] == 1 and c.most_common(1) == [('a', 2)]",
+        "d = defaultdict(int, a=1)\nchange(d)\nassert d == {'a': 1, 'new': 1} and d['b'] == 0",
+        "o = OrderedDict(new=0, b=2)\nassert change(o) == OrderedDict(b=2, new=1) == o",
+    ]
+    tests = {"names": ["change"], "setup": "from collections import *", "cases": cases}
+    answer = "def change(d):\n    d['new'] += 1\n    if hasattr(d, 'move_to_end'): d.move_to_end('new')\n    return d"
+    assert judge(sandbox, answer, tests)[0].value == 1.0
+    wrong = judge(sandbox, answer.replace("move_to_end('new')", "popitem()"), tests, "code(credit=share)")[1]
+    assert wrong.passed == (True, True, False)
 
 
 def test_errors_reach_the_tests_as_the_built_in_kind_nearest_to_them(sandbox):
@@ -287,10 +310,40 @@ def test_an_answer_cannot_end_a_loop_of_the_tests_before_its_time(sandbox):
 
 
 def test_output_without_end_is_compared_as_fast_as_what_is_expected():
-    for flood in ("ab " * 5_000_000, "\n" * 10_000_000 + "x", " " * 15_000_000 + "x", "1 2\n" + "3 4\n" * 3_000_000):
+    for flood in (
+        "1" * 16_000 + "x",
+        "ab " * 5_000_000,
+        "\n" * 10_000_000 + "x",
+        " " * 15_000_000 + "x",
+        "1 2\n" + "3 4\n" * 3_000_000,
+    ):
         began = time.thread_time()
         assert not same_output(flood, "1 2\n3 4\n", 1e-6)
         assert time.thread_time() - began < 0.25
+
+
+def test_long_outputs_are_bounded_and_compared_beside_the_loop(sandbox):
+    lines = 20_000
+    tests = {"cases": [{"stdin": "", "stdout": "1.0\n" * lines}]}
+    gaps = []
+
+    async def watched(answer):
+        async def tick():
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0)
+                gaps.append(time.monotonic() - began)
+
+        ticking = asyncio.create_task(tick())
+        reward = build_reward("code(seconds=5)", timeout_s=8, services=Services(sandbox=Lent(sandbox)))
+        try:
+            return (await reward.judge(answer, ProgramTests.from_column(tests))).reason
+        finally:
+            ticking.cancel()
+
+    assert asyncio.run(watched(f"print('1.00\\n' * {lines})")) == ""
+    assert max(gaps) < 0.15
+    assert asyncio.run(watched(f"print('1.0' + '0' * 3_000_000 + '\\n1.0' * {lines - 1})")) == "output"
 
 
 def test_a_judgement_that_is_cancelled_twice_leaves_nothing(sandbox):

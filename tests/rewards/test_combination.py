@@ -233,3 +233,14 @@ def test_any_term_may_have_a_name_of_its_own():
     result = asyncio.run(reward(prompt="", completion="4", prompt_ids=(), completion_ids=(1, 2), row={"answer": "4"}))
     reward.close()
     assert set(result.rewards) == {"right", "short"} and result.accuracy == 1.0
+
+
+def test_a_score_of_steps_that_finds_none_is_a_failure_of_that_sample_alone():
+    terms = read_terms("M")
+    samples = [
+        Scored(Sample((TOKENS,), 0.0), 0, "M", values={"M": values}, tokens={"M": [2] * len(values)})
+        for values in ([], [1.0])
+    ]
+    failed, fine = Combination({"M": terms}, {"M": terms}).add(samples)
+    assert str(failed) == "no_steps: reward 'M' scores steps and found none in the reply"
+    assert fine.reward == 1.0

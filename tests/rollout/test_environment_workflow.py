@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,23 @@ def test_each_turn_earns_at_its_last_token_also_where_a_template_rewrites_histor
         assert torch.equal(trajectory.token_rewards, ends * 0.25)
     assert sum(int(t.token_rewards.count_nonzero()) for t in sample.trajectories) == 3
     assert sample.reward == 0.75
+
+
+@pytest.mark.parametrize(("untrained", "earned"), [(0, [1.0, 1.0, 1.0]), (1, [0.0, 2.0, 1.0]), (2, [0.0, 1.0, 2.0])])
+def test_a_turn_without_a_trained_token_leaves_its_reward_to_the_turns_before_it(play, untrained, earned, monkeypatch):
+    says = Script.agenerate
+
+    async def untrained_turn(script, request):
+        response = await says(script, request)
+        turn = len(script.requests) - 1
+        return replace(response, untrained_tokens=len(response.output_ids)) if turn == untrained else response
+
+    monkeypatch.setattr(Script, "agenerate", untrained_turn)
+    sample, _ = play("Count(step=1.0)", "left", "right", "up")
+    (trajectory,) = sample.trajectories
+    ends = trajectory.loss_mask & ~torch.cat([trajectory.loss_mask[1:], torch.tensor([False])])
+    assert [float(trajectory.token_rewards[0]), *trajectory.token_rewards[ends].tolist()] == earned
+    assert float(trajectory.token_rewards.sum()) == sample.reward == 3.0
 
 
 def test_the_sum_from_a_turn_on_is_its_discounted_return():

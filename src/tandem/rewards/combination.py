@@ -128,6 +128,9 @@ class Combination:
 
     def _failure(self, one: Scored) -> DataFailure | None:
         given = {name: [value] for name, value in one.sample.raw_rewards.items()} | one.values
+        for name, values in given.items():
+            if not values:
+                return DataFailure("no_steps", f"reward {name!r} scores steps and found none in the reply")
         wrong = ((name, value) for name, values in given.items() for value in values if not abs(value) <= MOST)
         name, value = next(wrong, (None, 0.0))
         return None if name is None else DataFailure("reward_not_finite", f"reward {name!r} gave {value}")

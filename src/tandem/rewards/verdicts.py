@@ -89,13 +89,16 @@ def read_json(text: str, low: float, high: float, field: str = "score", schema: 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The JSON objects in a text, but for those inside of another."""
-    end = 0
+    end, left = 0, 16 * len(text)  # what is read in vain, so that `{"a":{"a":…` does not cost its square
     for begin in (found.start() for found in re.finditer(r"\{", text)):
         if begin < end:
             continue
         try:
             value, end = json.JSONDecoder().raw_decode(text, begin)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
+            left -= getattr(error, "pos", len(text)) - begin
+            if left < 0:
+                return
             continue
         yield value
 

@@ -7,7 +7,9 @@ decoded is of exactly the types below, so nothing that a candidate sends has beh
 import json
 import math
 import os
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 MAX_DEPTH = 100
@@ -16,13 +18,18 @@ MAX_DEPTH = 100
 LONG_INT = 1 << 63
 """Larger whole numbers travel in base 16, because Python refuses to read thousands of decimal digits."""
 
+FACTORIES = {f"d{kind.__name__}": partial(defaultdict, kind) for kind in (int, float, str, list, dict, set)}
+MAPPINGS: dict[str, Callable[[], dict[Any, Any]]] = {"o": OrderedDict, "n": Counter, "d": dict, **FACTORIES}
+"""Mark of a dict → what makes an empty one."""
+
 
 class NotLiteral(ValueError):
     """A value that is no literal; the text names its type."""
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """The value as what `json` can write. A subclass, such as ``Counter`` or a named tuple, travels as its base type.
+    """The value as what `json` can write. A subclass, such as a named tuple, travels as its base type; of dict also
+    ``OrderedDict``, ``Counter``, and ``defaultdict`` of a plain type, for code that is given one relies on what it does.
 
     Raises:
         NotLiteral: another type, or nested too deep.
@@ -44,7 +51,12 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, bytes):
         return {"b": bytes.hex(value)}
     if isinstance(value, dict):
-        return {"d": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]}
+        kind, mark = next(
+            (kind, mark) for mark, kind in MAPPINGS.items() if isinstance(kind, type) and isinstance(value, kind)
+        )
+        if isinstance(value, defaultdict):
+            mark = next((mark for mark, made in FACTORIES.items() if made.args[0] is value.default_factory), mark)
+        return {mark: [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in kind.items(value)]}
     for kind, mark in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
         if isinstance(value, kind):
             items = [encode(item, depth + 1) for item in kind.__iter__(value)]
@@ -76,8 +88,10 @@ def decode(value: Any, depth: int = 0) -> Any:
         return complex(real, imaginary)
     if mark == "b":
         return bytes.fromhex(inner)
-    if mark == "d":
-        return {decode(key, depth + 1): decode(item, depth + 1) for key, item in inner}
+    if mark in MAPPINGS:
+        made = MAPPINGS[mark]()
+        made.update({decode(key, depth + 1): decode(item, depth + 1) for key, item in inner})
+        return made
     return {"t": tuple, "s": set, "z": frozenset}[mark](decode(item, depth + 1) for item in inner)
 
 

@@ -1,10 +1,12 @@
 """Comparing what a program printed with what it should print."""
 
 import re
-from fractions import Fraction
+from decimal import Context, Decimal
 
 DECIMAL = re.compile(r"[-+]?(?=\.?\d)\d{0,400}((?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?)", re.ASCII)
 """A number and what is behind its whole part. Longer ones are texts, so that no program makes the comparison slow."""
+
+EXACT = Context(prec=50)
 
 
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
@@ -27,10 +29,13 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
 
 
 def _same(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
+        return True
     one, other = DECIMAL.fullmatch(word), DECIMAL.fullmatch(expected)
-    if word == expected or not (one and other and (one[1] or other[1])):
-        return word == expected
-    value, target = Fraction(word), Fraction(expected)  # exact: a float has 16 digits, and none above 1e308
-    if not (one[1] and other[1]) and round(value) != round(target):
+    if not (one and other and (one[1] or other[1])):
         return False
-    return abs(value - target) <= Fraction(tolerance) * max(Fraction(1), abs(target))
+    value, target = Decimal(word), Decimal(expected)  # a float has 16 digits, and none above 1e308
+    if not (one[1] and other[1]) and value.to_integral_value() != target.to_integral_value():
+        return False
+    difference = EXACT.abs(EXACT.subtract(value, target))
+    return difference <= EXACT.multiply(Decimal(tolerance), max(Decimal(1), EXACT.abs(target)))

@@ -48,8 +48,8 @@ def proxy(name: str, ask: Ask) -> Callable[..., Any]:
 
 
 def change(old: Any, new: Any) -> None:
-    """Gives a list, dict or set other contents; raises for anything else."""
-    if type(old) is not type(new):
+    """Gives a list, dict or set other contents; ``new`` has the type as which ``old`` travelled."""
+    if not isinstance(old, type(new)):
         raise TypeError("an argument cannot become another type")
     old.clear()
     old.extend(new) if isinstance(old, list) else old.update(new)

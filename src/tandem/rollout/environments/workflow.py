@@ -112,7 +112,13 @@ class EnvironmentWorkflow(RolloutWorkflow):
             "cut_episodes": float(is_cut),
         }
         sample = chat.sample(sum(earned), accuracy=accuracy, metrics=metrics)
-        return _with_turns(sample, [value for value, trained in zip(earned, is_trained, strict=True) if trained])
+        values = [0.0]
+        for value, trained in zip(earned, is_trained, strict=True):
+            if trained:
+                values.append(value)
+            else:  # a turn without a trained token: the turns before it earn its reward, those behind it never do
+                values[-1] += value
+        return _with_turns(sample, values)
 
     def seed_of(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> int:
         """The seed of an episode: the row's ``seed``, else one that follows from the run's seed, the epoch and the row."""
@@ -170,11 +176,12 @@ def earned_by_turn(rewards: Sequence[float], discount: float) -> list[float]:
 
 def _with_turns(sample: Sample, earned: Sequence[float]) -> Sample:
     """The sample whose turns earn these rewards, each with its last trained token, and nothing else. Context stands between
-    two turns."""
+    two turns. The first value is earned before any of them, with the first token of the prompt: it is nobody's merit."""
     left, trajectories = list(earned), []
     for trajectory in sample.trajectories:
         mask = trajectory.loss_mask
-        ends = (mask & ~torch.cat([mask[1:], mask.new_zeros(1)])).nonzero().flatten().tolist()
+        ends = [] if trajectories else [0]
+        ends += (mask & ~torch.cat([mask[1:], mask.new_zeros(1)])).nonzero().flatten().tolist()
         values, left = left[: len(ends)], left[len(ends) :]
         trajectories.append(trajectory.earning(ends, values))
     return replace(sample, trajectories=tuple(trajectories), own_reward=True)

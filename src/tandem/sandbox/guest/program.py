@@ -155,15 +155,19 @@ def run_source(source: bytes) -> NoReturn:
     sys.argv[:] = ["program.py"]
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    text = source.decode("utf-8", errors="replace")
+    text = source.decode("utf-8-sig", errors="replace")  # a text: a line about its coding says nothing any more
     linecache.cache["program.py"] = (len(source), None, text.splitlines(keepends=True), "program.py")
     gc.unfreeze()
-    code = _run(source, main)
+    own = sys.stdout
+    code = _run(text, main)
     for finish in (_join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         try:
             finish()
         except BaseException:  # boundary: foreign code may have replaced or closed anything
             code = code or 120  # what Python itself answers when it cannot flush
+    for finish in (main.__dict__.clear, own.flush):  # files that nobody closed write what they hold
+        with contextlib.suppress(BaseException):
+            finish()
     os._exit(code)
 
 
@@ -172,7 +176,7 @@ def _join_threads() -> None:
         threading._shutdown()
 
 
-def _run(source: bytes, main: types.ModuleType) -> int:
+def _run(source: str, main: types.ModuleType) -> int:
     try:
         exec(compile(source, "program.py", "exec"), main.__dict__)
     except SystemExit as leaving:
