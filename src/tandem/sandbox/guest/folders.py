@@ -45,8 +45,11 @@ def _open_to_owner(name: str, above: int) -> None:
 
 
 def _nameless(pid: int, root: str, too_much: int) -> dict[int, int]:
-    """Bytes, by inode, of the files without a name that a process holds. What nobody can measure is ``too_much``: a file that
-    is mapped and not open, a descriptor on its way through a socket, a process that hides its descriptors."""
+    """Bytes, by inode, of the files without a name that a process holds.
+
+    What nobody can measure is ``too_much``: a file that is mapped and not open, a descriptor on its way through a socket, a
+    process that hides its descriptors.
+    """
     sizes: dict[int, int] = {}
     device, inside = os.stat(root).st_dev, os.path.realpath(root).encode()
     for thread in threads_of(pid):

@@ -11,20 +11,28 @@ from tandem.sandbox.guest import kernel
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MEMORY = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE|HugetlbPages):\s+(\d+)", re.M)
-_MAPPING = re.compile(rb"^(\w+)-(\w+) \S+ (\w+) (\S+ [1-9]\d*)", re.M)
-"""Start, end and offset of a mapping, and the device and number of its file."""
+_SHARE = re.compile(rb"^Pss_Shmem:\s+(\d+)", re.M)
 ROUNDS = 200
 """Most rounds of freezing; each finds what was forked during the one before, so few are ever needed."""
 
 
+def content(path: str) -> bytes:
+    """A file of /proc as bytes, which a program's own words in it may be; nothing once the process has ended."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
+
+
+def threads_of(pid: int) -> list[str]:
+    """Folders in /proc of its threads. The first may have ended before the others, and shows nothing then."""
+    with contextlib.suppress(OSError):
+        return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    return []
+
+
 def children_of(pid: int) -> set[int]:
     """Its children, by whatever thread."""
-    children: set[int] = set()
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                children.update(map(int, file.read().split()))
-    return children
+    return {int(child) for thread in threads_of(pid) for child in content(f"{thread}/children").split()}
 
 
 def descendants_of(pid: int) -> set[int]:
@@ -83,20 +91,6 @@ def end_all() -> None:
             return
 
 
-def content(path: str) -> bytes:
-    """A file of /proc as bytes, which a program's own words in it may be; nothing once the process has ended."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        return file.read()
-    return b""
-
-
-def threads_of(pid: int) -> list[str]:
-    """Folders in /proc of its threads. The first may have ended before the others, and shows nothing then."""
-    with contextlib.suppress(OSError):
-        return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
-    return []
-
-
 def memory_of(status: bytes) -> dict[bytes, int]:
     """Kilobytes by kind, from the file ``status`` of a thread; empty: its process has no memory any more."""
     return {name: int(size) for name, size in _MEMORY.findall(status)}
@@ -112,11 +106,10 @@ class Meter:
     def usage(self, pids: set[int]) -> tuple[int, float, int]:
         """(bytes of memory, seconds of CPU time, threads) together.
 
-        CPU time: of all that were ever seen, or of the living and all that were waited for, whichever is more: the first misses
-        processes that end between two looks, the second those that nobody waits for.
+        CPU time: of all that were ever seen, or of the living and all that were waited for, whichever is more: the first
+        misses processes that end between two looks, the second those that nobody waits for.
         """
-        private = threads = waited = 0
-        shared: dict[int, int] = {}
+        memory = threads = waited = 0
         for pid in pids:
             fields = content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
             if not fields:
@@ -125,28 +118,18 @@ class Meter:
             self._ticks[pid, fields[19]] = sum(ticks[:2])
             waited += sum(ticks)
             threads += int(fields[17])
-            kilobytes = next(filter(None, (memory_of(content(f"{thread}/status")) for thread in threads_of(pid))), {})
-            if in_common := kilobytes.pop(b"RssShmem", 0):
-                shared[pid] = in_common << 10
-            private += sum(kilobytes.values()) << 10
+            memory += next(filter(None, map(_memory_kib, threads_of(pid))), 0)
         seconds = max(sum(self._ticks.values()) / _TICKS, waited / _TICKS + _reaped_s() - self._reaped_before)
-        return private + _together(shared), seconds, threads
+        return memory << 10, seconds, threads
 
 
 def _reaped_s() -> float:
     return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
-def _together(shared: dict[int, int]) -> int:
-    """Bytes of shared memory that processes use together: a piece that several map counts once, if each shows its mappings."""
-    total = sum(shared.values())
-    if len(shared) < 2:
-        return total
-    pieces: dict[bytes, int] = {}
-    for pid, size in shared.items():
-        maps = b"".join(content(f"{thread}/maps") for thread in threads_of(pid))
-        for start, end, offset, piece in _MAPPING.findall(maps):
-            pieces[piece] = max(pieces.get(piece, 0), int(offset, 16) + int(end, 16) - int(start, 16))
-        if not maps:
-            pieces[b"%d" % pid] = size
-    return min(total, sum(pieces.values()))
+def _memory_kib(thread: str) -> int:
+    """Memory of a thread's process; of shared pages its share, or all of them if it does not show its mappings."""
+    sizes = memory_of(content(f"{thread}/status"))
+    if sizes.get(b"RssShmem") and (share := _SHARE.search(content(f"{thread}/smaps_rollup"))):
+        sizes[b"RssShmem"] = int(share[1])
+    return sum(sizes.values())
