@@ -17,6 +17,9 @@ def test_the_report_says_what_matters(capsys, tmp_path):
     assert report["run_root"]["writable"] is True and report["run_root"]["free_gib"] > 0
     assert report["optional"].keys() >= {"wandb", "vllm"}
     assert isinstance(report["torch"]["fast_bfloat16"], bool)
+    assert (
+        report["sandbox"]["back_end"] in ("bubblewrap", "landlock", None) and "madvise" in report["sandbox"]["not_limited"]
+    )
 
 
 def test_the_text_has_every_section_and_no_private_path(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Show what this machine has: versions, processor, memory, disk, GPU, optional packages. Meant for bug reports.
+"""Show what this machine has: versions, processor, memory, disk, GPU, sandbox, optional packages. Meant for bug reports.
 
 User and home folder are left out; environment variables show their value where it is a number, else only that they are set.
 """
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from tandem.config import libraries
+from tandem.config.errors import ConfigError
 from tandem.models.catalog import cache_folder
 from tandem.models.precision import fast_bfloat16
+from tandem.sandbox.choose import NOT_COUNTED, choose_sandbox
 from tandem.state.machine import GIB, PACKAGES, machine, memory_available_gib, versions
 
 OPTIONAL = (
@@ -62,6 +64,15 @@ def model_cache() -> dict[str, Any]:
     }
 
 
+def sandbox() -> dict[str, str | None]:
+    """The sandbox that works here, and what it cannot hold back."""
+    try:
+        back_end = choose_sandbox().name
+    except ConfigError:
+        back_end = None
+    return {"back_end": back_end, "not_limited": NOT_COUNTED}
+
+
 def environment() -> dict[str, str]:
     """Variables that change how things run: numbers as they are, of others only that they are set."""
     found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -85,6 +96,7 @@ def examine(root: Path) -> dict[str, Any]:
             "cuda_available": torch.cuda.is_available(),
         },
         "model_cache": model_cache(),
+        "sandbox": sandbox(),
         "run_root": {"writable": can_write, "free_gib": free},
         "environment": environment(),
     }

@@ -23,6 +23,9 @@ CHOICES = ("auto", *BACK_ENDS)
 COVERED = (("/",), ("/", "tmp"), ("/", "proc"), ("/", "dev"))
 """Places that bubblewrap covers with others."""
 
+NOT_COUNTED = "shared pages given up (madvise, munmap) while their mapping lives; memory of the kernel's own but page tables"
+"""Memory that no limit covers in any back end: the kernel tells nobody but root how much of it a program has."""
+
 TRIAL = """
 import os, socket, subprocess, sys
 open("own", "w").write("x")

@@ -2,23 +2,72 @@
 
 import contextlib
 import os
+import re
 import stat
+from collections.abc import Collection
+
+from tandem.sandbox.guest.processes import content, memory_of, threads_of
 
 MAX_FILES = 20_000
 MAX_DEPTH = 100
+_UNDER_WAY = re.compile(rb"scm_fds:\s+[1-9]")
 
 
-def is_full(root: str, most_bytes: int) -> bool:
-    """True if a folder has more than it may: bytes, files, or folders in folders."""
-    used = files = 0
-    for folder, folders, names in os.walk(root):
+def is_full(root: str, most_bytes: int, pids: Collection[int]) -> bool:
+    """True if a folder has more than it may: bytes, files, or folders in folders.
+
+    Walked by descriptors, so no path is too long; its owner opens what is closed to him. ``pids``: processes that may hold
+    files which have no name any more.
+    """
+    sizes: dict[int, int] = {}
+    files = 0
+    for folder, folders, names, descriptor in os.fwalk(root):
         files += len(names) + len(folders)
+        if files > MAX_FILES or folder.count("/") - root.count("/") > MAX_DEPTH:
+            return True
         for name in names + folders:
             with contextlib.suppress(OSError):
-                used += os.lstat(os.path.join(folder, name)).st_blocks * 512
-        if used > most_bytes or files > MAX_FILES or folder.count("/") - root.count("/") > MAX_DEPTH:
-            return True
-    return False
+                facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                sizes[facts.st_ino] = facts.st_blocks * 512
+                if stat.S_ISDIR(facts.st_mode) and facts.st_mode & 0o500 != 0o500:
+                    _open_to_owner(name, descriptor)
+    for pid in pids:
+        sizes |= _nameless(pid, root, most_bytes + 1)
+    return len(sizes) > MAX_FILES or sum(sizes.values()) > most_bytes
+
+
+def _open_to_owner(name: str, above: int) -> None:
+    place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=above)  # a link may stand there by now
+    try:
+        os.chmod(f"/proc/self/fd/{place}", 0o700)
+    finally:
+        os.close(place)
+
+
+def _nameless(pid: int, root: str, too_much: int) -> dict[int, int]:
+    """Bytes, by inode, of the files without a name that a process holds.
+
+    What nobody can measure is ``too_much``: a file that is mapped and not open, a descriptor on its way through a socket, a
+    process that hides its descriptors.
+    """
+    sizes: dict[int, int] = {}
+    device, inside = os.stat(root).st_dev, os.path.realpath(root).encode()
+    for thread in threads_of(pid):
+        for line in content(f"{thread}/maps").splitlines():
+            if inside in line and line.endswith(b" (deleted)"):
+                sizes.setdefault(int(line.split()[4]), too_much)
+        try:
+            for name in ("exe", *(f"fd/{number}" for number in os.listdir(f"{thread}/fd"))):
+                with contextlib.suppress(FileNotFoundError):
+                    facts = os.stat(f"{thread}/{name}")
+                    if (facts.st_dev, facts.st_nlink) == (device, 0):
+                        sizes[facts.st_ino] = facts.st_blocks * 512
+                    elif stat.S_ISSOCK(facts.st_mode) and _UNDER_WAY.search(content(f"{thread}/fdinfo/{name[3:]}")):
+                        sizes[-1] = too_much
+        except OSError:
+            if memory_of(content(f"{thread}/status")):  # it has not ended
+                sizes[-1] = too_much
+    return sizes
 
 
 def remove(root: str) -> None:

@@ -2,25 +2,37 @@
 
 import contextlib
 import os
+import re
+import resource
 import signal
 from collections.abc import Collection
 
 from tandem.sandbox.guest import kernel
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+_MEMORY = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE|HugetlbPages):\s+(\d+)", re.M)
+_SHARE = re.compile(rb"^Pss_Shmem:\s+(\d+)", re.M)
 ROUNDS = 200
 """Most rounds of freezing; each finds what was forked during the one before, so few are ever needed."""
 
 
+def content(path: str) -> bytes:
+    """A file of /proc as bytes, which a program's own words in it may be; nothing once the process has ended."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
+
+
+def threads_of(pid: int) -> list[str]:
+    """Folders in /proc of its threads. The first may have ended before the others, and shows nothing then."""
+    with contextlib.suppress(OSError):
+        return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+    return []
+
+
 def children_of(pid: int) -> set[int]:
     """Its children, by whatever thread."""
-    children: set[int] = set()
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                children.update(map(int, file.read().split()))
-    return children
+    return {int(child) for thread in threads_of(pid) for child in content(f"{thread}/children").split()}
 
 
 def descendants_of(pid: int) -> set[int]:
@@ -79,18 +91,45 @@ def end_all() -> None:
             return
 
 
-def usage(pids: set[int]) -> tuple[int, float, int]:
-    """(bytes of memory, seconds of CPU time, threads) of living processes together. Shared memory counts once."""
-    private = shared = threads = 0
-    seconds = 0.0
-    for pid in pids:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            with open(f"/proc/{pid}/statm") as file:
-                resident, in_common = map(int, file.read().split()[1:3])
-            with open(f"/proc/{pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-            private += resident - in_common
-            shared = max(shared, in_common)
-            seconds += sum(map(int, fields[11:15])) / _TICKS
+def memory_of(status: bytes) -> dict[bytes, int]:
+    """Kilobytes by kind, from the file ``status`` of a thread; empty: its process has no memory any more."""
+    return {name: int(size) for name, size in _MEMORY.findall(status)}
+
+
+class Meter:
+    """Adds up what the processes of one program use."""
+
+    def __init__(self) -> None:
+        self._ticks: dict[tuple[int, bytes], int] = {}
+        self._reaped_before = _reaped_s()
+
+    def usage(self, pids: set[int]) -> tuple[int, float, int]:
+        """(bytes of memory, seconds of CPU time, threads) together.
+
+        CPU time: of all that were ever seen, or of the living and all that were waited for, whichever is more: the first
+        misses processes that end between two looks, the second those that nobody waits for.
+        """
+        memory = threads = waited = 0
+        for pid in pids:
+            fields = content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+            if not fields:
+                continue
+            ticks = [int(field) for field in fields[11:15]]
+            self._ticks[pid, fields[19]] = sum(ticks[:2])
+            waited += sum(ticks)
             threads += int(fields[17])
-    return (private + shared) * _PAGE, seconds, threads
+            memory += next(filter(None, map(_memory_kib, threads_of(pid))), 0)
+        seconds = max(sum(self._ticks.values()) / _TICKS, waited / _TICKS + _reaped_s() - self._reaped_before)
+        return memory << 10, seconds, threads
+
+
+def _reaped_s() -> float:
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def _memory_kib(thread: str) -> int:
+    """Memory of a thread's process; of shared pages its share, or all of them if it does not show its mappings."""
+    sizes = memory_of(content(f"{thread}/status"))
+    if sizes.get(b"RssShmem") and (share := _SHARE.search(content(f"{thread}/smaps_rollup"))):
+        sizes[b"RssShmem"] = int(share[1])
+    return sum(sizes.values())

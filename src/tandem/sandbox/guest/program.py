@@ -166,7 +166,7 @@ def run_source(source: bytes) -> NoReturn:
         except BaseException:  # boundary: foreign code may have replaced or closed anything
             code = code or 120  # what Python itself answers when it cannot flush
     for finish in (main.__dict__.clear, own.flush):  # files that nobody closed write what they hold
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):  # boundary: foreign code may have replaced or closed anything
             finish()
     os._exit(code)
 

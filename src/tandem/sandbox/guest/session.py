@@ -203,6 +203,7 @@ class GuestSession:
 
     def _look_on(self, child: int, limits: dict[str, Any], door: Door | None) -> dict[str, Any]:
         killed = ""
+        meter = processes.Meter()
         end = time.monotonic() + limits["wall_s"]
         look = time.monotonic() + LOOK_EVERY_S
         while True:
@@ -218,7 +219,7 @@ class GuestSession:
             if door is not None:
                 self._pass(door, events)
             if time.monotonic() >= look:
-                killed = killed or self._excess(limits)
+                killed = killed or self._excess(limits, meter)
                 look = time.monotonic() + LOOK_EVERY_S
             if killed:
                 processes.kill_below()
@@ -229,20 +230,20 @@ class GuestSession:
             except ChildProcessError:
                 return {"code": None, "killed": killed}
 
-    def _excess(self, limits: dict[str, Any]) -> str:
+    def _excess(self, limits: dict[str, Any], meter: processes.Meter) -> str:
         """The limit that all processes together exceed; nothing if they keep within all."""
         if self._walls.has_namespaces:
             below = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
         else:
             below = processes.descendants_of(os.getpid())
-        memory, seconds, tasks = processes.usage(below)
+        memory, seconds, tasks = meter.usage(below)
         if memory > limits["memory_mib"] * _MIB:
             return "memory"
         if seconds > limits["cpu_s"]:
             return "cpu"
         if tasks > limits["processes"]:
             return "processes"
-        if not self._walls.has_namespaces and is_full(self._root, limits["file_mib"] * _MIB):
+        if not self._walls.has_namespaces and is_full(self._root, limits["file_mib"] * _MIB, below):
             return "files"
         return ""
 
