@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
+from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError
 from tandem.rollout.own import AgentWorkflow
 from tandem.rollout.recording.recorder import SessionRecorder
@@ -133,6 +134,12 @@ async def hangs(base_url, api_key, data):
     await asyncio.sleep(60)
 
 
+async def raises_on_cut(base_url, api_key, data):
+    _, answer = await ask(base_url, api_key, data["messages"])
+    assert answer["choices"][0]["finish_reason"] == "length"
+    raise ValueError("unfinished")
+
+
 async def hangs_and_will_not_end(base_url, api_key, data):
     try:
         await asyncio.sleep(60)
@@ -156,6 +163,7 @@ def test_an_agent_leaves_the_rewards_part_of_the_episodes_time():
         (exits_early, "agent_exited_early"),
         (asks_in_vain, "agent_refused: no request of the agent could be served; the last: n is not served"),
         (raises, "agent_raised: KeyError: 'plan'"),
+        (raises_on_cut, "agent_raised_on_cut_reply: ValueError: unfinished.*raise gconfig.max_new_tokens"),
         (leaves, "agent_raised: RuntimeError: the agent called sys.exit\\(3\\)"),
         (cancels_itself, "agent_raised: CancelledError"),
         (hangs, "agent_timeout"),
@@ -167,7 +175,8 @@ def test_an_agent_that_fails_is_dropped_under_a_name_and_others_go_on(agent, rea
         return float((await ask(base_url, api_key, data["messages"]))[0] == 200)
 
     async def play():
-        engine = ScriptedEngine(lambda r, n: "7", delay_s=lambda n: 0.3)
+        words = ("7", StopReason.LENGTH) if agent is raises_on_cut else "7"
+        engine = ScriptedEngine(lambda r, n: words, delay_s=lambda n: 0.3)
         recorder = SessionRecorder(engine.tokenizer)
         one, other = (
             AgentWorkflow(

@@ -215,8 +215,8 @@ def test_a_reply_that_nobody_took_leaves_and_one_that_was_continued_stays(forest
     assert forest.left() == [left]
 
 
-def test_a_side_call_is_another_root_that_shares_nothing_with_the_task(forest):
-    """An agent asks for a title beside the task, goes on, and rewrites its history in two ways."""
+def test_a_side_call_came_before_the_first_reply_and_nothing_depends_on_it(forest):
+    """An agent asks for a title beside the task, goes on, rewrites its history in two ways, and asks a critic."""
     system = {"role": "system", "content": "Solve."}
     title, task = (forest.ask([{"role": "system", "content": first}, *said("task")]) for first in ("Title!", "Solve."))
     title, task = end(forest, title, "A title"), end(forest, task, "one")
@@ -224,8 +224,17 @@ def test_a_side_call_is_another_root_that_shares_nothing_with_the_task(forest):
     summary = grow(forest, [system, *said("shorter")], "three")
     cut = grow(forest, said("earlier", "two", "and?"), "four")
     critic = grow(forest, said("Is this right? three"), "five")
-    assert further.root is task and forest.task(forest.nodes) == {task, summary, cut} and critic.root is critic
+    assert further.root is task and forest.task(forest.nodes) == {task, summary, cut, critic} and critic.root is critic
     assert forest.task([title]) == {title}
+
+
+def test_an_answer_in_a_context_of_its_own_and_a_plan_that_others_use_are_the_task(forest):
+    """A planner, a worker with tools that is given the plan, and the answer by another prompt that shows neither."""
+    asked = [forest.ask([{"role": "system", "content": first}, *said("task")]) for first in ("Plan!", "Title!")]
+    plan, _ = (end(forest, one, words) for one, words in zip(asked, ("first add", "A title"), strict=True))
+    worker = grow(forest, said("Do this: first add"), "7", TOOLS)
+    answer = grow(forest, [{"role": "system", "content": "Extract."}, *said("what is it?")], "seven")
+    assert forest.task(forest.nodes) == {plan, worker, answer}
 
 
 def test_the_path_that_was_asked_for_last_comes_last(forest):
@@ -266,6 +275,8 @@ def test_messages_that_say_the_same_are_the_same():
 def test_a_call_that_cannot_be_carried_out_is_text_but_not_a_text_that_ends_the_turn():
     broken = Call("f", status=CallStatus.UNCLOSED, text="<tool_call>{")
     assert visible(Reply("Well. ", calls=(broken, Call("g")))).content == "Well. <tool_call>{"
+    wrong = Call("f", {"x": "one"}, status=CallStatus.WRONG_ARGUMENTS, text="<tool_call>…")
+    assert visible(Reply("", calls=(wrong,))) == Reply("", calls=(replace(wrong, status=CallStatus.OK),)), "to be repaired"
     both = Reply("", calls=(broken, replace(broken, name="g")))  # of one block that has two of them
     assert visible(both).content == "<tool_call>{"
     for stops in (["Observation:"], ["End:", "Observation:"], ["Observation:", "b"]):

@@ -191,6 +191,22 @@ def test_the_sample_is_judged_by_the_turn_that_was_asked_for_last():
     assert (skipped.completion_text, len(skipped.trajectories)) == ("answer 3", 2)
     assert trained.metrics["rollout/recorded/without_call"] == 0, "no turn had to call a tool"
     assert skipped.metrics["rollout/recorded/side_calls"] == 1
+    assert skipped.metrics["rollout/recorded/last_left_out"] == 0
+
+
+def test_an_episode_whose_last_call_is_left_out_is_told(caplog):
+    async def talk():
+        engine = ScriptedEngine(counting, delay_s={0: 0.2, 1: 0.0}.get)
+        async with opened(engine) as (session, ask):
+            task = asyncio.create_task(ask(HELLO | {"tools": TOOLS}))
+            while engine.asked == 0:
+                await asyncio.sleep(0.001)
+            await asyncio.gather(task, ask({"messages": [user("a title?")]}))
+        return session.sample(0.0)
+
+    sample = asyncio.run(talk())
+    assert sample.metrics["rollout/recorded/last_left_out"] == 1 and sample.completion_text == "answer 0"
+    assert "the last call of an episode is a side call" in caplog.text and "side_calls=train" in caplog.text
 
 
 def test_a_key_is_remembered_as_over_as_long_as_there_is_room():
@@ -385,8 +401,8 @@ def test_a_key_that_opens_no_session_is_refused():
     assert refused(lambda session, ask: ask(HELLO, key="sk-other")) == (401, "unknown_key")
 
 
-def test_a_turn_belongs_to_the_session_whose_key_it_has_and_is_no_part_of_its_task():
-    """The agent that holds another's key has called nobody; the other one's sample is that of its own turns."""
+def test_a_turn_belongs_to_the_session_whose_key_it_has():
+    """The agent that holds another's key has called nobody; its turns are the other one's."""
 
     async def talk():
         engine, messages = ScriptedEngine(counting), [user("3 + 4 =")]
@@ -396,13 +412,13 @@ def test_a_turn_belongs_to_the_session_whose_key_it_has_and_is_no_part_of_its_ta
                 _, answer = await ask_own({"messages": messages})
                 messages += [reply_of(answer), user("again")]
                 assert (await ask({"messages": [user("another's task")]}, key=owner.key))[0] == 200
-        return thief, owner.sample(1.0), messages[:-1]
+        return thief, owner.sample(1.0), messages[:-1]  # the turn before the user's last words is the owner's
 
     thief, sample, messages = asyncio.run(talk())
     with pytest.raises(DataFailure, match="agent_never_called"):
         thief.sample(1.0)
-    assert [dict(message) for message in sample.messages] == messages and len(sample.trajectories) == 1
-    assert sample.metrics["rollout/recorded/side_calls"] == 2
+    assert messages in [[dict(message) for message in one] for one in sample.conversations]
+    assert sample.metrics["rollout/recorded/turns"] == 4 and sample.metrics["rollout/recorded/side_calls"] == 0
 
 
 def test_a_body_that_is_too_long_is_refused_before_it_is_read():

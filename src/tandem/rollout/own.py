@@ -83,8 +83,9 @@ class AgentWorkflow(RolloutWorkflow):
         """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
-            DataFailure: ``agent_timeout``, ``agent_raised``, ``agent_never_called``, ``agent_refused``,
-                ``agent_exited_early``, ``two_rewards`` or ``no_reward``; ``prompt_too_long`` where it ended by that.
+            DataFailure: ``agent_timeout``, ``agent_raised``, ``agent_raised_on_cut_reply``, ``agent_never_called``,
+                ``agent_refused``, ``agent_exited_early``, ``two_rewards`` or ``no_reward``; ``prompt_too_long`` where it
+                ended by that.
         """
         async with self.recorder.session(engine, self.gconfig, limits=self.limits, side_calls=self.side_calls) as session:
             returned = await self._run(session, data, min(self.agent_timeout_s, left_for_play(engine)))
@@ -110,6 +111,12 @@ class AgentWorkflow(RolloutWorkflow):
         if error is not None:
             if session.failure is not None:
                 raise session.failure from error  # the engine's, which the agent could not help
+            if session.ended_by_cut:
+                raise DataFailure(
+                    "agent_raised_on_cut_reply",
+                    f"{described(error)}; its last reply had been cut at its length. Only samples with short replies are "
+                    "left then, so what is trained is biased: raise gconfig.max_new_tokens, or let the agent take cut replies",
+                ) from error
             raise DataFailure("agent_raised", described(error)) from error
         if isinstance(session.failure, EngineDied):
             raise session.failure

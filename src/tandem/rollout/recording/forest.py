@@ -286,8 +286,12 @@ class Forest:
         return [node for node in self.nodes if not node.taken and not node.children]
 
     def task(self, nodes: Sequence[Node]) -> set[Node]:
-        """The roots that belong to the task, among those of ``nodes``: the one that holds its first turn, and those that
-        share a prefix with one of these, or repeat a reply of theirs. Other roots are side calls.
+        """The roots that belong to the task, among those of ``nodes``; the others are side calls.
+
+        A side call was asked for before the first reply of the session had come, and nothing depends on it: it is not the
+        root of the first turn, shares no first message with a root of the task and repeats no reply of it, and no later turn
+        of the task has a reply of it in its messages. So what an agent asks for once it has begun is the task, whatever it
+        is about: a critic, a summary, or the answer in a context of its own.
 
         The first turn is in a root with tools, if there is one, that was asked for before any reply was there: of several of
         them in the one with the most turns and the longest prompt. So a title that an agent asks for beside the task is not.
@@ -298,7 +302,8 @@ class Forest:
         if not trees:
             return set()
         first = max(trees, key=lambda r: (bool(r.asked.tools), r.asked.opening, len(trees[r]), len(r.asked.context), -r.key))
-        ours, others = {first}, set(trees) - {first}
+        ours = {first} | {root for root in trees if not root.asked.opening}
+        others = set(trees) - ours
         while True:
             begin = {meaning(root.asked.tail[0]) for root in ours}
             replies = {meaning(node.reply) for root in ours for node in trees[root]}
@@ -307,6 +312,7 @@ class Forest:
                 for root in others
                 if meaning(root.asked.tail[0]) in begin
                 or any(m["role"] == "assistant" and meaning(m) in replies for m in root.asked.tail)
+                or any(_is_used(node, trees[other]) for node in trees[root] for other in ours)
             }
             if not more:
                 return ours
@@ -374,8 +380,10 @@ def visible_message(reply: Reply) -> dict[str, Any]:
 
 
 def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
-    """The reply as a client is shown it: a call that cannot be carried out is text of its turn, and a text that ends
-    the turn is not."""
+    """The reply as a client is shown it: a call that cannot be read, or that no tool answers to, is text of its turn, and a
+    text that ends the turn is not. One whose arguments do not fit is a call: the client's own repair runs."""
+    made = [replace(c, status=CallStatus.OK) if c.status == CallStatus.WRONG_ARGUMENTS else c for c in reply.calls]
+    reply = replace(reply, calls=tuple(made))
     content = reply.content
     for text in dict.fromkeys(call.text for call in reply.calls if call.status != CallStatus.OK):
         content += text
@@ -387,6 +395,13 @@ def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
 def _thinks_alike(node: Node, messages: Sequence[Message]) -> bool:
     """Says whether the thinking that the client repeats is that of the path."""
     return all(thought(sent) in ("", thought(own)) for own, sent in zip(node.messages(), messages, strict=False))
+
+
+def _is_used(node: Node, turns: Sequence[Node]) -> bool:
+    """Says whether one of these turns, asked for later, has the words of a reply in its messages."""
+    words = str(node.reply.get("content") or "").strip()
+    later = (message for turn in turns if turn.asked.number > node.asked.number for message in turn.asked.tail)
+    return bool(words) and any(words in str(message.get("content") or "") for message in later)
 
 
 def _tokens(node: Node) -> list[int]:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
+import logging
 import secrets
 import time
 from collections import Counter
@@ -17,8 +19,10 @@ from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens
 from tandem.config.generation import GenerationConfig
 from tandem.protocol.refusal import Refusal
-from tandem.protocol.turns import Reply, Turn
+from tandem.protocol.turns import CallStatus, Reply, Turn
 from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable, visible, visible_message
+
+log = logging.getLogger(__name__)
 
 _SHORT, _LONG = ThreadPoolExecutor(1, "recorder"), ThreadPoolExecutor(1, "long-recorder")
 """Threads that read requests, one at a time and in their order, so that the loop of the run need not wait."""
@@ -115,6 +119,7 @@ class Counts:
 
     overridden: Counter[str] = field(default_factory=Counter)
     without_call: int = 0
+    wrong_arguments: int = 0
     """Turns that had to call a tool and called none."""
 
 
@@ -294,6 +299,7 @@ class RecordingSession:
         tools = () if turn.tool_choice == "none" else turn.tools
         reader = self.forest.reader
         reply = reader.read(response.output_ids, tools, prompt=asked.text, stop_reason=response.stop_reason)
+        self.counts.wrong_arguments += sum(call.status == CallStatus.WRONG_ARGUMENTS for call in reply.calls)
         reply = visible(reply, stops if response.stop_reason == StopReason.STOP else ())
         if turn.tool_choice == "required" and not reply.calls:
             self.counts.without_call += 1
@@ -324,14 +330,32 @@ class RecordingSession:
         if self.failure is not None:
             raise self.failure
         if not self.asked and self.refused is None:
-            raise DataFailure("agent_never_called", "the agent ended without asking for a turn")
+            raise DataFailure(
+                "agent_never_called",
+                "the agent ended without asking for a turn; if it did ask in earlier steps, turn off the cache of its own "
+                "that answers equal prompts",
+            )
         if self.refused is not None and not self.forest.nodes:
             raise DataFailure("agent_refused", f"no request of the agent could be served; the last: {self.refused.message}")
         raise DataFailure("agent_exited_early", "the agent ended before it had taken a reply")
 
+    @property
+    def ended_by_cut(self) -> bool:
+        """True if the reply that was taken last was cut at its length."""
+        taken = [node for node in self.forest.nodes if node.taken]
+        last = max(taken, key=lambda node: node.asked.number, default=None)
+        return last is not None and last.response.stop_reason == StopReason.LENGTH
+
     def metrics(self) -> dict[str, float]:
         """The recorded turns as metrics of the sample."""
         nodes, all_, left = self.nodes, self.forest.nodes, self.forest.left()
+        taken = [node for node in all_ if node not in left]
+        left_out = bool(taken) and max(taken, key=lambda node: node.asked.number) not in nodes
+        if left_out:
+            _tell(
+                "the last call of an episode is a side call, which is neither trained nor judged (metric "
+                "rollout/recorded/last_left_out counts them): if it belongs to the task, set workflow_args.side_calls=train"
+            )
         values = {
             "turns": len(nodes),
             "roots": len({node.root for node in nodes}),
@@ -339,9 +363,12 @@ class RecordingSession:
             "retries": self.counts.retries,
             "orphans": len(left),
             "side_calls": len(all_) - len(left) - len(nodes),
+            "last_left_out": left_out,
+            "cut": sum(node.response.stop_reason == StopReason.LENGTH for node in nodes),
             "refused": self.counts.refused,
             "overridden": self.counts.overridden.total(),
             "without_call": self.counts.without_call,
+            "wrong_arguments": self.counts.wrong_arguments,
         }
         return {f"rollout/recorded/{name}": float(value) for name, value in values.items()}
 
@@ -366,6 +393,12 @@ class RecordingSession:
             timings=tuple(node.response.timing for node in nodes if node.response.timing is not None),
             **details,
         )
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    """Warns once a process."""
+    log.warning("%s", text)
 
 
 def _refusal(error: Exception) -> BaseException:
