@@ -115,7 +115,7 @@ class AgentWorkflow(RolloutWorkflow):
                 raise DataFailure(
                     "agent_raised_on_cut_reply",
                     f"{described(error)}; its last reply had been cut at its length. Only samples with short replies are "
-                    "left then, so what is trained is biased: raise gconfig.max_new_tokens, or let the agent take cut replies",
+                    "left then, so what is trained is biased: raise gconfig.max_new_tokens, or let the agent take them",
                 ) from error
             raise DataFailure("agent_raised", described(error)) from error
         if isinstance(session.failure, EngineDied):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.environment import InvalidAction, StepResult
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
-from tandem.api.samples import Sample
+from tandem.api.samples import Sample, Trajectory
 from tandem.api.services import PerEpisode
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.data import EPOCH, INDEX
@@ -177,7 +177,8 @@ def earned_by_turn(rewards: Sequence[float], discount: float) -> list[float]:
 def _with_turns(sample: Sample, earned: Sequence[float]) -> Sample:
     """The sample whose turns earn these rewards, each with its last trained token, and nothing else. Context stands between
     two turns. The first value is earned before any of them, with the first token of the prompt: it is nobody's merit."""
-    left, trajectories = list(earned), []
+    left = list(earned)
+    trajectories: list[Trajectory] = []
     for trajectory in sample.trajectories:
         mask = trajectory.loss_mask
         ends = [] if trajectories else [0]
