@@ -38,6 +38,14 @@ def test_every_change_is_seen(change):
     assert keyed_sum(changed(LARGE, change), KEY) != keyed_sum(LARGE, KEY)
 
 
+@pytest.mark.parametrize("bits", [0, -1, 0x5555555555555555], ids=["zeros", "ones", "every second"])
+def test_every_bit_of_a_word_counts_whatever_the_others_are(bits):
+    word = torch.full((1,), bits, dtype=torch.int64)
+    flipped = [word ^ (-(2**63) if place == 63 else 2**place) for place in range(64)]
+    sums = {keyed_sum(one, KEY) for one in (word, *flipped)}
+    assert len(sums) == 65
+
+
 def test_the_sum_depends_on_key_and_bytes_and_on_nothing_else():
     assert keyed_sum(LARGE, KEY) == keyed_sum(LARGE.clone(), KEY) != keyed_sum(LARGE, KEY + 1)
     inside = torch.cat([torch.zeros(1), LARGE])[1:]  # where no word of 64 bits begins

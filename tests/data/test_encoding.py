@@ -144,6 +144,22 @@ def test_a_system_prompt_stands_before_conversations_that_have_none():
     assert shown(chat, without).endswith("⟦b<|im_end|>⟧\n")
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_replies_before_the_first_message_to_learn_are_context_beside_a_system_prompt_too(template):
+    chat, messages = encoder(template, system_prompt="Be brief."), says("a", "b", "c", "d")
+    (found,), (own,) = chat.conversation(messages, 2), chat.conversation(says("a", "b", "c", "d", system="Be brief."), 3)
+    assert shown(chat, found).count("⟦") == 1 and shown(chat, found).endswith("⟦d<|im_end|>⟧\n")
+    assert (own.ids, own.mask) == (found.ids, found.mask)
+
+
+def test_a_sequence_may_be_as_long_as_max_length_and_no_longer():
+    (found,) = encoder().conversation(says("2 + 2?", "4"))
+    size = len(found.ids)
+    assert len(encoder(max_length=size).conversation(says("2 + 2?", "4"))[0].ids) == size
+    with pytest.raises(DataFailure, match="too_long"):
+        encoder(max_length=size - 1).conversation(says("2 + 2?", "4"))
+
+
 def test_an_empty_system_prompt_is_one_as_in_generation():
     (found,) = encoder(system_prompt="").conversation(says("a", "b"))
     chat = Chat(tiny_tokenizer(), says("a"), system_prompt="")

@@ -41,6 +41,11 @@ def test_every_sequence_is_in_one_micro_batch_with_its_unit_and_within_the_budge
         assert computed(items, micro) <= max_tokens or len(whole) == 1
 
 
+def test_a_micro_batch_that_is_one_token_over_the_budget_is_split():
+    planned = plan([PlannedSequence(0, 0, 4)] * 5, 11, 1)  # two micro-batches would have 12 and 8
+    assert sorted(map(len, planned[0])) == [1, 2, 2]
+
+
 def test_a_sequence_longer_than_the_budget_is_alone():
     planned = plan([PlannedSequence(0, 0, size) for size in (50, 3, 3)], 10, 1)
     assert sorted(map(sorted, planned[0])) == [[0], [1, 2]]

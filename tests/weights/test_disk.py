@@ -103,7 +103,9 @@ def test_files_in_which_nothing_changed_are_linked_and_the_others_written_again(
 
 
 def test_a_version_equal_to_the_one_before_is_not_written_at_all(channel):
+    channel.put({name: tensor + 1 for name, tensor in tensors().items()}.items(), torch.float32)
     channel.put(tensors().items(), torch.float32)
+    assert channel.written_bytes > 0
     channel.put(tensors().items(), torch.float32)
     assert channel.written_bytes == 0
 
