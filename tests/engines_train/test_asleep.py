@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import NotWritten, WeightsChanged
 from tandem.config.backend import parse_layout
@@ -250,3 +251,15 @@ def test_a_trunk_that_is_shared_sleeps_with_its_lender_and_wakes_in_one_memory(f
     late = build_train_engine(config, 3, trained=False, trunk=lender)  # compared by the sum of what sleeps
     lender.onload(PARTS)
     assert torch.equal(late.forward(batch).logprobs, expected)
+
+
+def test_a_model_whose_files_changed_is_not_lent_a_trunk_that_sleeps(folder, tmp_path):
+    changed = copied(folder, tmp_path)
+    _, lender = engine_of(changed, "float32", "scalar", False, None)
+    lender.offload(PARTS, tmp_path)
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 1
+    save_file(weights, changed / "model.safetensors", {"format": "pt"})
+    config = TrainEngineConfig(path=str(changed), dtype="float32", max_tokens_per_micro_batch=16)
+    with pytest.raises(WeightsChanged, match=r"'model\.norm\.weight' in .* has other numbers"):
+        build_train_engine(config, 3, trained=False, trunk=lender)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -218,6 +219,19 @@ def test_the_first_values_follow_the_seed_and_differ_between_matrices(folder):
     assert distance(one, other) == 0
     first, second = (one[f"model.layers.0.self_attn.{name}_proj.lora_A.weight"] for name in "kv")
     assert not torch.equal(first, second) and 0.9 * 32**-0.5 < first.abs().max() <= 32**-0.5
+
+
+def test_a_late_save_is_not_merged_into_a_base_that_has_changed(base, tmp_path):
+    copy = shutil.copytree(base, tmp_path / "copy")
+    engine = lora_on(copy)
+    write = engine.late_writer(engine.state_dict())
+    write(tmp_path / "saved")
+    assert (tmp_path / "saved/model.safetensors").is_file()
+    file = copy / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert engine.late_writer(engine.state_dict()) is None
 
 
 SLOW = [pytest.mark.slow, pytest.mark.invariant]
