@@ -221,8 +221,8 @@ def test_the_first_values_follow_the_seed_and_differ_between_matrices(folder):
     assert not torch.equal(first, second) and 0.9 * 32**-0.5 < first.abs().max() <= 32**-0.5
 
 
-def test_a_late_save_is_not_merged_into_a_base_that_has_changed(base, tmp_path):
-    copy = shutil.copytree(base, tmp_path / "copy")
+def test_a_late_save_is_not_merged_into_a_base_that_has_changed(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
     engine = lora_on(copy)
     write = engine.late_writer(engine.state_dict())
     write(tmp_path / "saved")
