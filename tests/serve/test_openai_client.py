@@ -188,8 +188,9 @@ def test_tools_reach_the_chat_template(tmp_path):
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "!"})
     body = {"model": "tiny", "messages": messages, "max_tokens": 1}
-    expected = {"with": "[weather]hi(Rome)", "none": "hi(Rome)"}
+    expected = {"with": "[weather]hi(Rome)!", "none": "hi(Rome)!"}
     with Served(folder) as served:
         tokenizer = load_tokenizer(folder)
         for choice, more in (("with", {"tools": [tool]}), ("none", {"tools": [tool], "tool_choice": "none"})):

@@ -196,7 +196,7 @@ def test_damaged_lines_of_metrics_are_told_and_kept_aside_when_a_run_goes_on(tmp
         tracker.load_state_dict({"step": 5})
         assert tracker.series["loss"] == [(1, 1.0), (5, 5.0)] and tracker.last == {"loss": 5.0}
         tracker.load_state_dict({"step": 5})
-    (told,) = [record.getMessage() for record in caplog.records]
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"{path}: 3 damaged lines, the first is line 2" in told and "metrics.damaged-1.jsonl" in told
     assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes() == harmed
     assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 5]

@@ -243,7 +243,7 @@ def keep_kernels(config: BaseConfig, process: Process, folder: RunFolder | None)
         # A run that began before there were kernels for what it does has a `run.json` that does not name any.
         resumed = folder.info.get("resumed")
         goes_on = bool(resumed and resumed[-1]["was"] != "unknown" and any(folder.checkpoints.glob("step_*")))
-        others = resumed[-1]["versions"] if resumed and config.deterministic else {}
+        others = resumed[-1].get("versions") if resumed and config.deterministic else {}
         if others:
             told = ", ".join(f"{name} {pair}" for name, pair in others.items())
             log.warning(
