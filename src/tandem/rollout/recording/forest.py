@@ -7,6 +7,7 @@ rewrote its history, the request begins a new root: then all its messages are co
 """
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -175,7 +176,7 @@ class Forest:
         self._special = frozenset(special_ids(tokenizer))
         self._ends: dict[bytes, list[Node]] = {}
         self.nodes: list[Node] = []
-        self._count = 0
+        self._count = itertools.count(1)  # also where two threads ask at once
 
     # ------------------------------------------------------------------ growing
 
@@ -186,21 +187,19 @@ class Forest:
             Unrenderable: the template refuses the messages.
             TooLong: they cannot fit; known before all of them are tokenised.
         """
-        messages, self._count = tuple(messages), self._count + 1
+        messages, number = tuple(messages), next(self._count)
         paths = digests(messages)
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
             for node in sorted(nodes, key=lambda node: node.key):
-                asked = self._attached(node, messages[length:], tools, paths[-1])
+                asked = self._attached(node, messages[length:], tools, paths[-1], number)
                 if asked is not None:
                     return asked
             if nodes:
                 break
         text = self._render(messages, tools)
         ids = tuple(self._encode(text))
-        return Asked(
-            None, messages, tools, text, Text.of(text), paths[-1], ids, ids, not self.nodes, self._count, _digest(ids)
-        )
+        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, not self.nodes, number, _digest(ids))
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -230,7 +229,7 @@ class Forest:
         self.nodes.append(node)
         return node
 
-    def _attached(self, node: Node, tail: tuple[Message, ...], tools: Tools, end: bytes) -> Asked | None:
+    def _attached(self, node: Node, tail: tuple[Message, ...], tools: Tools, end: bytes, number: int) -> Asked | None:
         """The request as a continuation of a turn; None if it cannot be one."""
         if node.response.stop_reason != StopReason.STOP:
             return None  # the template ends a reply that the model did not
@@ -244,7 +243,7 @@ class Forest:
             return None
         context = tuple(self._encode(addition))
         ids = (*_tokens(node), *context)
-        return Asked(node, tail, tools, full, Text.of(full), end, ids, context, False, self._count, _digest(ids))
+        return Asked(node, tail, tools, full, Text.of(full), end, ids, context, False, number, _digest(ids))
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
         """Finds what the template writes behind a reply's tokens when ``tail`` follows; None if it changed the path.
