@@ -3,7 +3,7 @@
 #
 #     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
 #
-# envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
+# envs/agents and envs/agents2 have the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
 # envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers
 # the library with whose parsers ours is compared, envs/datasets Hugging Face's datasets, which loads the records of runs.
 set -eu
@@ -24,6 +24,8 @@ environment() {
 
 environment agents openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' langgraph==1.2.22 langchain-openai==1.7.3 \
     smolagents==1.26.0 inspect-ai==0.3.285 'click<8.2.2' anthropic==2.12.0
+environment agents2 dspy==3.4.1 agno==3.1.10 llama-index-core==0.14.25 llama-index-llms-openai-like==0.8.1 \
+    strands-agents==1.62.0 autogen-agentchat==0.7.5 'autogen-ext[openai]==0.7.5' openai==2.54.0
 environment verifiers verifiers==0.4.0
 environment games textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
 environment openenv openenv-core==0.3.0

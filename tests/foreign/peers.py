@@ -1,7 +1,7 @@
 """Agents that nobody here wrote: how each is started at a session, and what is expected of its history.
 
-They live in environments of their own, made by ``scripts/foreign_agents.sh`` (envs/agents for Python, envs/npm for Node), or
-where ``TANDEM_FOREIGN`` says.
+They live in environments of their own, made by ``scripts/foreign_agents.sh`` (envs/agents and envs/agents2 for Python,
+envs/npm for Node), or where ``TANDEM_FOREIGN`` says.
 """
 
 import asyncio
@@ -43,6 +43,17 @@ def writing_code(prompt):
     return f"Thought: I go on.\n<code>\n{lines[results]}\n</code>"
 
 
+def in_fields(prompt):
+    """The same in dspy's fields: two calls, the end of them, and the answer, for which another prompt asks."""
+    a, b = asked_numbers(prompt)
+    done = prompt.count("[[ ## observation_")
+    if "next_tool_name" not in prompt:
+        return f"[[ ## reasoning ## ]]\nI added.\n\n[[ ## answer ## ]]\nIt is {a + b + 1}.\n\n[[ ## completed ## ]]"
+    name, arguments = [("add", {"a": a, "b": b}), ("add", {"a": a + b, "b": 1}), ("finish", {})][done]
+    fields = {"next_thought": "I go on.", "next_tool_name": name, "next_tool_args": json.dumps(arguments)}
+    return "\n\n".join(f"[[ ## {key} ## ]]\n{value}" for key, value in fields.items()) + "\n\n[[ ## completed ## ]]"
+
+
 def in_a_shell(tool, argument):
     """A script for a coding agent: writes the sum into a file, reads it, and answers; a title where one is asked for."""
 
@@ -57,9 +68,9 @@ def in_a_shell(tool, argument):
     return script
 
 
-async def in_one_process(script, kind, sessions, folder):
+async def in_one_process(python, script, kind, sessions, folder):
     """The answers of a Python agent whose episodes run in one process."""
-    command = [str(PYTHON), str(SCRIPTS / script), *([kind] if kind else [])]
+    command = [str(python), str(SCRIPTS / script), *([kind] if kind else [])]
     out = await _run(command, json.dumps(sessions).encode(), folder, {})
     return json.loads(out.splitlines()[-1])
 
@@ -162,9 +173,10 @@ class Peer:
         if self.start is not None:
             return in_own_processes(self.start, sessions, folder)
         file, _, kind = self.kind.partition(" ")
-        return in_one_process(file, kind, sessions, folder)
+        return in_one_process(ENVS / self.program, file, kind, sessions, folder)
 
 
+_PY2, _OWN = "agents2/bin/python", "each turn in a prompt of its own, the answer too"
 _PY, _SMOL = "agents/bin/python", "writes its own turns anew, as text"
 PEERS = (
     Peer("OpenAI Agents SDK", "chat", _PY, adding, "openai_agents.py chat"),
@@ -177,6 +189,11 @@ PEERS = (
     Peer("smolagents ToolCallingAgent", "chat", _PY, calling_as_text, "smol_agents.py tools", roots=3, history=_SMOL),
     Peer("smolagents CodeAgent", "chat", _PY, writing_code, "smol_agents.py code", roots=3, history=_SMOL),
     Peer("Inspect AI", "chat", _PY, adding, "inspect_agent.py"),
+    Peer("agno", "chat", _PY2, adding, "agno_agent.py"),
+    Peer("LlamaIndex FunctionAgent, streamed", "chat", _PY2, adding, "llama_index_agent.py"),
+    Peer("Strands Agents, streamed", "chat", _PY2, adding, "strands_agent.py"),
+    Peer("AutoGen AssistantAgent", "chat", _PY2, adding, "autogen_agent.py"),
+    Peer("dspy ReAct", "chat", _PY2, in_fields, "dspy_react.py", roots=4, turns=4, history=_OWN),
     Peer("Anthropic SDK's tool runner", "messages", _PY, adding, "anthropic_tools.py whole"),
     Peer("Anthropic SDK's tool runner, streamed", "messages", _PY, adding, "anthropic_tools.py stream"),
     Peer(

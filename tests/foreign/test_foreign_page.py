@@ -23,7 +23,7 @@ def test_the_versions_are_those_that_are_installed():
     script = (ROOT / "scripts/foreign_agents.sh").read_text()
     block = script.partition("environment agents")[2].partition("environment verifiers")[0]
     pinned = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", block) + re.findall(r"(@?[\w/-]+)@([\d.]+)", script)
-    assert len(pinned) == 10 and [name for name, version in pinned if f"{name} {version}" not in PAGE] == []
+    assert len(pinned) == 18 and [name for name, version in pinned if f"{name} {version}" not in PAGE] == []
 
 
 def test_the_lines_of_an_agent_are_those_that_run():
