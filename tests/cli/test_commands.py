@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -118,6 +119,32 @@ def test_other_errors_are_bugs_and_keep_their_traceback():
 def test_ctrl_c_says_where_things_are(capsys):
     assert run(raising(KeyboardInterrupt()), Namespace(debug=False), lambda arguments: "All is in runs/a/b.") == 130
     assert capsys.readouterr().err == "\nInterrupted. All is in runs/a/b.\n"
+
+
+def test_a_command_may_run_in_a_thread_of_somebody_elses_program(capsys):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(main(["config", "train_dataset.path=addition"])))
+    thread.start()
+    thread.join()
+    assert found == [0] and "train_dataset" in capsys.readouterr().out
+
+
+def test_without_docstrings_nothing_is_started():
+    done = subprocess.run([sys.executable, "-OO", "-m", "tandem", "runs"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "takes away the docstrings that transformers reads; leave it out" in done.stderr
+
+
+def test_a_dry_run_fetches_no_model_and_says_that_the_start_will(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TANDEM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["train", "train_dataset.path=addition", "total_train_steps=1", "--dry-run"]) == 0
+    assert f"The start will fetch the built-in model smollm2-135m (93 MB) and convert it once, into {tmp_path}/tandem." in (
+        capsys.readouterr().out
+    )
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tandem").write_text("no folder")
+    assert main(["generate", "smollm2-135m", "hi"]) == 2
+    assert "set TANDEM_CACHE to a folder that can be written" in capsys.readouterr().err
 
 
 def test_a_polite_kill_ends_like_ctrl_c_and_the_handler_is_put_back(capsys):

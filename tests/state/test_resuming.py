@@ -50,6 +50,24 @@ def test_a_run_that_was_cut_off_goes_on_under_its_own_name_and_says_so(cut_off):
     assert (line["was"], line["steps"], line["changed"]) == ("running", 3, [])
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_run_that_is_refused_before_it_goes_on_is_what_it_was(cut_off, begins):
+    """A refusal behind the lock, such as that of other kernels; once training has begun an error is the run's own."""
+    before = (cut_off / "run.json").read_text()
+
+    def refused():
+        with reopened(cut_off, config()) as run:
+            if begins:
+                run.begin(2)
+            raise ConfigError("not like this")
+
+    with pytest.raises(ConfigError, match="not like this"):
+        refused()
+    after = json.loads((cut_off / "run.json").read_text())
+    assert (after == json.loads(before)) is not begins
+    assert after["status"] == ("failed" if begins else "running")
+
+
 def test_what_changes_nothing_that_is_learnt_may_be_otherwise(cut_off):
     now = config("checkpoint.every_steps=5", "rollout.wait_timeout_s=9")
     with reopened(cut_off, now) as run:

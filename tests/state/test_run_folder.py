@@ -41,6 +41,16 @@ def test_two_runs_of_one_name_have_ids_of_their_own(tmp_path):
         assert there.id.startswith("exp/first/") and there.id != here.id
 
 
+@pytest.mark.parametrize("restarts", [[], [{"number": 1, "step": 0}]])
+def test_a_run_that_is_started_again_before_its_first_step_keeps_its_name(tmp_path, restarts):
+    with open_run(tmp_path) as run:
+        before = info_of(run)
+    if restarts:
+        (run.path / "run.json").write_text(json.dumps(before | {"restarts": restarts}))
+    with open_run(tmp_path, examine=lambda folder: None) as again:
+        assert (again.id == before["id"], info_of(again).get("restarts", [])) == (bool(restarts), restarts)
+
+
 def test_run_json_names_neither_home_nor_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hidden-key-123")
     with open_run(tmp_path) as run:
