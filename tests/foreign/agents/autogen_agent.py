@@ -16,9 +16,8 @@ async def add(a: int, b: int) -> int:
 
 
 async def episode(session):
-    client = OpenAIChatCompletionClient(
-        model="policy", base_url=session["base_url"], api_key=session["key"], model_info=ABLE
-    )
+    there = {"base_url": session["base_url"], "api_key": session["key"]}
+    client = OpenAIChatCompletionClient(model="policy", model_info=ABLE, **there)
     agent = AssistantAgent("solver", client, tools=[add], system_message="Use the tool.", max_tool_iterations=5)
     return (await agent.run(task=session["question"])).messages[-1].content
 
