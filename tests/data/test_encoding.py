@@ -145,7 +145,7 @@ def test_a_system_prompt_stands_before_conversations_that_have_none():
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_replies_before_the_first_message_to_learn_are_context_beside_a_system_prompt_too(template):
+def test_replies_before_the_first_to_learn_are_context_beside_a_system_prompt_too(template):
     chat, messages = encoder(template, system_prompt="Be brief."), says("a", "b", "c", "d")
     (found,), (own,) = chat.conversation(messages, 2), chat.conversation(says("a", "b", "c", "d", system="Be brief."), 3)
     assert shown(chat, found).count("⟦") == 1 and shown(chat, found).endswith("⟦d<|im_end|>⟧\n")
