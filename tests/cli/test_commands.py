@@ -20,7 +20,7 @@ NOT_NEEDED = ("torch", "transformers", "matplotlib")
 
 
 def imported_by(*argv):
-    """Which of the slow libraries a command has loaded when it is done."""
+    """The names of the slow libraries that a command has loaded when it is done."""
     code = (
         "import sys\nfrom tandem.cli.main import main\n"
         f"try:\n    main({list(argv)!r})\nexcept SystemExit:\n    pass\n"

@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -80,16 +81,45 @@ def test_characters_that_a_terminal_lacks_are_replaced(encoding, tmp_path):
     assert found.stdout == "first\nété…\nlast\n".encode(encoding, "replace")
 
 
+def test_a_line_that_is_printed_is_there_at_once_where_the_user_asks_for_it():
+    command = [sys.executable, "-u", "-c", PRINTS.replace(", flush=True", ""), "words", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"first\n"  # it waits for a word of ours before it prints more
+        process.communicate(b"\n", timeout=60)
+
+
+def items_of(tmp_path, steps):
+    model = tiny_model_folder(tmp_path, "llama")
+    items = [f"actor.path={model}", "train_dataset.path=addition", "train_dataset.size=16", "batch_size=4", "device=cpu"]
+    return [*items, f"total_train_steps={steps}", f"run.root={tmp_path}", "experiment_name=a", "trial_name=b"]
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_run_whose_own_terminal_closes_is_saved_and_ends_as_interrupted(tmp_path):
+    """A hang-up comes then, and what its handler says can no longer be written."""
+    words = [sys.executable, "-m", "tandem", "sft", *items_of(tmp_path, 100_000)]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, words)
+    log = tmp_path / "a" / "b" / "log.txt"
+    until = time.monotonic() + 120
+    while not (log.is_file() and "step 2/" in log.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    found = existing_run(tmp_path / "a" / "b")
+    assert found.status == "interrupted" and found.checkpoints == (f"step_{found.steps}",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "output", [pytest.param(closed_terminal, marks=pytest.mark.invariant), reader_that_leaves, full_device]
 )
 def test_training_is_finished_saved_and_told_in_the_log_when_its_terminal_is_lost(output, tmp_path):
-    model = tiny_model_folder(tmp_path, "llama")
-    items = [f"actor.path={model}", "train_dataset.path=addition", "train_dataset.size=16", "batch_size=4"]
-    items += ["total_train_steps=3", f"run.root={tmp_path}", "experiment_name=a", "trial_name=b", "device=cpu"]
     theirs, lose = output()
-    command = [sys.executable, "-m", "tandem", "sft", *items]
+    command = [sys.executable, "-m", "tandem", "sft", *items_of(tmp_path, 3)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
     os.close(theirs)
     lose()

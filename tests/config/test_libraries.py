@@ -39,7 +39,7 @@ def fresh(script: str, *arguments: str, **environment: str) -> subprocess.Comple
 
 
 def spins(script: str, **environment: str) -> str:
-    """How often torch's OpenMP says that a waiting thread looks before it sleeps."""
+    """The number of looks before a waiting thread sleeps, in the words of torch's OpenMP."""
     said = fresh(script, OMP_DISPLAY_ENV="verbose", **environment).stderr
     found = [line.split("'")[1] for line in said.splitlines() if "GOMP_SPINCOUNT" in line]
     if not found:

@@ -76,7 +76,7 @@ def test_tokens_are_those_of_the_whole_rendered_conversation():
 
 @pytest.mark.parametrize("template", [CHATML, FORGETFUL])
 def test_tokens_and_mask_are_those_of_a_chat_that_was_generated(template):
-    """What a rollout would have kept of the same words is what supervised learning trains on."""
+    """Supervised learning trains on what a rollout would have kept of the same words."""
     tokenizer = tiny_tokenizer(template)
     messages = says("2 + 2?", "<think>easy</think>4", "And 3 + 3?", "<think>hm</think>6")
     chat = Chat(tokenizer, messages[:1])

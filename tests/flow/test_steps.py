@@ -56,7 +56,7 @@ def test_every_step_ends_on_the_token_that_brings_its_last_character(seed):
 
 
 def test_a_token_that_the_policy_made_and_does_not_train_is_of_its_reply():
-    """As the first one, drawn at a temperature of its own, is not."""
+    """The first token of a reply is such a token, if it is drawn at a temperature of its own."""
     tokenizer = tiny_tokenizer()
     ids = [i for letter in "three" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
     made = trajectory([1, 9], ids)

@@ -109,7 +109,7 @@ def tool_and_call(draw):
 
 
 def written(reader, tools, *calls):
-    """What the template writes for a reply with these calls (name, arguments), and its prompt."""
+    """The text that the template writes for a reply with these calls (name, arguments), and its prompt."""
     made = [
         {"id": f"{i:09d}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
@@ -127,7 +127,7 @@ def read(reader, text, tools, stop_reason=StopReason.STOP, **more):
 
 
 def same_characters(one, other):
-    """How many characters two texts begin with together."""
+    """The number of characters with which two texts begin alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -203,6 +203,7 @@ def test_garbage_never_raises(readers, family):
         ),
         ('<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>', "invalid_json", ""),
         ('<tool_call>{"name": "weather", "arguments": {"city": "x", "days": NaN}}</tool_call>', "invalid_json", "NaN"),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "x", "days": 1e999}}</tool_call>', "invalid_json", "1e999"),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong_with_it(readers, text, status, words):
@@ -212,7 +213,7 @@ def test_a_malformed_call_says_what_is_wrong_with_it(readers, text, status, word
 
 @pytest.mark.parametrize("family", [*TEMPLATES, "no tools"])
 def test_a_whole_call_counts_in_a_cut_reply_if_its_own_mark_ends_it(readers, family):
-    """Where the end of the turn closes a call, one that was cut may not be whole."""
+    """A call that was cut may not be whole where the end of the turn closes a call."""
     reader = readers[family]
     text, prompt = written(reader, [WEATHER], ("weather", {"city": "Ulm"}))
     (call,) = read(reader, text, [WEATHER], StopReason.LENGTH, prompt=prompt).calls

@@ -344,6 +344,8 @@ def test_long_outputs_are_bounded_and_compared_beside_the_loop(sandbox):
     assert asyncio.run(watched(f"print('1.00\\n' * {lines})")) == ""
     assert max(gaps) < 0.15
     assert asyncio.run(watched(f"print('1.0' + '0' * 3_000_000 + '\\n1.0' * {lines - 1})")) == "output"
+    told = f"import sys\nsys.stderr.write('x' * 3_000_000)\nprint('1.0\\n' * {lines})"  # what else it says is not judged
+    assert asyncio.run(watched(told)) == ""
 
 
 def test_a_judgement_that_is_cancelled_twice_leaves_nothing(sandbox):

@@ -21,7 +21,7 @@ TOKENS = Trajectory(NONE.long(), NONE.bool(), NONE, NONE.long())
 
 
 class Gives(RewardFn):
-    """What a row says, and how often it was asked."""
+    """A reward that is what a row says; it counts how often it was asked."""
 
     def __init__(self, column):
         self.column, self.asked = column, 0

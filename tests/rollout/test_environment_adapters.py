@@ -31,7 +31,7 @@ FROZEN_LAKE = "gymnasium:FrozenLake-v1(options={'is_slippery': False})"
 
 @contextlib.contextmanager
 def player(spec):
-    """As a worker process would play it; in another Python if the library is there and not here."""
+    """An environment as a worker process plays it; in another Python if its library is there and not here."""
     term = read_term(spec, "environment")
     service = SERVICES["environment"][term.registered]
     if not service.package or importlib.util.find_spec(service.package):

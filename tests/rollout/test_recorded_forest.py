@@ -145,7 +145,7 @@ class Client:
 
 
 def keeps(template, reply):
-    """Whether the template writes a reply that was like this so that the model would know it again."""
+    """Says whether the template writes such a reply so that the model would know it again."""
     if template == RENUMBERING:
         return False
     return template == REMEMBERING or not reply.reasoning
@@ -231,10 +231,19 @@ def test_a_side_call_came_before_the_first_reply_and_nothing_depends_on_it(fores
 def test_an_answer_in_a_context_of_its_own_and_a_plan_that_others_use_are_the_task(forest):
     """A planner, a worker with tools that is given the plan, and the answer by another prompt that shows neither."""
     asked = [forest.ask([{"role": "system", "content": first}, *said("task")]) for first in ("Plan!", "Title!")]
-    plan, _ = (end(forest, one, words) for one, words in zip(asked, ("first add", "A title"), strict=True))
-    worker = grow(forest, said("Do this: first add"), "7", TOOLS)
+    words = "First add the two numbers"
+    plan, _ = (end(forest, one, reply) for one, reply in zip(asked, (words, "A title"), strict=True))
+    worker = grow(forest, said(f"A title of mine. Do this: {words}"), "7", TOOLS)
     answer = grow(forest, [{"role": "system", "content": "Extract."}, *said("what is it?")], "seven")
     assert forest.task(forest.nodes) == {plan, worker, answer}
+
+
+def test_what_is_read_late_came_when_it_arrived(forest):
+    """The task waits to be read while the reply to a title that came behind it is already there."""
+    arrival = forest.arrival()
+    title = grow(forest, [{"role": "system", "content": "Title!"}, *said("task")], "A title")
+    task = end(forest, forest.ask([{"role": "system", "content": "Solve."}, *said("a long task")], arrival=arrival), "one")
+    assert task.asked.number < title.asked.number and forest.task(forest.nodes) == {task}
 
 
 def test_the_path_that_was_asked_for_last_comes_last(forest):

@@ -40,7 +40,7 @@ class Async:
 
 
 class Gym:
-    """As gymnasium has it."""
+    """A world with the methods of gymnasium."""
 
     def reset(self, *, seed=None, options=None):
         return f"{seed} {options['answer']}", {}

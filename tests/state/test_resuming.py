@@ -50,6 +50,17 @@ def test_a_run_that_was_cut_off_goes_on_under_its_own_name_and_says_so(cut_off):
     assert (line["was"], line["steps"], line["changed"]) == ("running", 3, [])
 
 
+def test_metrics_that_were_put_aside_are_back_where_the_run_is_refused(cut_off):
+    (cut_off / "checkpoints/step_2").rmdir()
+    metrics = (cut_off / "metrics.jsonl").read_text()
+    aside = []
+    with pytest.raises(ConfigError, match="not like this"), reopened(cut_off, config()):
+        raise ConfigError(f"not like this, with {aside.extend(cut_off.glob('metrics.lost*'))}")
+    assert aside
+    assert (cut_off / "metrics.jsonl").read_text() == metrics and not list(cut_off.glob("metrics.lost*"))
+    assert "not like this" in (cut_off / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_run_that_is_refused_before_it_goes_on_is_what_it_was(cut_off, begins):
     """A refusal behind the lock, such as that of other kernels; once training has begun an error is the run's own."""

@@ -78,7 +78,7 @@ BRIEF = ("total_train_steps=2", "evaluate.every_steps=null", "checkpoint.every_s
 
 
 def peak(root: Path, model: Path, *more: str) -> dict[str, float]:
-    """Of a process that trains, in MiB over its start."""
+    """The peaks of a process that trains, in MiB over its start."""
     command = [sys.executable, "-m", "tests.trainers.preferring", str(root), str(model), "0", *BRIEF, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

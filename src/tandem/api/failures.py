@@ -130,7 +130,7 @@ class EpisodeFailure(TandemError):
 
 
 BROKEN = {f"reward_{what}" for what in ("raised", "timeout", "not_finite", "wrong_type")}
-BROKEN |= {"workflow_raised", "agent_raised", "environment_raised"}
+BROKEN |= {"workflow_raised", "agent_raised", "agent_raised_on_cut_reply", "environment_raised"}
 """Reasons that are a mistake in a user's code or in what it was given, and neither a server's fault nor a choice."""
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.api.failures import RankFailed
-from tandem.cli.output import command_output, survive_lost_output
+from tandem.cli.output import ReaderGone, command_output, survive_lost_output
 from tandem.config.coming_from import hint
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
@@ -167,7 +167,7 @@ def _exit_code(
         said = interrupted(arguments) if interrupted else ""
         print(f"\nInterrupted. {said}".rstrip(), file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `tandem config … | head`
+    except ReaderGone:  # `tandem config … | head`
         return EXIT_FAILED
     except TandemError as error:
         if arguments.debug:

@@ -18,6 +18,10 @@ class OutputLost(TandemError):
     """A command cannot print the words that it was asked for."""
 
 
+class ReaderGone(Exception):
+    """Nobody reads what a command prints any more, as behind `| head`."""
+
+
 class _Stream(io.FileIO):
     """The file of a descriptor, which becomes the null device once it takes nothing more."""
 
@@ -31,7 +35,7 @@ class _Stream(io.FileIO):
             with open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), self.fileno())
             if self.matters and isinstance(error, BrokenPipeError):
-                raise
+                raise ReaderGone from error
             if self.matters:
                 raise OutputLost(f"what this command prints cannot be written: {error.strerror}") from error
             return len(data)
@@ -58,9 +62,8 @@ def _wrapped(name: str) -> Any:
     stream.flush()
     raw = _Stream(stream.fileno(), "w", closefd=False)
     raw.matters = name == "stdout"
-    new = io.TextIOWrapper(
-        io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=raw.isatty() or not raw.matters
-    )
+    at_once = stream.line_buffering or stream.write_through or not raw.matters
+    new = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=at_once)
     setattr(sys, name, new)
     return new
 

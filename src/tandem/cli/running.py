@@ -19,7 +19,7 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.launch.local import EXIT_FAILED, is_rank, run_ranks
+from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, is_rank, run_ranks
 from tandem.launch.watch import LaunchEnd
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
@@ -115,7 +115,7 @@ def _ended_silently(folder: Path) -> int:
 
 def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:
     """Writes into the run folder how its ranks failed, if it was theirs; what cannot be written is said on the terminal."""
-    if not ended.has_folder:
+    if not ended.has_folder or (ended.rank == 0 and ended.code == EXIT_CONFIG):  # a refusal leaves the run as it was
         return
     then = None if restart is None else {"number": restart, "step": ended.step}
     try:

@@ -111,7 +111,7 @@ class Oversight:
                 f"\n{self._asked}: the run ends after step {ACTIVITY.step}, within {self._config.grace_s:g} s, and "
                 f"{self._what_is_kept()}; once more ends it at once\n"
             )
-            os.write(2, words.encode())  # a handler may have come in the middle of a print
+            _say(words)
         threading.Thread(target=self._lose_patience, args=(number,), name="grace", daemon=True).start()
 
     def _what_is_kept(self) -> str:
@@ -129,7 +129,7 @@ class Oversight:
                 words = (
                     f"step {ACTIVITY.step} did not end within {self._config.grace_s:g} s (recover.grace_s), and is not saved"
                 )
-                os.write(2, f"{words}\n".encode())
+                _say(f"{words}\n")
             os.kill(os.getpid(), number)
 
     def _watch(self, limit: float) -> None:
@@ -164,5 +164,12 @@ class Oversight:
         if self._run is not None:
             with contextlib.suppress(OSError):
                 self._run.finish("failed", self._fault)
-        os.write(2, f"error: {text}\n".encode())
+        _say(f"error: {text}\n")
         os._exit(EXIT_FAILED)
+
+
+def _say(words: str) -> None:
+    """Writes to the terminal, past Python's buffer: a signal may have come in the middle of a print. What cannot be written
+    is left out: the signal may mean that the terminal has closed."""
+    with contextlib.suppress(OSError):
+        os.write(2, words.encode())

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.protocol.parsing import STRICT
+
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -71,7 +73,7 @@ def _read(text: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
     if "string" in types or not plain:
         return text
     try:
-        return json.loads(plain)
+        return STRICT.decode(plain)
     except (ValueError, RecursionError):
         return text
 
@@ -146,10 +148,8 @@ def _cast(value: Any, name: str) -> Any:
     if name == "boolean":
         return {"true": True, "false": False}.get(value.strip().lower())
     try:
-        read = json.loads(value)
+        read = STRICT.decode(value)
     except (ValueError, RecursionError):
-        return None
-    if isinstance(read, float) and not math.isfinite(read):
         return None
     return read if _is(read, name) else (_cast(read, name) if isinstance(read, float) else None)
 

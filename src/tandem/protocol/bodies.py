@@ -20,6 +20,9 @@ _LARGE_BYTES = 1 << 16
 _HUGE_BYTES = 1 << 20
 """A body above this is parsed in a process: a thread would hold the interpreter, and keep the memory."""
 
+_PARSE_S = 60.0
+"""The process is given so long; it takes well below a second."""
+
 _BESIDE = ThreadPoolExecutor(2, "bodies")
 """Few, because each thread that computes makes the loop wait for its turn."""
 
@@ -63,12 +66,14 @@ async def _read(request: web.Request, limits: ServerLimits, max_bytes: int) -> b
 
 def _parse_elsewhere(raw: bytearray, schema: Schema, max_depth: int) -> dict[str, Any]:
     """`parse` in a process of its own, which ends with it."""
-    command, pipe = [sys.executable, "-S", "-c", _PARSER, *sys.path], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
-        assert child.stdin is not None and child.stdout is not None
-        with child.stdin:
-            child.stdin.write(marshal.dumps((raw, dict(schema), max_depth)))
-        value, status, message, param = marshal.loads(child.stdout.read())
+    command = [sys.executable, "-S", "-c", _PARSER, *sys.path]
+    try:
+        given = marshal.dumps((raw, dict(schema), max_depth))
+        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=_PARSE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:  # no process can be started, or it was killed
+        words = f"the body could not be parsed ({type(error).__name__} of its process); send it again"
+        raise Refusal(503, words, headers={"Retry-After": "1"}) from error
+    value, status, message, param = marshal.loads(done.stdout)
     if status:
         raise Refusal(status, message, param=param)
     return dict(value)

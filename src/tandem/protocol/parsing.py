@@ -19,6 +19,20 @@ MAX_DEPTH = 64
 """Deepest nesting of a JSON text that stands in another."""
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text:.40} is too large a number")
+    return value
+
+
+STRICT = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+"""JSON as its standard has it: no NaN, and no number that would be infinite. Raises `ValueError`."""
+
+
 def parse(raw: bytes | bytearray, schema: Schema, max_depth: int) -> dict[str, Any]:
     """The value of a body, if the schema allows it; raises `Refusal`."""
     try:
@@ -34,7 +48,7 @@ def load(raw: bytes | bytearray, max_depth: int = MAX_DEPTH) -> Any:
     if count_values(raw) > MAX_VALUES:
         raise ValueError(f"must have at most {MAX_VALUES} values, where an array or object counts as 16")
     try:
-        value = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
+        value = STRICT.decode(raw.decode())
         check_depth(value, max_depth)
     except RecursionError:
         raise ValueError(f"must be nested at most {max_depth} deep") from None
@@ -72,16 +86,6 @@ def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> None:
             return
         level = inner
     raise RecursionError
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{text:.40} is too large a number")
-    return value
 
 
 def main() -> None:

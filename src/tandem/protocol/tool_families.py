@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tandem.protocol.parsing import STRICT
+
 
 class CallText(NamedTuple):
     """A call as it stands in a text."""
@@ -33,18 +35,11 @@ ReadBody = Callable[[str, int], Body]
 """(text, position) → body. Raises ValueError, in words for the model."""
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
 def decode_json(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at ``start`` (or behind white space), and where it ends."""
     start = _skip_space(text, start)
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = STRICT.raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos - start} of the JSON") from None
     if "\\ud" in text[start:end].lower():

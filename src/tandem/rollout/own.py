@@ -114,8 +114,8 @@ class AgentWorkflow(RolloutWorkflow):
             if session.ended_by_cut:
                 raise DataFailure(
                     "agent_raised_on_cut_reply",
-                    f"{described(error)}; its last reply had been cut at its length. Only samples with short replies are "
-                    "left then, so what is trained is biased: raise gconfig.max_new_tokens, or let the agent take them",
+                    f"{described(error)}; its last reply had been cut at its length. If that is why, only samples with "
+                    "short replies are left, and training is biased: raise gconfig.max_new_tokens, or let it take them",
                 ) from error
             raise DataFailure("agent_raised", described(error)) from error
         if isinstance(session.failure, EngineDied):

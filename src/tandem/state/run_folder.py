@@ -236,18 +236,30 @@ class RunFolder:
         if error is None:
             self.finish("finished")
             return
-        if isinstance(error, ConfigError) and self.going is not None and self._pending_config is not None:
-            self.info = self._info_before  # refused before anything was done: the run is what it was
-            self._write_info()
-            self.close()
-            return
+        refused = isinstance(error, ConfigError) and self.going is not None and self._pending_config is not None
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         try:
             if not interrupted:
-                logging.getLogger("tandem.state").info("the run failed", exc_info=error)  # to log.txt
-            self.finish("interrupted" if interrupted else "failed", None if interrupted else error)
-        except OSError as refused:  # the disk that ended the run takes no last words either: the error itself matters more
-            print(f"run.json could not be written: {refused}", file=sys.stderr)
+                logging.getLogger("tandem.state").info(
+                    "the run was refused" if refused else "the run failed", exc_info=error
+                )
+            if refused:
+                self._take_back()
+            else:
+                self.finish("interrupted" if interrupted else "failed", None if interrupted else error)
+        except OSError as failure:  # the disk that ended the run takes no last words either: the error itself matters more
+            print(f"run.json could not be written: {failure}", file=sys.stderr)
+        finally:
+            self.close()
+
+    def _take_back(self) -> None:
+        """Makes the run what it was before it was to go on: nothing has been trained since."""
+        lost = self.info["resumed"][-1].get("lost")
+        if lost:
+            os.replace(self.path / lost, self.path / "metrics.jsonl")
+        if self._info_before:
+            self.info = self._info_before
+            self._write_info()
 
     def _write_info(self) -> None:
         write_atomically(self.path / "run.json", json.dumps(self.info, indent=2, ensure_ascii=False) + "\n")

@@ -11,7 +11,7 @@ from tandem.rewards.code.output import same_output
 from tandem.rewards.code.verdict import Verdict, reason_of
 
 TIMES, ROOM = 16, 1 << 20
-"""An output may have so many times the bytes of the expected one, and so many more: a longer one is not read to its end."""
+"""An output may have so many times the bytes of the expected one, and so many more: a longer one is not compared."""
 
 
 async def judge_program(
@@ -36,11 +36,12 @@ async def judge_program(
         left_s = ends - time.monotonic()
         if left_s <= 0:
             return Verdict.of(passed, len(cases), *(first if first[0] else ("timeout", f"all cases: {total_s:g} s")))
-        most = min(limits.output_bytes, TIMES * len(case.stdout) + ROOM)
-        bounded = replace(limits, wall_s=min(limits.wall_s, left_s), cpu_s=min(limits.cpu_s, left_s), output_bytes=most)
+        bounded = replace(limits, wall_s=min(limits.wall_s, left_s), cpu_s=min(limits.cpu_s, left_s))
         outcome = await sandbox.run(Program(source=code, stdin=case.stdin.encode()), bounded)
         why = "" if outcome.status == "ok" else reason_of(outcome)
         why = "error" if why == "exit" else why
+        if not why and len(outcome.stdout) > TIMES * len(case.stdout.encode()) + ROOM:
+            why = "output"
         if not why:  # in a thread: a long output must not hold the episodes beside it
             printed = outcome.stdout.decode(errors="replace")
             why = "" if await asyncio.to_thread(same_output, printed, case.stdout, tolerance) else "wrong"

@@ -24,6 +24,9 @@ from tandem.rollout.recording.matching import digests, meaning, thought
 
 Tools = Sequence[Mapping[str, Any]]
 
+USED = 20
+"""A reply of fewer characters may stand in a later message by chance."""
+
 
 class ReplyReader(Protocol):
     """Writes a chat as text, and reads a reply; see `tandem.protocol.tool_calls.CallReader`."""
@@ -180,14 +183,18 @@ class Forest:
 
     # ------------------------------------------------------------------ growing
 
-    def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Asked:
-        """The tokens of a request.
+    def arrival(self) -> tuple[int, bool]:
+        """The number of a request that comes now, and whether no turn has ended yet."""
+        return next(self._count), not self.nodes
+
+    def ask(self, messages: Sequence[Message], tools: Tools = (), arrival: tuple[int, bool] | None = None) -> Asked:
+        """The tokens of a request. ``arrival``: of one that came some time ago; None stands for now.
 
         Raises:
             Unrenderable: the template refuses the messages.
             TooLong: they cannot fit; known before all of them are tokenised.
         """
-        messages, number = tuple(messages), next(self._count)
+        messages, (number, opening) = tuple(messages), arrival or self.arrival()
         paths = digests(messages)
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
@@ -199,7 +206,7 @@ class Forest:
                 break
         text = self._render(messages, tools)
         ids = tuple(self._encode(text))
-        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, not self.nodes, number, _digest(ids))
+        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, opening, number, _digest(ids))
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -400,7 +407,7 @@ def _is_used(node: Node, turns: Sequence[Node]) -> bool:
     """Says whether one of these turns, asked for later, has the words of a reply in its messages."""
     words = str(node.reply.get("content") or "").strip()
     later = (message for turn in turns if turn.asked.number > node.asked.number for message in turn.asked.tail)
-    return bool(words) and any(words in str(message.get("content") or "") for message in later)
+    return len(words) >= USED and any(words in str(message.get("content") or "") for message in later)
 
 
 def _tokens(node: Node) -> list[int]:

@@ -231,10 +231,11 @@ class Endpoint(Application):
     async def _turn(self, dialect: Dialect, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         """One turn in a dialect. The reply is taken once all of it is written to a client that is still there."""
         session = self._sessions.of(request)
+        counts = request.path.endswith(dialect.count_path or "/")
         try:
             retry = _retry(request)
             turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
-            if request.path.endswith(dialect.count_path or "/"):
+            if counts:
                 return web.json_response({"object": "response.input_tokens", "input_tokens": len(asked.input_ids)})
             attempt = session.begin(turn, asked, retry)
             with attempt.listening():
@@ -244,7 +245,8 @@ class Endpoint(Application):
                     session.took(attempt)
                 return response
         except Refusal as refusal:
-            session.refuse(refusal)
+            if not counts:
+                session.refuse(refusal)
             return web.json_response(dialect.refused(refusal), status=refusal.status, headers=refusal.headers)
 
     async def _whole(

@@ -167,10 +167,11 @@ class RecordingSession:
         """
         self._check_open()
         self._check_running(self._reading)
+        arrival = self.forest.arrival()  # now, however long others are read before it
 
         def ask() -> tuple[Turn, Asked]:
             turn = function(body)
-            return turn, self.forest.ask(turn.messages, turn.tools)
+            return turn, self.forest.ask(turn.messages, turn.tools, arrival)
 
         self._reading += 1
         try:
