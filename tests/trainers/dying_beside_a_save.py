@@ -1,5 +1,6 @@
 """A rank of a real run: rank 0 writes its second checkpoint slowly beside training, and rank 1 dies meanwhile."""
 
+import atexit
 import os
 import sys
 import time
@@ -12,7 +13,8 @@ from tests.trainers.killing import die
 
 
 def run(rank: int, folder: Path, seconds: float, arguments: list[str]) -> int:
-    """``folder``: of the run; ``seconds``: what the manifest of step 2 takes. When rank 1 died stands in ``folder``/died."""
+    """``folder``: of the run; ``seconds``: what the manifest of step 2 takes. When rank 1 died stands in
+    ``folder``/died; rank 0 leaves ``folder``/left when it ends by itself."""
     write, step = checkpoint.write_manifest, Optimizer.step
 
     def slow(temporary, run, number, metrics):
@@ -28,6 +30,7 @@ def run(rank: int, folder: Path, seconds: float, arguments: list[str]) -> int:
         return step(self, *arguments, **named)
 
     if rank == 0:
+        atexit.register(lambda: (folder / "left").touch())
         checkpoint.write_manifest = slow
     else:
         Optimizer.step = dying

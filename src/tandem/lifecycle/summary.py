@@ -18,6 +18,7 @@ from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
 from tandem.flow.state_parts import describe_sleep, sleep_plan_here
+from tandem.launch.rank import failed_elsewhere
 from tandem.models.catalog import BUILT_IN, cache_folder, present
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
@@ -114,11 +115,11 @@ def open_run(
                 RunFolder.open(*names, config_text=text, seed=config.seed, command=command, examine=examine)
             )
             name = f"{config.experiment_name}/{config.trial_name}"
-            tracker = stack.enter_context(
-                Tracker(
-                    run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config), notes=notes
-                )
+            tracker = Tracker(
+                run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config), notes=notes
             )
+            # a launcher that ends this rank gives it seconds, which a picture takes: the next start draws it
+            stack.callback(lambda: tracker.close(draw=failed_elsewhere() is None))
             print(f"Run folder: {run.path}. Loading {config.actor.path} …", flush=True)
     return run, tracker
 

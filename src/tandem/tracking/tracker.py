@@ -185,13 +185,13 @@ class Tracker:
         self._try("reward.png", draw_reward, self.series, self.folder / "reward.png", self.run_name)
         self._try("curves.png", draw_curves, self.series, self.folder / "curves.png", self.run_name)
 
-    def close(self) -> None:
+    def close(self, *, draw: bool = True) -> None:
         """Draws a last time, unless there are to be no pictures, and closes everything; idempotent."""
         if self._metrics.closed:
             return
         if self._display is not None:
             self._display.close()
-        if self.series and self.config.plot_every_steps:
+        if draw and self.series and self.config.plot_every_steps:
             self.draw()
         for name, sink in self._sinks.items():
             self._try(f"sink {name}", sink.close)
