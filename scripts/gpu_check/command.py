@@ -102,22 +102,21 @@ def run_all(checks: Sequence[Check], place: tuple[Any, ...], seconds: float) -> 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for check in checks:
         began = time.monotonic()
-        left = end - began
-        if left > 0:
+        limit = min(end - began, check.limit_s)
+        if limit > 0:
             process = context.Process(target=run_one, args=(check, place))
             process.start()
             try:
-                process.join(min(left, check.limit_s))
+                process.join(limit)
                 status = process.exitcode
             finally:  # and all that it started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
-            took = time.monotonic() - began
-            ended = {0: "done", None: f"killed after {took:.0f} s"}.get(status, f"died with status {status}")
-            if status is None and left < check.limit_s:
-                ended = f"cut off after {took:.0f} s: the time of all checks was over"
-            write(results, check, ended=ended, seconds=round(took, 1))
+                process.join(5)  # its memory is free for the next
+            late = f"killed after {limit:.0f} s" if limit == check.limit_s else "cut off: the time of all checks was over"
+            ended = {0: "done", None: late}.get(status, f"died with status {status}")
+            write(results, check, ended=ended, seconds=round(time.monotonic() - began, 1))
         rows = [json.loads(line) for line in results.read_text().splitlines()]
         (out / "results.md").write_text(page(rows, checks), encoding="utf-8")
     failed = sum(row.get("good") is False or row.get("ended", "done").startswith(("killed", "died")) for row in rows)

@@ -42,8 +42,9 @@ TAKE = "import sys, torch; torch.zeros(int(sys.argv[2]), dtype=torch.uint8, devi
 def memory_is_handed_back(place: Place) -> Iterator[Line]:
     """After a step another process takes all memory that the trainer's tensors leave: before the trainer gives back what
     torch keeps, and after."""
-    trainer = place.trainer("bf16", model=place.large)
-    trainer.train_batch(batch_of(place, place.prompts([place.of(5120, 24)] * 2)), nll)
+    length = place.of(5120, 24)
+    trainer = place.trainer("bf16", model=place.large, max_tokens=length)
+    trainer.train_batch(batch_of(place, place.prompts([length] * 2)), nll)
     (held, total), tensors = cuda_only.reserved(place.device), cuda_only.allocated(place.device) or 0
     wanted = total - tensors - MARGIN if place.device != "cpu" else 1 << 20
     command = [sys.executable, "-c", TAKE, place.device, str(wanted)]
