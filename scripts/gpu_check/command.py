@@ -50,7 +50,6 @@ CHECKS = (
     Check(".speeds.training_compiled", "1.5B, 4 x 5k tokens, compiled", 60, 120),
     Check(".speeds.updates", "1.5B, the pause of an update while requests run", 40, 90),
     Check(".runs.resumed_is_uninterrupted", "a resumed run is an uninterrupted one", 25, 60),
-    Check(".equalities.adapters_are_merged", "adapters are their merged weights", 8, 40),
     Check(".placement.each_on_its_own", "servers see their own GPUs", 15, 60),
     Check(".placement.ranks_meet", "ranks on all GPUs add up a number", 20, 60),
     Check(".speeds.beside_vllm", "the same decoding by vLLM", 90, 300),

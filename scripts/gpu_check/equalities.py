@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from tensordict import TensorDict
+from transformers import PreTrainedModel
 
 from scripts.gpu_check.place import DTYPES, Line, Place
 from tandem.api.batch import pack
@@ -17,7 +18,6 @@ from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.api.weights import WeightVersion, tensor_digest, version_digest
 from tandem.config.generation import GenerationConfig
-from tandem.config.lora import LoRAConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
@@ -34,7 +34,7 @@ STEP = 1e-3
 """A share of what a step moves, in float32."""
 
 
-def score(model: torch.nn.Module, ids: Sequence[int], device: str) -> torch.Tensor:
+def score(model: torch.nn.Module, ids: Sequence[int], device: str | torch.device) -> torch.Tensor:
     """Log-probability of each token but the first, by one plain pass, ``[T - 1]``."""
     tokens = torch.tensor([ids], device=device)
     with torch.no_grad():
@@ -52,6 +52,18 @@ def compared(what: str, dtype: str, ours: torch.Tensor, exact: torch.Tensor, the
     return Line(what, f"mean gap {gap.mean():.4f} nats", f"at most {limit:.4f}", bool(gap.mean() <= limit))
 
 
+def compared_answers(
+    what: str, dtype: str, answers: Sequence[LLMResponse], exact: PreTrainedModel, theirs: PreTrainedModel
+) -> Line:
+    """The engine's log-probabilities of the tokens that it drew."""
+    tables = []
+    for answer in answers:
+        ids, start = answer.input_ids + answer.output_ids, len(answer.input_ids) - 1
+        rows = [torch.tensor(answer.logprobs), *(score(m, ids, exact.device)[start:] for m in (exact, theirs))]
+        tables.append(torch.stack(rows))
+    return compared(what, dtype, *torch.cat(tables, 1))
+
+
 def engine_is_transformers(place: Place) -> Iterator[Line]:
     """Compares the log-probabilities that the embedded engine gives the tokens that it drew with those of transformers."""
     exact = place.reference("fp32")
@@ -65,14 +77,7 @@ def engine_is_transformers(place: Place) -> Iterator[Line]:
         answers: list[LLMResponse] = []
         while core.has_work:
             answers += [answer for _, answer in core.step()]
-        rounded = place.reference(dtype)
-        tables = []
-        for answer in answers:
-            ids, start = answer.input_ids + answer.output_ids, len(answer.input_ids) - 1
-            rows = [torch.tensor(answer.logprobs), *(score(m, ids, place.device)[start:] for m in (exact, rounded))]
-            tables.append(torch.stack(rows))
-        ours, right, theirs = torch.cat(tables, 1)
-        yield compared(f"engine = transformers, {dtype}, {len(ours)} tokens", dtype, ours, right, theirs)
+        yield compared_answers(f"engine = transformers, {dtype}", dtype, answers, exact, place.reference(dtype))
 
 
 def batch_of(place: Place, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> TensorDict:
@@ -163,24 +168,6 @@ def options_are_plain(place: Place) -> Iterator[Line]:
             else:
                 good, seen, limit = gap <= 0.02, f"norms differ by {gap:.1e}", "at most 0.02"
             yield Line(f"a step with {option} = without, {dtype}", seen, limit, moved > 0 and good)
-
-
-def adapters_are_merged(place: Place) -> Iterator[Line]:
-    """With rank 16: before a step the plain model; after one, what the plain engine computes with the merged weights."""
-    batch, mask = (found := batch_of(place, place.prompts((30, 14, 25, 9), seed=4))), found["loss_mask"]
-    for dtype in DTYPES:
-        engine, plain = place.trainer(dtype, lr=1e-3, lora=LoRAConfig(rank=16)), place.trainer(dtype)
-        base = plain.forward(batch).logprobs
-        same = torch.equal(engine.forward(batch).logprobs, base)
-        yield Line(f"before a step an adapter changes nothing, {dtype}", "the same" if same else "others", "the same", same)
-        engine.train_batch(batch, nll)
-        with plain.using(engine.weights()):
-            gap = (plain.forward(batch).logprobs - engine.forward(batch).logprobs)[mask].abs()
-        moved = (engine.forward(batch).logprobs - base)[mask].abs().mean()
-        seen, limit = (gap.max(), FP32) if dtype == "fp32" else (gap.mean(), 0.05)
-        word = "largest" if dtype == "fp32" else "mean"
-        good = bool(seen <= limit) and bool(moved > 0)
-        yield Line(f"adapter = merged after a step, {dtype}", f"{word} gap {seen:.2e} nats", f"at most {limit:g}", good)
 
 
 def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:

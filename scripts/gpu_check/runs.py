@@ -1,7 +1,6 @@
 """Whole runs: one that is resumed, and one that is repeated."""
 
 import json
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,6 @@ def resumed_is_uninterrupted(place: Place) -> Iterator[Line]:
     said = "to the bit" if apart == 0 else f"{apart / moved:.1e} of the last step"
     good = moved > 0 and apart <= STEP * moved and len(rows_of(halves)) == 4
     yield Line("resumed = uninterrupted, bf16", said, f"at most {STEP:g}", good)
-    waited, written = (
-        [row[name] for row in rows_of(whole) if name in row] for name in ("time/save_s", "time/save_background_s")
-    )
-    if waited and written:
-        said = f"{statistics.median(waited):.3f} s of waiting for {statistics.median(written):.3f} s of writing"
-        yield Line("a save beside training", said)
 
 
 def repeats(place: Place) -> Iterator[Line]:

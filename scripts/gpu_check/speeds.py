@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from scripts.gpu_check import cuda_only
-from scripts.gpu_check.equalities import batch_of, compared, nll, score
+from scripts.gpu_check.equalities import batch_of, compared_answers, nll
 from scripts.gpu_check.place import Line, Place
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
@@ -139,14 +139,8 @@ def decode(place: Place) -> Iterator[Line]:
         yield Line(f"a decode step, {rows} rows at {length} tokens", told + cuda_only.peak(place.device))
         del core
         cuda_only.free(place.device)
-        ours, right, theirs = [], [], []
-        for answer in (answers[number] for number in range(min(rows, 4))):
-            ids, start = answer.input_ids + answer.output_ids, len(answer.input_ids) - 1
-            ours.append(torch.tensor(answer.logprobs))
-            for model, found in ((exact, right), (rounded, theirs)):
-                found.append(score(model, ids, place.device)[start:])
-        what = f"engine = transformers at {length} tokens, bf16"
-        yield compared(what, "bf16", *(torch.cat(found) for found in (ours, right, theirs)))
+        first = [answers[number] for number in range(min(rows, 4))]
+        yield compared_answers(f"engine = transformers at {length} tokens, bf16", "bf16", first, exact, rounded)
 
 
 def beside_vllm(place: Place) -> Iterator[Line]:
