@@ -9,7 +9,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.devices import device as of_table
 from tandem.planning.items import GIB
 from tandem.planning.job import Lengths, job_of
-from tandem.planning.machine import Machine
+from tandem.planning.machine import Machine, gpus
 from tandem.planning.plan import Plan, make_plan
 from tandem.planning.remedy import nearest, overrides
 
@@ -36,20 +34,15 @@ def memory_here(device: str) -> Machine:
     """The GPUs of this run as far as their memory counts. ``device``: one of them, as `choose_device` gives it."""
     machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return gpus(
+        torch.cuda.get_device_name(device),
         torch.cuda.get_device_properties(device).total_memory / GIB,
         torch.cuda.device_count() * max(1, machines),
-        name=torch.cuda.get_device_name(device),
     )
-
-
-def gpus(memory_gib: float, count: int, name: str = "GPU") -> Machine:
-    """GPUs of which only the memory is known; their rates are those of another, and nothing may be read from them."""
-    return replace(of_table("a100", count), name=name, memory_gib=memory_gib)
 
 
 def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> Plan:
     """Passes if the models and engines of a run can lie in the memory of the GPUs; warns if the plan says that they will
-    hardly. Returns the plan, whose times are not of these GPUs. ``machine``: GPUs that need not be here.
+    hardly. Returns the plan. ``machine``: GPUs that need not be here.
 
     Raises:
         ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
@@ -60,7 +53,7 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
         changed = _changed(config, settings)
         written = getattr(changed, "gconfig", None)
         longest = written.max_new_tokens if written is not None else max(1, changed.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
-        return make_plan(job_of(changed, machine, Lengths(PROMPT_TOKENS, longest, longest), read), machine)
+        return make_plan(job_of(changed, machine, Lengths(PROMPT_TOKENS, longest), read), machine)
 
     plan = plan_with({})
     worst = max(range(plan.devices), key=plan.certain_gib)

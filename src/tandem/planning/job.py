@@ -34,11 +34,8 @@ class Lengths:
     """Tokens of a sequence."""
 
     prompt: int
-    completion: int
-    """Expected, which the time follows from."""
-
     longest: int
-    """Tokens of the longest completion, which the memory follows from."""
+    """Tokens of the longest completion."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class Job:
     """The sequences of a row go into one micro-batch."""
 
     generator: Generator | None = None
-    asynchronous: bool = False
     passes: tuple[tuple[str, str], ...] = ()
     """The passes without gradients before the update: the name of each, and the model that it runs through."""
 
@@ -193,7 +189,7 @@ def job_of(
     models: list[PlannedModel] = []
     for resident in plan.residents:
         if resident.engine is not None:
-            models.append(_held(resident, models, _with_entropy(training, plan), machine, read))
+            models.append(_held(resident, models, machine, read))
     job = Job(
         kind=COMMANDS[type(config)],
         models=tuple(models),
@@ -234,15 +230,12 @@ def job_of(
         trained=training.algorithm.update_samples or training.gconfig.n_samples,
         generator=_generator(training, models[0], machine, samples),
         writers=_writers(training, plan, {model.role: model for model in models}, lengths, machine, samples),
-        asynchronous=training.async_training,
         kept_versions=max(1, max_head_offpolicyness(training)) if job.verifies else 0,
         workers=training.reward_workers or min(machine.threads, samples_together(training)),  # of one that computes
     )
 
 
-def _held(
-    resident: Resident, before: list[PlannedModel], with_entropy: bool, machine: Machine, read: Callable[[str], Shape]
-) -> PlannedModel:
+def _held(resident: Resident, before: list[PlannedModel], machine: Machine, read: Callable[[str], Shape]) -> PlannedModel:
     """A resident with a train engine; the base of one ``before`` it is no second model."""
     owner = next((model for model in before if model.role == resident.base_of), None)
     if owner is not None:
@@ -258,8 +251,6 @@ def _held(
         changes=resident.changes,
         trunk_of=resident.trunk_of,
         mini_batches=resident.mini_batches,
-        epochs=resident.epochs,
-        entropy=with_entropy and resident.name == "actor",
         key=resident.key,
     )
 
@@ -291,13 +282,6 @@ def _begun(plan: RunPlan, sleeping: SleepPlan) -> dict[str, int]:
         for name in _phases(stage) if stage.name in begun else ():
             found[name] = max(found.get(name, 0), begun[stage.name])
     return found
-
-
-def _with_entropy(config: BaseConfig, plan: RunPlan) -> bool:
-    """True if the actor's update computes the entropy of each token: as a term of the loss, or to report it."""
-    if not isinstance(config, TrainConfig):
-        return False
-    return config.algorithm.entropy_coefficient > 0 or plan.stage("proximal") is None
 
 
 def _saves_beside(config: BaseConfig) -> bool:
@@ -392,16 +376,14 @@ def _writers(
         writes = int(read_term(config.partner, "partner").arguments.get("max_new_tokens", MAX_NEW_TOKENS))
         reads = lengths.prompt + lengths.longest
         engine = engine_of(models["partner"], samples_of_a_step)
-        writers["partner"] = Writer(engine, Lengths(reads, writes, writes), samples_of_a_step, in_episodes=True)
+        writers["partner"] = Writer(engine, Lengths(reads, writes), samples_of_a_step, in_episodes=True)
     for planned in plan.scores:
         written = planned.score
         if not isinstance(written, WritingReward):
             continue
         model, requests = models[planned.resident], samples_of_a_step * written.requests
         reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
-        writer = Writer(
-            engine_of(model, requests), Lengths(reads, written.client.max_tokens, written.client.max_tokens), requests
-        )
+        writer = Writer(engine_of(model, requests), Lengths(reads, written.client.max_tokens), requests)
         if model.role not in writers or kept_tokens(writer) > kept_tokens(writers[model.role]):
             writers[model.role] = writer
     return writers
