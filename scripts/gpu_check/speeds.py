@@ -84,7 +84,6 @@ def _training(place: Place, name: str, length: int, **options: Any) -> Line:
     size = place.of(8192, 256)
     a, b = (torch.randn(size, size, device=place.device).bfloat16() for _ in range(2))
     measured = 2.0 * size**3 / place.seconds(lambda: a @ b, place.of(20, 3))
-    a = b = None  # type: ignore[assignment]
     trainer = place.trainer("bf16", model=place.large, max_tokens=length, **options)
     batch = batch_of(place, place.prompts([length] * ROWS, seed=4))
     seconds = place.seconds(lambda: trainer.train_batch(batch, nll), place.of(3, 1))
