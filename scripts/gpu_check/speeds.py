@@ -161,7 +161,7 @@ def updates(place: Place) -> Iterator[Line]:
     """Times an update of the weights while requests run."""
     running = place.of(64, 2)
     trainer = place.trainer("bf16", model=place.large)
-    for placement in ("colocate", "decoupled"):
+    for placement in ("colocate",) if place.quick else ("colocate", "decoupled"):
         rollout = RolloutConfig(
             dtype="bfloat16", engine=EmbeddedEngineConfig(kv_cache_gib=0.05 if place.quick else 8.0, max_running=64)
         )
