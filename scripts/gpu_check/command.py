@@ -97,7 +97,7 @@ def run_all(checks: Sequence[Check], place: tuple[Any, ...], seconds: float) -> 
     # modules are imported once, by a process that never asks CUDA for anything, so that its children may
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(sorted({check.module for check in checks}))
+    context.set_forkserver_preload(["tandem", *sorted({check.module for check in checks})])  # tandem before torch
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for check in checks:
         began = time.monotonic()

@@ -122,6 +122,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": visible((0,), os.environ)}
 
 
+def share_blocks(device: str) -> None:
+    """Before the first tensor: blocks that grow have no handles, as runs with channel=ipc know too."""
+    if device.startswith("cuda"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 def free(device: str) -> None:
     """Gives memory back that nothing uses."""
     if device.startswith("cuda"):
