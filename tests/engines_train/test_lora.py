@@ -154,6 +154,16 @@ def test_an_adapter_is_merged_again_into_the_base_as_training_rounded_it(folder,
     assert all(torch.equal(merged[name], exact[name].float()) for name in beside)
 
 
+def test_what_rounding_leaves_of_an_adapter_is_seen_in_the_first_and_the_last_layer(folder):
+    engine = lora_on(folder)
+    tensors = some_adapter(engine)
+    for there in ("layers.0.self_attn.q_proj.", "layers.1.mlp.down_proj."):
+        engine.load_weights((name, tensor if there in name else 0 * tensor) for name, tensor in tensors.items())
+        assert engine.adapter.surviving(torch.float32) == pytest.approx(1.0)
+    engine.load_weights((name, 0 * tensor) for name, tensor in tensors.items())
+    assert engine.adapter.surviving(torch.float32) is None
+
+
 def test_deepspeed_is_refused_in_scripts_too(folder):
     with pytest.raises(ConfigError, match=r"lora does not go with actor.backend=deepspeed:zero2:d1: DeepSpeed has no"):
         lora_on(folder, backend="deepspeed:zero2:d1")
