@@ -214,7 +214,7 @@ def test_a_finite_gradient_of_an_infinite_loss_is_skipped(folder, batch):
     engine = engine_on(folder)
     before = weights_of(engine)
     metrics = engine.train_batch(batch, lambda outputs, view: (outputs.logprobs + math.inf, {}))
-    assert (metrics["loss"], metrics["skipped"]) == (math.inf, 1) and 0 < metrics["grad_norm"] < math.inf
+    assert not math.isfinite(metrics["loss"]) and 0 < metrics["grad_norm"] < math.inf and metrics["skipped"] == 1
     assert distance(before, weights_of(engine)) == 0
 
 
