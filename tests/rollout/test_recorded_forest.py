@@ -248,10 +248,29 @@ def test_a_reply_that_repeats_the_task_is_not_used_by_it(forest):
     assert title in forest.task(forest.nodes), "now it is"
 
 
+def test_a_side_call_that_repeats_a_reply_of_the_task_belongs_to_it(forest):
+    task, check = forest.ask(said("task"), TOOLS), forest.ask(said("Is this right?", "one", "Say so."))
+    task, check = end(forest, task, "one"), end(forest, check, "yes")
+    assert forest.task(forest.nodes) == {task, check}
+    check.asked.tail[1]["content"] = "two"
+    assert forest.task(forest.nodes) == {task}
+
+
 def test_of_turns_that_are_alike_one_is_continued_whatever_their_order(forest):
     asked = [forest.ask(said("a")) for _ in range(2)]
     _, first = (end(forest, one, "one", key) for one, key in zip(asked, (5, 3), strict=True))
     assert forest.ask(said("a", "one", "b")).parent is first
+
+
+def test_what_follows_a_reply_that_the_template_does_not_close_is_not_lost():
+    """The token that ended the reply ends the user's next turn too."""
+    turns = "{{ message['role'] + ': ' + message['content'] + ('<|im_end|>' if message['role'] == 'user' else '') + '\n' }}"
+    prompt = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = tiny_tokenizer("{% for message in messages %}" + turns + "{% endfor %}" + prompt)
+    forest = Forest(tokenizer, CallReader(tokenizer))
+    first = grow(forest, said("a"), "one")
+    asked = forest.ask(said("a", "one", "b"))
+    assert asked.parent is first and tokenizer.decode(asked.context) == "\nuser: b<|im_end|>\nassistant: "
 
 
 def test_what_is_read_late_came_when_it_arrived(forest):
