@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.api.failures import ConfigError
+from tandem.api.weights import Adapter
 from tandem.models.adapter_folder import MergedWeights
 from tandem.roles.reference import Reference
 from tandem.state.tree import read_tree
@@ -82,6 +83,7 @@ def test_the_merged_model_computes_what_the_adapters_do(kind, tmp_path):
     merged = engine_on(tmp_path / "saved").forward(BATCH).logprobs
     torch.testing.assert_close(merged, applied, atol=2e-5, rtol=1e-5)
     assert (applied - engine_on(folder).forward(BATCH).logprobs).abs().max() > 0.1
+    assert engine.adapter.terms == Adapter(3.0 / 4, torch.float32), "an engine that takes the adapter alone scales it so"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers by an old name
