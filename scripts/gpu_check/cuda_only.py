@@ -4,7 +4,6 @@
 """
 
 import os
-from typing import Any
 
 import torch
 
@@ -44,11 +43,6 @@ CUDA_LINES = {
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
 
 
-def prepare() -> None:
-    """Before the first product: deterministic=true wants cuBLAS to have a workspace of its own."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 NCCL = "nccl"
 """The group of ranks with a GPU each."""
 
@@ -65,29 +59,62 @@ def take(number: int) -> str:
     return f"cuda:{number}"
 
 
-def default_device() -> str:
-    """A GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def synchronize(device: str) -> None:
     """Waits for the device; on a CPU nothing is under way."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
-def peak_gib(device: str) -> float | None:
-    """The most memory that tensors took since the last call; None on a CPU."""
+def peak(device: str) -> str:
+    """The most memory that tensors had and that torch held since the last call, in words; empty on a CPU."""
     if not device.startswith("cuda"):
-        return None
-    found = torch.cuda.max_memory_allocated() / 2**30
+        return ""
+    most = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     torch.cuda.reset_peak_memory_stats()
-    return found
+    return f"; {most[0]:.1f} GiB of tensors at most, {most[1]:.1f} GiB reserved"
 
 
 def allocated(device: str) -> int | None:
     """The memory that tensors of this process have, in bytes; None on a CPU."""
     return torch.cuda.memory_allocated() if device.startswith("cuda") else None
+
+
+def reserved(device: str) -> tuple[int, int]:
+    """Bytes that torch holds here, and that the device has; of a CPU some small number."""
+    return (torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]) if device.startswith("cuda") else (0, 1 << 33)
+
+
+def activities(device: str) -> list[torch.profiler.ProfilerActivity]:
+    """The kinds of events in a profile."""
+    kinds = torch.profiler.ProfilerActivity
+    return [kinds.CPU, kinds.CUDA] if device.startswith("cuda") else [kinds.CPU]
+
+
+def kernel_times(device: str, profile: torch.profiler.profile) -> dict[str, tuple[float, int]]:
+    """Name → microseconds and calls: of kernels, or of a CPU's operators."""
+    gpu = device.startswith("cuda")
+    kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+    rows = [
+        row for row in profile.key_averages() if row.device_type == kind and not getattr(row, "is_user_annotation", False)
+    ]
+    return {row.key: (row.self_device_time_total if gpu else row.self_cpu_time_total, row.count) for row in rows}
+
+
+def fewer_heads(device: str) -> str:
+    """Does torch's kernel take two heads of keys for four of queries as they are? Tensors say no more than a call does."""
+    if not device.startswith("cuda"):
+        return "asked on a GPU only"
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - younger than the oldest torch that works
+
+    query, key = (torch.randn(32, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2))
+    bounds = torch.tensor([0, 32], device=device, dtype=torch.int32)
+    try:
+        found = varlen_attn(query, key, key, bounds, bounds, 32, 32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"no: {error}".splitlines()[0][:200]
+    twice = key.repeat_interleave(2, 1)
+    apart = (found - varlen_attn(query, twice, twice, bounds, bounds, 32, 32)).abs().max()
+    return f"yes, {apart:.1e} from repeated ones"
 
 
 def environment() -> dict[str, str]:
@@ -101,9 +128,13 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def described(device: str) -> dict[str, Any]:
-    """Name, memory and driver's CUDA version; empty on a CPU."""
+def described(device: str) -> dict[str, str]:
+    """The GPU and its libraries; empty on a CPU."""
     if not device.startswith("cuda"):
         return {}
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"gpu": found.name, "gpu_memory_gib": round(found.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+    found, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info()
+    return {
+        "gpu": f"{found.name}, capability {found.major}.{found.minor}, {torch.cuda.device_count()} of them",
+        "memory": f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f}",
+        "CUDA and NCCL": f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}",
+    }

@@ -62,7 +62,8 @@ class SGLangProtocol(ServerProtocol):
     sleep_remedy = "start it on a GPU with --enable-memory-saver, which needs the package torch_memory_saver there"
 
     def seed(self, stream: int, position: int) -> int:
-        """This server's noise is a function of seed and position already."""
+        """This server's noise is a function of seed and position already, where it was started with
+        `--enable-deterministic-inference`; else it ignores the seed."""
         return stream
 
     def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
