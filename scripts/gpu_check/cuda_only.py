@@ -21,7 +21,7 @@ CUDA_LINES = {
     "state/machine.py": "names the GPUs in run.json",
     "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
     "evaluation/run.py": "device=cuda, and auto",
-    "planning/calibrate.py": "measures the GPU",
+    "planning/machine.py": "`tandem plan` asks how much memory the GPUs have",
     "planning/fit.py": "a start asks how much memory the GPUs have",
     "engines/inference/child.py": "the engine's process compiles nothing on a GPU",
     "flow/process.py": "device=cuda, one GPU a rank, nccl; rollout.backend=auto looks for GPUs",

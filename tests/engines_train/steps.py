@@ -35,7 +35,8 @@ def weighted_nll(outputs, view):
     losses = -outputs.logprobs * view["advantages"] * view["loss_mask"]
     if outputs.entropy is not None:
         losses = losses - 0.1 * outputs.entropy
-    return losses, {"logprob": outputs.logprobs.detach(), "length": view["cu_seqlens"].diff().float()}
+    metrics = {"logprob": outputs.logprobs.detach(), "length": view["cu_seqlens"].diff().float()}
+    return losses, metrics | {f"{name}/max": value for name, value in metrics.items()}
 
 
 def engine_on(

@@ -14,6 +14,7 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.models.footprint import Footprint, adapters_of
 from tandem.models.shape import read_shape
+from tandem.models.stored import CACHE_LINE
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of
 from tests.tiny import tiny_model_folder
 
@@ -120,11 +121,12 @@ def copied(folder, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_model_writes_nothing_and_wakes_from_its_own_folder(folder, batch, tmp_path, dtype):
     _, engine = engine_of(folder, dtype, "lm", False, None)
-    before = engine.forward(batch).logprobs
+    before, beside = engine.forward(batch).logprobs, [p.data_ptr() % CACHE_LINE for p in engine.model.parameters()]
     engine.offload(PARTS, tmp_path / "scratch")
     assert not (tmp_path / "scratch").exists()
     engine.onload(PARTS)
     assert torch.equal(engine.forward(batch).logprobs, before)
+    assert [p.data_ptr() % CACHE_LINE for p in engine.model.parameters()] == beside, "kernels may round otherwise"
 
 
 def change_a_byte(file):

@@ -44,6 +44,20 @@ def test_the_next_step_is_the_same_to_the_bit(tmp_path, dtype, head):
     assert distance(found["weights"], weights_of(engine)) == 0 < distance(before, weights_of(engine))
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_takes_the_place_of_what_an_engine_had_and_can_be_loaded_again(tmp_path, steps):
+    folder = tiny_model_folder(tmp_path, "smollm")
+    engine = trained(folder, 1, steps)
+    write_tree(Team(), tmp_path / "state", engine.state_dict(), writes=True)
+    state, last = read_tree(tmp_path / "state"), random_batch(BATCH, seed=7)
+    metrics = engine.train_batch(last, weighted_nll)
+    for _ in range(2):
+        other = trained(folder, 1, 1)
+        other.load_state_dict(state)
+        assert other.train_batch(last, weighted_nll) == metrics
+        assert distance(weights_of(other), weights_of(engine)) == 0
+
+
 def test_another_models_state_is_refused_and_nothing_is_copied(tmp_path):
     engine = engine_on(tiny_model_folder(tmp_path, "llama"))
     before = weights_of(engine)

@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.api.failures import ConfigError
+from tandem.api.weights import Adapter
 from tandem.models.adapter_folder import MergedWeights
 from tandem.roles.reference import Reference
 from tandem.state.tree import read_tree
 from tests.engines_train.adapters import LAYOUTS, adapter_of, lora_on, some_adapter, steps_of_layouts, trained
+from tests.engines_train.layouts import loss_with_scores
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
@@ -81,6 +83,7 @@ def test_the_merged_model_computes_what_the_adapters_do(kind, tmp_path):
     merged = engine_on(tmp_path / "saved").forward(BATCH).logprobs
     torch.testing.assert_close(merged, applied, atol=2e-5, rtol=1e-5)
     assert (applied - engine_on(folder).forward(BATCH).logprobs).abs().max() > 0.1
+    assert engine.adapter.terms == Adapter(3.0 / 4, torch.float32), "an engine that takes the adapter alone scales it so"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers by an old name
@@ -119,11 +122,13 @@ def test_peft_opens_the_adapter_of_a_scalar_model_with_its_head(folder, tmp_path
 
 def test_what_is_saved_is_loaded_again_and_merges_to_what_lies_beside_it(folder, tmp_path):
     engine = trained(lora_on(folder, head="both"))
+    engine.train_batch(BATCH, loss_with_scores)
     engine.save(tmp_path / "saved")
     fresh = lora_on(folder, head="both")
     fresh.load(tmp_path / "saved")
     assert torch.equal(fresh.forward(BATCH).logprobs, engine.forward(BATCH).logprobs)
-    assert torch.equal(fresh.forward(BATCH).scores, engine.forward(BATCH).scores)
+    scores = engine.forward(BATCH).scores
+    assert scores.any() and torch.equal(fresh.forward(BATCH).scores, scores)
     merged, beside = MergedWeights(tmp_path / "saved/adapter"), load_file(tmp_path / "saved/model.safetensors")
     assert set(merged) == beside.keys() and all(torch.equal(merged[name], beside[name]) for name in beside)
     with pytest.raises(ConfigError, match="cannot be copied into this model"):
@@ -152,6 +157,16 @@ def test_an_adapter_is_merged_again_into_the_base_as_training_rounded_it(folder,
     assert all(torch.equal(merged[name].bfloat16(), beside[name]) for name in beside)
     exact = dict(engine.weights())
     assert all(torch.equal(merged[name], exact[name].float()) for name in beside)
+
+
+def test_what_rounding_leaves_of_an_adapter_is_seen_in_the_first_and_the_last_layer(folder):
+    engine = lora_on(folder)
+    tensors = some_adapter(engine)
+    for there in ("layers.0.self_attn.q_proj.", "layers.1.mlp.down_proj."):
+        engine.load_weights((name, tensor if there in name else 0 * tensor) for name, tensor in tensors.items())
+        assert engine.adapter.surviving(torch.float32) == pytest.approx(1.0)
+    engine.load_weights((name, 0 * tensor) for name, tensor in tensors.items())
+    assert engine.adapter.surviving(torch.float32) is None
 
 
 def test_deepspeed_is_refused_in_scripts_too(folder):

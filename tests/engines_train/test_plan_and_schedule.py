@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tandem.config.train_engine import OptimizerConfig
-from tandem.engines.train.micro_batches import PlannedSequence, micro_batches, plan
+from tandem.engines.train.micro_batches import PlannedSequence, has_weight, micro_batches, plan
 from tandem.engines.train.schedule import learning_rate
 
 
@@ -64,17 +64,41 @@ def test_ranks_get_nearly_equal_work():
     assert all(abs(a - b) <= 30 for a, b in zip(*tokens, strict=True))
 
 
+def test_no_rank_gets_the_larger_micro_batch_of_every_round():
+    sizes = (80, 70, 60, 50)
+    planned = plan([PlannedSequence(0, 0, size) for size in sizes], 80, 2)
+    assert [sum(sizes[i] for micro in rank for i in micro) for rank in planned] == [130, 130]
+
+
+def test_samples_of_one_prompt_are_divided_where_a_rank_would_have_nothing_to_do():
+    planned = plan([PlannedSequence(0, 40, 5)] * 8, 200, 2)
+    assert [sum(map(len, rank)) for rank in planned] == [4, 4]
+
+
+@pytest.mark.parametrize("by", ["token", "sequence"])
+def test_a_sequence_has_weight_if_one_of_its_unit_has_any_of_either_sign(by):
+    weights = [0.0, -0.5, 0.0, 0.0, 2.0]
+    given = weights if by == "sequence" else [x for weight in weights for x in (0.0, weight)]
+    columns = {"input_ids": torch.zeros(10), "cu_seqlens": torch.arange(0, 11, 2), "loss_weights": torch.tensor(given)}
+    batch = TensorDict(columns, batch_size=[])
+    assert has_weight(batch).tolist() == [False, True, False, False, True]
+    batch["unit_id"] = torch.tensor([7, 7, 7, 3, 3])
+    assert has_weight(batch).tolist() == [True] * 5
+    batch["unit_id"] = torch.tensor([1, 7, 7, 3, 4])
+    assert has_weight(batch).tolist() == [False, True, True, False, True]
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ("constant", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1]),
-        ("cosine", [0.5, 1, 0.868198, 0.55, 0.231802, 0.1]),
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        ("cosine", [0.5, 1, 0.868198, 0.55, 0.231802, 0.1, 0.1]),
     ],
 )
 def test_schedules_warm_up_and_fall_to_their_floor(schedule, expected):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
-    rates = [learning_rate(step, 6, config) for step in (0, 2, 3, 4, 5, 6)]
+    rates = [learning_rate(step, 6, config) for step in (0, 2, 3, 4, 5, 6, 8)]
     assert rates == pytest.approx(expected, rel=1e-5)
 
 

@@ -35,7 +35,13 @@ def run_all(folder, out, ranks):
     with engine.using(Team().spread(other.items())):
         found["elsewhere"] = engine.forward(batch).logprobs
     found["back"] = {"weights": weights_of(engine), "logprobs": engine.forward(batch).logprobs}
-    found["bfloat16"] = engine_on(folder, dtype="bfloat16", ranks=ranks).train_batch(batch, weighted_nll)
+    rough, batch = engine_on(folder, dtype="bfloat16", ranks=ranks, beta1=0.0), random_batch(BATCHES["many"])
+    warm = batch.clone().update({"temperature": torch.full_like(batch["temperature"], 1.001)})
+    mild = warm.clone().update({"temperature": torch.ones_like(batch["temperature"])})
+    found["warm"], found["mild"] = (rough.forward(one).logprobs for one in (warm, mild))
+    found["bfloat16"] = rough.train_batch(batch, weighted_nll)
+    moments = rough.optimizer.tensors()
+    found["gradients"] = [x.flatten() for name, x in moments if name.endswith("/exp_avg")]  # beta1 is 0
     return found
 
 
@@ -96,3 +102,12 @@ def test_bfloat16_agrees_within_its_precision(runs):
     one, two, _, _ = runs
     assert two[0]["bfloat16"]["loss"] == pytest.approx(one["bfloat16"]["loss"], rel=0.02)
     assert two[0]["bfloat16"]["grad_norm"] == pytest.approx(one["bfloat16"]["grad_norm"], rel=0.02)
+
+
+def test_beside_bfloat16_temperatures_and_sums_of_gradients_are_float32(runs):
+    one, two, _, _ = runs
+    for found in (one, *two):
+        assert not torch.equal(found["warm"], found["mild"]), "bfloat16 would round 1.001 to 1"
+    for found in two:  # each rank's own gradient is rounded, their sum is not
+        gradient = torch.cat(found["gradients"])
+        assert (gradient != gradient.bfloat16()).float().mean() > 0.2

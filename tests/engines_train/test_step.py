@@ -12,6 +12,7 @@ from tandem.api.batch import select, unpack
 from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.totals import Totals
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.tiny import tiny_model_folder
 
@@ -84,34 +85,48 @@ def test_units_stay_together(folder, batch):
     assert all(sum(unit in units for units in seen) == 1 for unit in range(4))
 
 
-def reference_step(folder, batch):
-    """A step by torch and transformers alone: padded rows, whole logits, plain AdamW. Returns loss, norm, model."""
+def reference_steps(folder, batch, steps=1, **adamw):
+    """Steps by torch and transformers alone: padded rows, whole logits, plain AdamW. Returns the first one's loss and norm,
+    and the model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     rows = unpack(batch)
     names = ("input_ids", "loss_mask", "loss_weights", "advantages")
     padded = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
     mask = pad_sequence([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], batch_first=True)
-    logits = model(input_ids=padded["input_ids"], attention_mask=mask).logits
-    logprobs = torch.log_softmax(logits[:, :-1] / batch["temperature"][:, None, None], -1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    chosen = logprobs.gather(2, padded["input_ids"][:, 1:, None])[..., 0]
     later = {name: padded[name][:, 1:] for name in ("loss_mask", "loss_weights", "advantages")}
-    loss = (later["loss_weights"] * (-chosen * later["advantages"] - 0.1 * entropy) * later["loss_mask"]).sum()
-    loss.backward()
-    norm = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters()))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    torch.optim.AdamW(groups, lr=1e-2).step()
-    return loss.item(), norm, model
+    optimizer, found = torch.optim.AdamW(groups, lr=1e-2, **adamw), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logits = model(input_ids=padded["input_ids"], attention_mask=mask).logits
+        logprobs = torch.log_softmax(logits[:, :-1] / batch["temperature"][:, None, None], -1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        chosen = logprobs.gather(2, padded["input_ids"][:, 1:, None])[..., 0]
+        loss = (later["loss_weights"] * (-chosen * later["advantages"] - 0.1 * entropy) * later["loss_mask"]).sum()
+        loss.backward()
+        found.append((loss.item(), math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters()))))
+        optimizer.step()
+    return *found[0], model
 
 
 def test_a_step_equals_a_padded_reference_without_our_code(folder, batch, whole):
-    loss, norm, model = reference_step(folder, batch)
+    loss, norm, model = reference_steps(folder, batch)
     initial, after, metrics = whole
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert distance(after, dict(model.named_parameters())) <= 1e-3 * distance(initial, after)
+
+
+def test_moments_decay_as_the_optimizers_options_say(folder, batch, whole):
+    """Which the first step does not show: there the moments are the gradient's own."""
+    engine = engine_on(folder, beta1=0.3, beta2=0.5, eps=1e-3)
+    for _ in range(2):
+        engine.train_batch(batch, weighted_nll, entropy=True)
+    *_, model = reference_steps(folder, batch, 2, betas=(0.3, 0.5), eps=1e-3)
+    after = weights_of(engine)
+    assert distance(after, dict(model.named_parameters())) <= 1e-3 * distance(whole[0], after)
 
 
 def test_metrics_are_means_over_trained_tokens_and_over_sequences(folder, batch, whole):
@@ -121,6 +136,15 @@ def test_metrics_are_means_over_trained_tokens_and_over_sequences(folder, batch,
     assert metrics["length"] == pytest.approx(sum(LENGTHS) / len(LENGTHS))
     assert metrics["skipped"] == 0
     assert metrics["lr"] == 1e-2
+    assert metrics["length/max"] == max(LENGTHS)
+
+
+def test_of_a_maximum_what_is_not_a_number_counts_for_nothing():
+    totals, loss, token = Totals(), torch.zeros(()), torch.tensor([0])
+    for value in (5.0, math.nan, 3.0):
+        totals.add(loss, {"gap/max": torch.tensor([value])}, token, 1, 2)
+    totals.add(loss, {"gap/max": torch.tensor([9.0])}, token[:0], 1, 2)  # nothing of it is trained
+    assert totals.gather(None) == {"loss": 0.0, "gap/max": 5.0}
 
 
 def test_forward_gives_the_callers_order_and_evaluation_changes_nothing(folder, batch):
@@ -152,7 +176,8 @@ def test_a_gradient_above_the_limit_is_scaled_to_it(folder, batch, whole):
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted_until_the_run_stops(folder, batch):
-    engine = engine_on(folder, max_consecutive_skips=2)
+    options = {"max_consecutive_skips": 2, "schedule": "linear"}
+    engine = engine_on(folder, **options)
     before = weights_of(engine)
 
     def poisoned(outputs, view):
@@ -161,11 +186,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_until_the_run_stops(fo
 
     assert engine.train_batch(batch, poisoned)["skipped"] == 1
     assert distance(before, weights_of(engine)) == 0
-    assert engine.train_batch(batch, weighted_nll)["skipped"] == 0  # a good step begins the count anew
+    good = engine.train_batch(batch, weighted_nll)  # a good step begins the count anew
+    assert (good["skipped"], good["lr"]) == (0, pytest.approx(0.9e-2))  # a skipped one is one of the schedule
     assert distance(before, weights_of(engine)) > 0
     engine.train_batch(batch, poisoned)
-    with pytest.raises(NonFinite, match="2 optimizer steps in a row"):
-        engine.train_batch(batch, poisoned)
+    resumed = engine_on(folder, **options)
+    resumed.load_state_dict(engine.state_dict())
+    for one in (engine, resumed):
+        with pytest.raises(NonFinite, match="2 optimizer steps in a row"):
+            one.train_batch(batch, poisoned)
 
 
 def test_a_finite_loss_with_an_infinite_gradient_is_skipped(folder, batch):
@@ -178,6 +207,14 @@ def test_a_finite_loss_with_an_infinite_gradient_is_skipped(folder, batch):
     metrics = engine.train_batch(batch, infinite_slope)
     assert metrics["loss"] == 0
     assert metrics["skipped"] == 1
+    assert distance(before, weights_of(engine)) == 0
+
+
+def test_a_finite_gradient_of_an_infinite_loss_is_skipped(folder, batch):
+    engine = engine_on(folder)
+    before = weights_of(engine)
+    metrics = engine.train_batch(batch, lambda outputs, view: (outputs.logprobs + math.inf, {}))
+    assert not math.isfinite(metrics["loss"]) and 0 < metrics["grad_norm"] < math.inf and metrics["skipped"] == 1
     assert distance(before, weights_of(engine)) == 0
 
 
@@ -226,8 +263,12 @@ def test_what_is_offloaded_must_be_brought_back(folder, batch):
     engine.offload(("parameters", "optimizer"))
     with pytest.raises(RuntimeError, match=r"parameters.*are offloaded; call onload"):
         engine.forward(batch)
-    engine.onload(("parameters", "optimizer"))
+    engine.onload(("parameters",))
     assert torch.equal(engine.forward(batch).logprobs, before)
+    with pytest.raises(RuntimeError, match=r"optimizer .*are offloaded; call onload"):
+        engine.train_batch(batch, weighted_nll)
+    engine.onload(("optimizer",))
+    assert engine.train_batch(batch, weighted_nll)["skipped"] == 0
 
 
 def test_a_saved_model_is_opened_by_transformers_and_by_us(folder, batch, tmp_path):

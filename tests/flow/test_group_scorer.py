@@ -1,11 +1,14 @@
 """Finished groups get the rewards of models: who is asked about which sample, and which groups are left to train on."""
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tandem.api.failures import DataFailure, RewardFailure
+from tandem.api.batch import pack
+from tandem.api.failures import DataFailure, RewardFailure, UserCodeFailed
 from tandem.api.samples import Group, Sample, Trajectory
 from tandem.api.team import Team
 from tandem.config.experiment import TrainConfig
@@ -15,7 +18,7 @@ from tandem.flow.run import Runner
 from tandem.flow.scoring import ModelGroupScorer, ModelReader, ScoreRole
 from tandem.flow.writing import Judged, WritingRole
 from tandem.rewards.combination import Combination
-from tests.tiny import tiny_tokenizer
+from tests.tiny import CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 CHAT = [{"role": "user", "content": "3 + 4?"}]
@@ -178,3 +181,92 @@ def test_an_empty_reply_is_a_step_that_ends_with_the_last_token():
     assert read["step_end"] == [False] * (len(read["input_ids"]) - 1) + [True]
     assert TOKENIZER.decode(read["input_ids"]).count("<|im_start|>assistant") == 1
     assert any(read["loss_mask"]), "silence is judged too"
+
+
+def test_what_is_read_is_the_last_trajectory_or_the_row_with_its_tools_and_the_reply():
+    tokenizer = tiny_tokenizer("{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + CHATML)
+    reader = ModelReader(tokenizer, same_tokens=True, max_length=64, actor=tokenizer)
+    tools = [{"type": "function", "function": {"name": "abacus", "parameters": {"type": "object", "properties": {}}}}]
+    row, sample = {"messages": CHAT, "tools": tools}, replace(said("seven"), messages=())
+    asked = "<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(reader.conversation(sample, row)["input_ids"]).startswith(f"abacus{asked}seven")
+    assert tokenizer.decode(reader.steps(sample, row, "\n\n")["input_ids"]).startswith(f"{asked}seven")
+    first, last = (said(text).trajectories[0] for text in ("one", "two"))
+    read = reader.trajectory(replace(sample, trajectories=(first, last)))
+    assert read["input_ids"] is last.input_ids and read["rollout_logprobs"] is last.rollout_logprobs
+    with pytest.raises(DataFailure, match="its row has none"):
+        reader.conversation(sample, {})
+
+
+def test_a_marker_stands_in_the_place_of_the_separator_and_a_step_is_earned_where_its_text_ends():
+    reader = ModelReader(TOKENIZER, same_tokens=True, max_length=64, actor=TOKENIZER)
+    sample = said("three trees\n\nseven")
+    marked = reader.steps(sample, {}, "\n\n", marker="<|endoftext|>", place=True)
+    assert "three trees<|endoftext|>seven<|endoftext|>" in TOKENIZER.decode(marked["input_ids"])
+    ids = sample.trajectories[0].input_ids
+    assert [TOKENIZER.decode(ids[: at + 1]) for at in marked["step_tokens"]] == [
+        "3 + 4?three trees",
+        "3 + 4?three trees\n\nseven",
+    ]
+
+
+def role_of(score, *, is_file=False, timeout_s=1.0):
+    """A role of this score, whose model has 10 tokens."""
+    planned = SimpleNamespace(name="mine", term=SimpleNamespace(name="mine.py:Mine", is_file=is_file), score=score)
+    return ScoreRole(planned, None, ModelReader(TOKENIZER, same_tokens=True, max_length=8), 10, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input_ids": [0, 9]}, None),
+        ({"input_ids": [-1, 9]}, "a token that the model does not have; it has 10"),
+        ({"input_ids": [0, 10]}, "a token that the model does not have; it has 10"),
+        ({"input_ids": [], "loss_mask": []}, "one length above 0; it gave 0 and 0"),
+        ({"input_ids": [1]}, "one length above 0; it gave 1 and 2"),
+        ({"step_end": [True, True]}, "as many step_tokens"),
+    ],
+)
+def test_a_users_score_that_reads_what_no_model_can_is_named(fields, words):
+    made = {
+        "input_ids": [1, 2],
+        "loss_mask": [False, True],
+        "temperature": 1.0,
+        "step_end": [False, True],
+        "step_tokens": [1],
+    }
+    role = role_of(SimpleNamespace(read=lambda sample, row, reader: made | fields, per_step=True))
+    if words is None:
+        assert role.read(said("a"), {}) == made | fields
+        return
+    with pytest.raises(UserCodeFailed, match=rf"reward 'mine' \(mine.py:Mine\): read .*{words}"):
+        role.read(said("a"), {})
+
+
+def test_a_users_score_has_the_time_of_all_its_samples_and_gives_a_value_for_each():
+    batch = [{"input_ids": [1, 2], "loss_mask": [False, True]}]
+    values = []
+
+    def score(batch, model):
+        time.sleep(0.1)
+        return torch.tensor(values)
+
+    role = role_of(SimpleNamespace(score=score, per_step=False), is_file=True, timeout_s=0.05)
+    values = [0.5] * 40
+    assert role.score(pack(batch * 40)).tolist() == values
+    with pytest.raises(UserCodeFailed, match=r"took longer than 0\.05 s"):
+        role.score(pack(batch))
+    with pytest.raises(UserCodeFailed, match=r"one score for each sequence, \[39\]; it gave \[40\]"):
+        role.score(pack(batch * 39))
+
+
+def test_a_change_of_the_reward_closes_the_judges_that_go_and_those_alone():
+    score, _ = scorer("format + judge(model=folder)", lengths)
+    (planned,), closed = score.plan.staged, []
+    first, second = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("first", "second"))
+    score.roles[planned.name] = WritingRole(planned, first, Team.alone())
+    for engine, gone in ((first, []), (second, ["first"])):
+        score.change(score.plan, {planned.name: WritingRole(planned, engine, Team.alone())}, again=False)
+        assert closed == gone and score.roles[planned.name].engine is engine
+    score.close()
+    assert closed == ["first", "second"]

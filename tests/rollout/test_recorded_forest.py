@@ -174,11 +174,11 @@ def test_only_tokens_sampled_in_their_context_are_trained_and_roots_are_as_predi
     assert sum(sum(tokens.mask) for tokens in trajectories) == sum(len(response.output_ids) for _, response in client.log)
 
 
-def end(forest, asked, words):
+def end(forest, asked, words, key=None):
     """The reply to a request."""
     ids = (*tiny_tokenizer()(words, add_special_tokens=False)["input_ids"], tiny_tokenizer().eos_token_id)
     response = LLMResponse(asked.input_ids, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
-    node = forest.add(asked, response, {"role": "assistant", "content": words}, len(forest.nodes))
+    node = forest.add(asked, response, {"role": "assistant", "content": words}, len(forest.nodes) if key is None else key)
     node.taken = True
     return node
 
@@ -236,6 +236,41 @@ def test_an_answer_in_a_context_of_its_own_and_a_plan_that_others_use_are_the_ta
     worker = grow(forest, said(f"A title of mine. Do this: {words}"), "7", TOOLS)
     answer = grow(forest, [{"role": "system", "content": "Extract."}, *said("what is it?")], "seven")
     assert forest.task(forest.nodes) == {plan, worker, answer}
+
+
+def test_a_reply_that_repeats_the_task_is_not_used_by_it(forest):
+    """The words were in the task before the side call was asked for."""
+    words = "a list of all the trees"
+    task, title = (forest.ask([{"role": "system", "content": first}, *said(words)]) for first in ("Solve.", "Title!"))
+    task, title = end(forest, task, "one"), end(forest, title, f" {words}")
+    assert forest.task(forest.nodes) == {task}
+    grow(forest, said(f"It is about {words}."), "two")
+    assert title in forest.task(forest.nodes), "now it is"
+
+
+def test_a_side_call_that_repeats_a_reply_of_the_task_belongs_to_it(forest):
+    task, check = forest.ask(said("task"), TOOLS), forest.ask(said("Is this right?", "one", "Say so."))
+    task, check = end(forest, task, "one"), end(forest, check, "yes")
+    assert forest.task(forest.nodes) == {task, check}
+    check.asked.tail[1]["content"] = "two"
+    assert forest.task(forest.nodes) == {task}
+
+
+def test_of_turns_that_are_alike_one_is_continued_whatever_their_order(forest):
+    asked = [forest.ask(said("a")) for _ in range(2)]
+    _, first = (end(forest, one, "one", key) for one, key in zip(asked, (5, 3), strict=True))
+    assert forest.ask(said("a", "one", "b")).parent is first
+
+
+def test_what_follows_a_reply_that_the_template_does_not_close_is_not_lost():
+    """The token that ended the reply ends the user's next turn too."""
+    turns = "{{ message['role'] + ': ' + message['content'] + ('<|im_end|>' if message['role'] == 'user' else '') + '\n' }}"
+    prompt = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = tiny_tokenizer("{% for message in messages %}" + turns + "{% endfor %}" + prompt)
+    forest = Forest(tokenizer, CallReader(tokenizer))
+    first = grow(forest, said("a"), "one")
+    asked = forest.ask(said("a", "one", "b"))
+    assert asked.parent is first and tokenizer.decode(asked.context) == "\nuser: b<|im_end|>\nassistant: "
 
 
 def test_what_is_read_late_came_when_it_arrived(forest):

@@ -459,16 +459,20 @@ def test_a_prompt_longer_than_the_context_is_refused_as_openai_does():
     assert refused(lambda session, ask: ask(HELLO), engine=engine) == (400, "context_length_exceeded")
 
 
-def test_a_failure_of_the_engine_is_not_the_agents_and_a_retry_samples_anew():
+@pytest.mark.parametrize(
+    ("line", "status", "reason"),
+    [(InfrastructureFailure("server", "gone"), 503, "server"), (("half a wo", StopReason.CANCELLED), 400, "cancelled")],
+)
+def test_a_failure_of_the_engine_is_not_the_agents_and_a_retry_samples_anew(line, status, reason):
     async def act(session, ask):
         answer = await ask(HELLO)
-        assert session.failure.reason == "server"
+        assert session.failure.reason == reason and not session.forest.nodes
         status, _ = await ask(HELLO, headers={"x-stainless-retry-count": "1"})
         assert status == 200 and session.failure is None and len(session.forest.nodes) == 1
         return answer
 
-    engine = ScriptedEngine(lambda r, n: InfrastructureFailure("server", "gone") if n == 0 else "fine")
-    assert refused(act, engine=engine) == (503, "server")
+    engine = ScriptedEngine(lambda r, n: line if n == 0 else "fine")
+    assert refused(act, engine=engine) == (status, reason)
 
 
 def test_messages_that_the_template_refuses_are_refused():
