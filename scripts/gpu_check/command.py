@@ -33,7 +33,6 @@ CHECKS = {
     "placement": (placement.each_on_its_own, placement.ranks_meet),
     "equalities": (
         equalities.engine_is_transformers,
-        equalities.recorded_is_unrecorded,
         equalities.packed_is_padded,
         equalities.shared_is_alone,
         equalities.options_are_plain,
@@ -42,7 +41,7 @@ CHECKS = {
         channels.handles_are_opened,
         runs.resumed_is_uninterrupted,
     ),
-    "speeds": (speeds.training, speeds.generation, speeds.recorded_steps, speeds.beside_vllm, speeds.updates, speeds.memory),
+    "speeds": (speeds.training, speeds.generation, speeds.beside_vllm, speeds.updates, speeds.memory),
     "learning": (runs.learns, runs.repeats),
 }
 RESULTS = Path(__file__).resolve().parents[2] / "docs/gpu_results.md"

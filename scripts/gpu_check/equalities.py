@@ -75,56 +75,6 @@ def engine_is_transformers(place: Place) -> Iterator[Line]:
         yield compared(f"engine = transformers, {dtype}, {len(ours)} tokens", dtype, ours, right, theirs)
 
 
-KINDS_OF_STEP = ("recorded", "unrecorded", "ordinary")
-
-
-def core_of(place: Place, dtype: str, kind: str, max_running: int = 64) -> EngineCore:
-    """An engine whose decode steps are recorded as CUDA graphs, are the same steps unrecorded, or are those without static
-    tables. On a CPU nothing is recorded."""
-    gib = 0.05 if place.quick else 8.0
-    settings = EmbeddedEngineConfig(kv_cache_gib=gib, max_running=max_running, cuda_graphs=kind != "ordinary")
-    core = EngineCore(place.model, settings, DTYPES[dtype], place.device, WeightVersion(0))
-    if kind == "unrecorded" and core.static is not None:
-        core.static.capture = None
-    return core
-
-
-def recorded_is_unrecorded(place: Place) -> Iterator[Line]:
-    """Tokens and log-probabilities of steps recorded as CUDA graphs, of the same steps unrecorded, and of ordinary ones."""
-    new = place.of(96, 8)
-    ways = {"top_p": 0.9}, {"greedy": True}, {"min_new_tokens": place.of(40, 4)}, {}
-    lengths = (3, 14, 2, 25, 9) if place.quick else (300, 14, 2, 512, 90, 1000, 4, 257)
-    asked = [
-        LLMRequest(prompt, GenerationConfig(max_new_tokens=new - number, **ways[number % 4]), NoiseKey(2, sample=number))
-        for number, prompt in enumerate(place.prompts(lengths, seed=6))
-    ]
-    for dtype in DTYPES:
-        found: dict[str, dict[int, LLMResponse]] = {}
-        for kind in KINDS_OF_STEP:
-            core, found[kind] = core_of(place, dtype, kind), {}
-            for _ in range(2):  # the second time most steps run a recording
-                for number, request in enumerate(asked):
-                    core.add(number, request)
-                while core.has_work:
-                    found[kind].update(core.step())
-            if kind == "recorded" and core.static is not None:
-                reasons = "; ".join(sorted(set(core.static.refused.values())))
-                said = f"{core.static.captured} recordings" + (f"; not all: {reasons}"[:300] if reasons else "")
-                good = None if place.device == "cpu" else core.static.captured > 0 and not reasons
-                yield Line(f"decode steps recorded as CUDA graphs, {dtype}", said, "all on a GPU", good)
-            del core
-        recorded, unrecorded, ordinary = ([found[kind][n] for n in range(len(asked))] for kind in KINDS_OF_STEP)
-        pairs = list(zip(recorded, unrecorded, strict=True))
-        tokens = all(a.output_ids == b.output_ids for a, b in pairs)
-        gap = max(abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=False))
-        bits = "the same bits" if tokens and gap == 0 else f"{'the same' if tokens else 'other'} tokens, gap {gap:.1e} nats"
-        good = tokens and gap <= FP32
-        yield Line(f"recorded steps = unrecorded, {dtype}", bits, f"the same tokens, {FP32:g}", good)
-        same = sum(a.output_ids == b.output_ids for a, b in zip(recorded, ordinary, strict=True))
-        good = same == len(asked) if dtype == "fp32" else None
-        yield Line(f"recorded steps = ordinary, {dtype}", f"{same} of {len(asked)} answers the same", "all in fp32", good)
-
-
 def batch_of(place: Place, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> TensorDict:
     """A packed batch; trained from each row's start on."""
     made, weights = [], []

@@ -4,7 +4,6 @@ import asyncio
 import json
 import statistics
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from scripts.gpu_check import cuda_only
-from scripts.gpu_check.equalities import KINDS_OF_STEP, batch_of, core_of, nll
+from scripts.gpu_check.equalities import batch_of, nll
 from scripts.gpu_check.place import DTYPES, Line, Place
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, NoiseKey
@@ -93,34 +92,6 @@ def generation(place: Place) -> Iterator[Line]:
             yield Line(f"generation, {dtype}, {count} at once", f"{count * new / seconds:,.0f} tokens/s")
         del core
         cuda_only.free(place.device)
-
-
-def recorded_steps(place: Place) -> Iterator[Line]:
-    """Milliseconds of a decode step, recorded and not, for several sizes of batch; and the memory of the recordings."""
-    new, first = place.of(128, 10), 4
-    gconfig = GenerationConfig(max_new_tokens=new, min_new_tokens=new)
-    for count in (2,) if place.quick else (1, 8, 32, 64, 128):
-        told = []
-        for kind in KINDS_OF_STEP:
-            core = core_of(place, "bf16", kind, max_running=count)
-            for _ in range(2):  # the first time records
-                for number, prompt in enumerate(place.prompts([64] * count, seed=9)):
-                    core.add(number, LLMRequest(prompt, gconfig, NoiseKey(number)))
-                for _ in range(first):
-                    core.step()
-                cuda_only.synchronize(place.device)
-                began = time.perf_counter()
-                for _ in range(new - 2 * first):
-                    core.step()
-                cuda_only.synchronize(place.device)
-                seconds = (time.perf_counter() - began) / (new - 2 * first)
-                while core.has_work:
-                    core.step()
-            peak = cuda_only.peak_gib(place.device)
-            told.append(f"{kind} {seconds * 1e3:.2f} ms" + ("" if peak is None else f" ({peak:.2f} GiB at most)"))
-            del core
-            cuda_only.free(place.device)
-        yield Line(f"a decode step, bf16, {count} at once", ", ".join(told))
 
 
 def beside_vllm(place: Place) -> Iterator[Line]:
