@@ -34,9 +34,9 @@ def case(number):
     rows = 1 if long else choose.choice((1, 1, 2, 4))
     dtype = torch.bfloat16 if number % 2 else torch.float32
     group = choose.choice((1, 2, 3, 4, 6, 7, 8, 12, 16))
-    dim = choose.choice((64, 64, 80, 96, 128, 128, 256) if not long else (64, 80, 128, 128))
+    dim = choose.choice((64, 64, 80, 96, 128, 128, 256) if not long else (64, 64, 80, 128))
     kv_heads = 1 if long else choose.choice((1, 2))
-    lengths = [choose.randint(LONG + 1, choose.choice((1500, 3000, 5000))) if long else choose.randint(1, 600)]
+    lengths = [choose.randint(LONG + 1, choose.choice((1100, 1200, 1500, 4000))) if long else choose.randint(1, 600)]
     lengths += [choose.choice((1, 2, 33, 257, choose.randint(1, 300))) for _ in range(rows - 1)]
     if number == 0:
         lengths = [5000]

@@ -26,15 +26,20 @@ def begun(*words, interpreted=True):
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def ended(process):
-    said, errors = process.communicate(timeout=280)
-    assert process.returncode == 0, errors[-4000:]
-    return json.loads(said.splitlines()[-1])
+def ended(*processes):
+    try:
+        said = [process.communicate(timeout=280) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes] == [0] * len(processes), [errors[-2000:] for _, errors in said]
+    return [json.loads(answer.splitlines()[-1]) for answer, _ in said]
 
 
 def test_the_kernel_is_no_further_from_float64_than_flash_attention_and_loads_keys_once():
     processes = [begun("cases", number, PROCESSES) for number in range(PROCESSES)]
-    cases = [case for process in processes for case in ended(process)]
+    cases = [case for found in ended(*processes) for case in found]
     long = [case for case in cases if case["keys"] > 1000]
     assert len(cases) == CASES and len(long) == 60 and max(case["keys"] for case in long) == 5000
     for case in cases:
@@ -47,14 +52,15 @@ def test_the_kernel_is_no_further_from_float64_than_flash_attention_and_loads_ke
 
 
 def test_the_engine_draws_the_same_with_the_kernel_as_without():
-    for kind, (ordinary, paged) in ended(begun("engine")).items():
+    (answers,) = ended(begun("engine"))
+    for kind, (ordinary, paged) in answers.items():
         assert [tokens for tokens, _ in paged] == [tokens for tokens, _ in ordinary], kind
         for (_, found), (_, expected) in zip(paged, ordinary, strict=True):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
 
 
 def test_the_kernels_compile_for_ampere_and_hopper_and_load_sixteen_bytes_at_a_time():
-    found = ended(begun("compile", interpreted=False))
+    (found,) = ended(begun("compile", interpreted=False))
     assert len(found) == 6
     for one in found:
         assert one["shared"] <= 99 * 1024, "the smallest of these GPUs has that much"
