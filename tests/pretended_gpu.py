@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tandem.engines.inference import paged_kernel
+from tests import paged_reference
 from tests.varlen_reference import varlen_backward, varlen_forward
 
 GPU, META, CPU = torch.device("cuda:0"), torch.device("meta"), torch.device("cpu")
@@ -187,6 +189,8 @@ class _Functions(TorchFunctionMode):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
             self.dispatch.waits.add("tolist")
             return args[0].inner.tolist()
+        if func is torch.Tensor.data_ptr and isinstance(args[0], OnGpu):
+            return args[0].inner.data_ptr()
         if func in MAKING and isinstance(args[0], OnGpu):
             self.dispatch.inside = True
             try:
@@ -220,6 +224,11 @@ class _Event:
         _Dispatch.current.waits.add("event")
 
 
+def _attend(*args):
+    """The decode kernel, which is given addresses."""
+    return OnGpu(paged_reference.attend(*(x.inner if isinstance(x, OnGpu) else x for x in args)))
+
+
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[Waits]:
     """Inside, ``cuda:0`` is a device. Gives the waits, which may be cleared (``waits.places.clear()``)."""
@@ -229,9 +238,11 @@ def pretended_gpu() -> Iterator[Waits]:
     ability, torch.cuda.get_device_capability = torch.cuda.get_device_capability, lambda device=None: (9, 0)
     event, torch.cuda.Event = torch.cuda.Event, _Event
     stream, torch.cuda.current_stream = torch.cuda.current_stream, lambda device=None: None
+    attend, paged_kernel.attend = paged_kernel.attend, _attend
     try:
         with _Functions(dispatch), dispatch:
             yield waits
     finally:
+        paged_kernel.attend = attend
         torch.cuda.Event, torch.cuda.current_stream = event, stream
         torch.cuda._lazy_init, torch.cuda.get_device_capability = start, ability

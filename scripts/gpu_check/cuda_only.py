@@ -29,8 +29,9 @@ CUDA_LINES = {
     "flow/episode_scores.py": "the thread that scores in the middle of an episode works on its rank's GPU",
     "flow/state_parts.py": "the memory of one GPU, by which a run counts the share of a server that sleeps",
     "flow/sharing.py": "says in which precision a model is stored on a GPU",
-    "engines/inference/graphs.py": "records decode steps as CUDA graphs",
-    "engines/inference/static_decode.py": "makes such recordings",
+    "engines/inference/paged.py": "prefill by variable-length calls",
+    "engines/inference/paged_kernel.py": "the kernel of decode steps",
+    "engines/inference/passes.py": "decode steps read the cache where it is",
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
     "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl, and opens "

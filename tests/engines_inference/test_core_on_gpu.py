@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.api.weights import WeightVersion
+from tandem.api.weights import FolderSource, WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
+from tandem.engines.inference.paged import PackedPrefill
+from tandem.models import varlen
 from tests.engines_inference.test_core_equal import prompts
-from tests.pretended_gpu import GPU, pretended_gpu
+from tests.pretended_gpu import GPU, OnGpu, pretended_gpu
 from tests.tiny import tiny_model_folder
+from tests.varlen_reference import varlen_reference
 
 SETTINGS = EmbeddedEngineConfig(kv_cache_gib=0.01, prefill_chunk_tokens=24)
 PLAIN = GenerationConfig(max_new_tokens=10)
@@ -46,13 +49,21 @@ def answers(folder, gconfigs, device, waits=None):
         found.update(core.step())
         if waits is not None:
             of_steps.append(dict(waits.places))
+        if len(of_steps or found) == 4:  # what runs is computed again
+            core.swap(core.stage(FolderSource(folder).tensors()), WeightVersion(1))
     return {i: (one.output_ids, one.logprobs) for i, one in found.items()}, of_steps
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_a_gpu_draws_what_the_cpu_draws_and_makes_the_host_wait_once_for_each_draw(tmp_path, kind):
+def _varlen(*args, **settings):
+    return OnGpu(varlen.by_torch(varlen_reference)(*(x.inner if isinstance(x, OnGpu) else x for x in args), **settings))
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("llama", False), ("gemma2", False), ("llama", True), ("mistral", True)])
+def test_a_gpu_draws_what_the_cpu_draws_and_makes_the_host_wait_once_for_each_draw(tmp_path, kind, packed, monkeypatch):
     folder = tiny_model_folder(tmp_path, kind)
     on_cpu, _ = answers(folder, ODD, torch.device("cpu"))
+    monkeypatch.setattr(PackedPrefill, "takes", lambda kernel: packed)  # a GPU's kernel takes no float32
+    monkeypatch.setattr(varlen, "KERNEL", _varlen)
     with pretended_gpu() as waits:
         on_gpu, of_steps = answers(folder, ODD, GPU, waits)
     assert {i: tokens for i, (tokens, _) in on_gpu.items()} == {i: tokens for i, (tokens, _) in on_cpu.items()}

@@ -83,8 +83,6 @@ def _add_engine_arguments(engine: Any) -> None:
     engine.add_argument("--prefill-chunk-tokens", type=int, help=f"prompt tokens a step (default: {chunks})")
     engine.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer (default: the model's context)")
     engine.add_argument("--keep-kv-on-update", action="store_true", help="keep the cache of running requests over an update")
-    graphs = "record decode steps on a GPU (docs/gpu.md; default: on a GPU)"
-    engine.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=None, help=graphs)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -105,8 +103,6 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be above 0, got {value}")
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
-    if device_of(arguments) == "cpu" and arguments.cuda_graphs:
-        raise ConfigError("--cuda-graphs needs a GPU, and this server would run on a CPU; leave it out")
     for root in arguments.weights_root:
         if not root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {root}")
@@ -143,7 +139,6 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> E
         prefill_chunk_tokens=arguments.prefill_chunk_tokens,
         max_model_len=arguments.max_model_len,
         keep_kv_on_update=arguments.keep_kv_on_update,
-        cuda_graphs=arguments.cuda_graphs,
         threads=threads,
     )
     rollout = RolloutConfig(dtype=arguments.dtype, engine=config)

@@ -276,11 +276,6 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "placement=colocate contradicts async_training=true: the devices would be used in turns and nothing overlaps; "
             "leave placement out"
         )
-    if rollout.engine.cuda_graphs and config.deterministic:
-        yield (
-            "rollout.engine.cuda_graphs=true contradicts deterministic=true: a recorded step is padded, so that the last "
-            "digits of a request depend on what runs beside it; leave one of them out"
-        )
     if rollout.oversample > 1 and config.async_training:
         yield (
             f"rollout.oversample={rollout.oversample:g} is for synchronous training; asynchronous training waits for no "

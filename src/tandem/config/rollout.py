@@ -29,10 +29,6 @@ class EmbeddedEngineConfig:
     keep_kv_on_update: bool = False
     """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights."""
 
-    cuda_graphs: bool | None = None
-    """Record decode steps on a GPU and run the recordings (docs/gpu.md). null: on a GPU, except with `deterministic=true`.
-    true is refused with that, and on a CPU."""
-
     threads: int | None = None
     """CPU threads of an engine; null takes an equal share of all `threads` (colocated) or of half of them (decoupled)."""
 

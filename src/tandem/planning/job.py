@@ -9,7 +9,7 @@ from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, p
 from tandem.config.backend import parse_layout
 from tandem.config.commands import COMMANDS
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
-from tandem.config.engine_memory import cache_gib, chunk_tokens, takes_graphs
+from tandem.config.engine_memory import cache_gib, chunk_tokens
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -72,9 +72,6 @@ class Generator:
 
     opened: int = 0
     """Bytes in which each version lies on the trainer's GPU until the next one comes, for a server that opens them there."""
-
-    graphs: bool = False
-    """Its decode steps are recorded: its cache is one block, and a step gathers keys and values from it."""
 
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
@@ -320,7 +317,6 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         foreign=" and ".join(foreign) if foreign else None,
         seats=seats_of(config, machine),
         opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.channel == "ipc" else 0,
-        graphs=takes_graphs(rollout.engine, machine.kind, config.deterministic),
     )
 
 
