@@ -10,7 +10,7 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.shape import Shape
-from tandem.planning.fit import _planner, check_fit, fitting, gpus
+from tandem.planning.fit import planner, check_fit, fitting, gpus
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
 RL = ["train_dataset.path=addition", "actor.path=m", "device=cuda", "actor.dtype=bfloat16", "rollout.dtype=bfloat16"]
@@ -80,10 +80,10 @@ LONG = ["gconfig.n_samples=8", "gconfig.max_new_tokens=4096", "rollout.batch_siz
 
 def fitted(keys, machine, shape=QWEN_1_5B):
     config = load_config(TrainConfig, None, [*RL, *LONG, *keys]).config
-    return fitting(config, machine, _planner(config, machine, lambda path: shape)).max_tokens_per_micro_batch
+    return fitting(config, machine, planner(config, machine, lambda path: shape)).max_tokens_per_micro_batch
 
 
-def test_micro_batches_are_as_large_as_the_gpu_allows_and_hold_the_samples_of_a_prompt():
+def test_micro_batches_are_as_large_as_the_gpu_allows_and_share_prompts():
     recomputed = "actor.gradient_checkpointing=true"
     tokens = fitted([recomputed], gpus(80, 1))
     samples = [PlannedSequence(prompt, 1024, 4096) for prompt in range(64) for _ in range(8)]

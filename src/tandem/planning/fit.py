@@ -59,7 +59,7 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
     Raises:
         ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
     """
-    plan_with = _planner(config, machine, read)
+    plan_with = planner(config, machine, read)
     plan = plan_with({})
     worst = max(range(plan.devices), key=plan.certain_gib)
     certain, there = plan.certain_gib(worst), machine.memory_gib
@@ -78,7 +78,7 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
     return plan
 
 
-def _planner(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Callable[[dict[str, Any]], Plan]:
+def planner(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Callable[[dict[str, Any]], Plan]:
     """The plan of a run whose data nobody has read, with some keys replaced."""
     read = functools.cache(read)
 
@@ -99,7 +99,7 @@ def fitting(config: BaseConfig, machine: Machine, plan_with: Replan | None = Non
     """
     if config.actor.max_tokens_per_micro_batch is not None or machine.kind == "cpu":
         return config.actor
-    plan_with = plan_with or _planner(config, machine, read_shape)
+    plan_with = plan_with or planner(config, machine, read_shape)
 
     def fits(tokens: int) -> bool:
         return tokens == MICRO_BATCH_TOKENS or plan_with({"actor.max_tokens_per_micro_batch": tokens}).fits
