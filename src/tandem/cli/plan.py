@@ -10,6 +10,7 @@ examples:
 import argparse
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
@@ -26,6 +27,7 @@ from tandem.engines.inference.check import installed_servers
 from tandem.flow.process import backend_line, decided
 from tandem.models.shape import read_shape
 from tandem.planning.devices import DEVICES, device
+from tandem.planning.fit import fitting
 from tandem.planning.job import job_of, seats_of
 from tandem.planning.machine import Machine, this_machine
 from tandem.planning.plan import Plan, make_plan
@@ -89,6 +91,9 @@ def make_report(arguments: argparse.Namespace) -> Report:
         changed = decide(load_config(kind, file, [*given, *overrides(settings)])).config
         return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
 
+    config = replace(config, actor=fitting(config, machine, plan_with))
+    if config.actor.max_tokens_per_micro_batch is not None:
+        given = [f"actor.max_tokens_per_micro_batch={config.actor.max_tokens_per_micro_batch}", *given]
     plan = plan_with({})
     change = nearest(plan, config, plan_with)
     timed = measure(arguments.kind, arguments.arguments) if arguments.measure and plan.fits else {}

@@ -172,7 +172,7 @@ def _step(config: TrainConfig) -> list[str]:
     updates = actor.mini_batches * actor.epochs_per_batch
     groups = math.ceil(prompts / actor.mini_batches)
     most = "" if prompts % actor.mini_batches == 0 else "at most "
-    budget = actor.max_tokens_per_micro_batch
+    budget = actor.micro_batch_tokens
     trained = config.algorithm.update_samples or samples
     completion_tokens = groups * trained * config.gconfig.max_new_tokens
     eta = max_head_offpolicyness(config)
@@ -196,7 +196,7 @@ def _where(config: TrainConfig) -> str:
 
 def _supervised(config: BaseConfig) -> list[str]:
     batch_size, longest = getattr(config, "batch_size", 1), getattr(config, "max_length", 1)
-    budget, tokens = config.actor.max_tokens_per_micro_batch, batch_size * longest
+    budget, tokens = config.actor.micro_batch_tokens, batch_size * longest
     return [
         f"Step: {_many(batch_size, 'row')} of at most {longest} tokens = 1 optimizer step.",
         f"Micro-batches: at most {budget} tokens each, so at most about {_micro_batches(tokens, budget)}.",

@@ -74,7 +74,7 @@ def planned_model(
         dtype=dtype,
         layout=layout,
         trained=trained,
-        max_tokens=config.max_tokens_per_micro_batch,
+        max_tokens=config.micro_batch_tokens,
         chunk_tokens=config.logprob_chunk_tokens,
         checkpointing=config.gradient_checkpointing,
         selective=config.gradient_checkpointing and config.selective_checkpointing,
