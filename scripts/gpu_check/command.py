@@ -60,7 +60,6 @@ def main() -> int:
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM (default: this one, if vLLM is in it)")
     parser.add_argument("--out", type=Path, help=f"the page (default: docs/{RESULTS.name})")
     arguments = parser.parse_args()
-    cuda_only.prepare()
     if arguments.device == "cpu":
         print("no GPU: what only a GPU runs is not checked")
     out = arguments.out or (None if arguments.quick else RESULTS)

@@ -44,11 +44,6 @@ CUDA_LINES = {
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
 
 
-def prepare() -> None:
-    """Before the first product: deterministic=true wants cuBLAS to have a workspace of its own."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 NCCL = "nccl"
 """The group of ranks with a GPU each."""
 
