@@ -134,7 +134,7 @@ def residency(gpus, folder, team=None, **terms):
     return made
 
 
-def test_what_torch_kept_of_a_training_step_is_free_before_servers_take_their_cache_again(gpus, tmp_path):
+def test_what_torch_kept_of_training_is_free_before_servers_take_their_cache_again(gpus, tmp_path):
     here = gpus()
     one = residency(here, tmp_path)
     for _ in range(3):

@@ -88,7 +88,7 @@ class Residency:
         self._switch = self._switches.setdefault(START, _Switch())
         self._begun: list[Part] = []
         self._cache_bytes = 0
-        """Of this rank's GPU, which servers gave back when their cache fell asleep, and take again."""
+        """Bytes of this rank's GPU that servers gave back when their cache fell asleep, and take again."""
 
     def add_engine(self, engine: InferenceEngine | None) -> None:
         """The inference engine; None on ranks that have none."""

@@ -119,8 +119,8 @@ def check_room(num_bytes: int, whose: str, remedy: str) -> None:
         f"{size / 2**30:.4g} GiB" for size in (num_bytes, num_bytes - free, free, kept, tensors, total - free - kept)
     )
     raise NoRoom(
-        f"GPU {torch.cuda.current_device()} has no room for {whose}: {needed} are needed and {there} are free, so {missing} are "
-        f"missing. This process holds {own} ({used} of it tensors), other processes and CUDA {others}. {remedy}"
+        f"GPU {torch.cuda.current_device()} has no room for {whose}: {needed} are needed and {there} are free, so {missing} "
+        f"are missing. This process holds {own} ({used} of it tensors), other processes and CUDA {others}. {remedy}"
     )
 
 

@@ -1,7 +1,8 @@
 """Draws from distributions by inverting their cumulative sums, one uniform number a row.
 
 The sums are taken over blocks of the vocabulary, which is one pass over ``[B, V]``; `torch.multinomial` costs as much as the
-model. On a GPU torch's own cumulative sums have no fixed order, and refuse to work with `deterministic=true`: see `running_sums`.
+model. On a GPU torch's own cumulative sums have no fixed order, and refuse to work with `deterministic=true`: see
+`running_sums`.
 """
 
 import torch
@@ -35,7 +36,7 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     if values.is_cpu:
         return values.cumsum(dim=-1)
     size, width = values.shape[-1], 1
-    sums = torch.nn.functional.pad(values, (0, (1 << (size - 1).bit_length()) - size))  # a copy, also where it adds nothing
+    sums = torch.nn.functional.pad(values, (0, (1 << (size - 1).bit_length()) - size))  # a copy even of a whole one
     while width < size:  # each second half has its own sums already, and lacks those of the half before it
         halves = sums.unflatten(-1, (-1, 2, width))
         halves[..., 1, :] += halves[..., 0, -1:]
