@@ -33,7 +33,7 @@ def own_words(words: Sequence[str], memory: Callable[[], tuple[int, int]] = memo
         wanted, there, missing = (f"{size / 2**30:.4g} GiB" for size in (share * total, free, share * total - free))
         sys.exit(
             f"{share:.0%} of the GPU's memory are {wanted}, and {there} are free: {missing} are missing, which other "
-            "processes hold. Set rollout.fleet.memory_share to less, or let training take less (actor.max_tokens_per_micro_batch)"
+            "processes hold. Set rollout.fleet.memory_share or actor.max_tokens_per_micro_batch to less"
         )
     return [*words[:at], "--mem-fraction-static", f"{share * total / free:.4f}", *words[at + 2 :]]
 
