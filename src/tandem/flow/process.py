@@ -132,8 +132,12 @@ def start_process(config: BaseConfig) -> Process:
         ConfigError: see `choose_device`; or `actor.backend` names another number of ranks than were started, or nobody is
             there to start them again.
     """
+    if config.deterministic:  # before CUDA's first product: without it, cuBLAS may add in another order each time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = choose_device(config)
     cuda = device != "cpu"
+    if cuda and isinstance(config, TrainConfig) and config.rollout.weights.channel == "ipc":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # its blocks have no CUDA handle
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     wanted = parse_layout(config.actor.backend).ranks
     if wanted != world_size:

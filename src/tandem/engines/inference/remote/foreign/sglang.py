@@ -7,6 +7,7 @@ from typing import Any
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
+from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
@@ -222,7 +223,7 @@ class SGLangServer(ForeignServer):
         if settings.max_model_len is not None:
             words += ["--context-length", str(settings.max_model_len)]
         if terms.seat is not None:
-            words += ["--tp-size", str(len(terms.seat.devices)), "--mem-fraction-static", str(terms.seat.memory_share)]
+            words += ["--tp-size", str(len(terms.seat.devices)), MEMORY_SHARE, str(terms.seat.memory_share)]
         if terms.sleeps:
             words += ["--enable-memory-saver"]
         environment = {"HF_HUB_OFFLINE": "1"}
