@@ -15,7 +15,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.engine_memory import chunk_tokens, takes_graphs
+from tandem.config.engine_memory import chunk_tokens, places, takes_graphs
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.arena import Arena
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
@@ -71,13 +71,13 @@ class EngineCore:
         static = takes_graphs(config, device.type, deterministic)
         self.cache = make_cache(a, config, compute, device, Arena if static else KVCache)
         passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
-        self.slots = Slots(config.max_running, a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
+        self.slots = Slots(places(config), a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
         self._scheduler = Scheduler(self.cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         self.static: StaticDecode | None = None
         """Decode steps over static tables, which a GPU records; on a CPU they only show that they draw the same."""
 
         if isinstance(self.cache, Arena):
-            sizes = config.max_running, self._max_model_len
+            sizes = places(config), self._max_model_len
             self.static = StaticDecode(passes.decoder, passes.kernel, self.cache, self.slots, *sizes)
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
