@@ -24,8 +24,8 @@ class EmbeddedEngineConfig:
     on a CPU and 8192 on a GPU."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and completion together. null takes the model's context length; where servers are started, and on
-    a GPU, the longest prompt of the data plus `gconfig.max_new_tokens` if `workflow=rlvr`, else for vLLM what its cache
+    """Most tokens of prompt and completion together. null takes the model's context length; where servers are started, and
+    on a GPU, the longest prompt of the data plus `gconfig.max_new_tokens` if `workflow=rlvr`, else for vLLM what its cache
     holds."""
 
     keep_kv_on_update: bool = False

@@ -140,8 +140,8 @@ def compare_versions(store: Any, rank: int, others: Iterable[int], backend: str)
         theirs = store.get(key_of(other)).decode()
         if theirs != own:
             raise RuntimeError(
-                f"rank {rank} of the weight group has {backend.upper()} {own}, and rank {other} has {theirs}: install the same "
-                "version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
+                f"rank {rank} of the weight group has {backend.upper()} {own}, and rank {other} has {theirs}: install the "
+                "same version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
             )
 
 
