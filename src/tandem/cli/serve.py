@@ -21,7 +21,7 @@ from tandem.cli.listening import Listening, access_of, add_address, check_addres
 from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.cores import usable_cores
 from tandem.config.devices import ALONE
-from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK
+from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK, PLACES
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import device_map, engine_settings
@@ -71,9 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(engine: Any) -> None:
-    own = EmbeddedEngineConfig()
     add_device_arguments(engine)
-    engine.add_argument("--max-running", type=int, default=own.max_running, help=f"default: {own.max_running}")
+    engine.add_argument("--max-running", type=int, default=PLACES, help=f"default: {PLACES}")
     engine.add_argument(
         "--kv-cache-gib",
         type=float,

@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Literal
 
 from tandem.config.backend import parse_layout
+from tandem.config.engine_memory import PLACES, SERVER_PLACES
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import INSIDE, TENSOR, parse_backend
+from tandem.config.fleet import INSIDE, TENSOR, kinds_of, parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sums_of
 from tandem.config.terms import Term, read_term
@@ -226,5 +227,6 @@ def evaluation_gconfig(config: TrainConfig) -> GenerationConfig:
 
 def evaluation_places(config: TrainConfig) -> int:
     """Most samples of an evaluation under way at once: what the engine decodes together, half of it where rollouts go on."""
-    places = config.rollout.engine.max_running
-    return max(1, places // 2) if placement(config) == "decoupled" else places
+    own = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
+    most = config.rollout.engine.max_running or (PLACES if own else SERVER_PLACES)
+    return max(1, most // 2) if placement(config) == "decoupled" else most

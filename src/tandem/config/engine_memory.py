@@ -6,6 +6,9 @@ CACHE_GIB = 2.0
 """Cache on a CPU, on a GPU of which nobody said how much the engine may take, and the least on any other."""
 
 CPU_CHUNK, GPU_CHUNK = 1024, 8192
+PLACES = 128
+SERVER_PLACES = 1024
+"""Of a vLLM server on a large GPU."""
 
 
 def cache_gib(
@@ -39,3 +42,8 @@ def cache_gib(
 def chunk_tokens(engine: EmbeddedEngineConfig, device: str) -> int:
     """`prefill_chunk_tokens`, or the default for the device: a GPU needs more of them to be busy."""
     return engine.prefill_chunk_tokens or (CPU_CHUNK if device == "cpu" else GPU_CHUNK)
+
+
+def places(engine: EmbeddedEngineConfig) -> int:
+    """`max_running`, or the default of the embedded engine."""
+    return engine.max_running or PLACES

@@ -41,6 +41,10 @@ from tandem.state.run_folder import RunFolder, run_path
 log = logging.getLogger(__name__)
 
 BACKEND = "rollout.backend"
+ON_GPUS = "cpu:gloo,cuda:nccl"
+"""Objects and tensors of the CPU go over gloo: a rank that waits in an NCCL call keeps its GPU busy, on which a server may
+generate meanwhile."""
+
 C = TypeVar("C", bound=BaseConfig)
 
 
@@ -157,7 +161,7 @@ def start_process(config: BaseConfig) -> Process:
         # ranks wait for rank 0's batch: no collective may give up before the executor does
         patience = timedelta(seconds=getattr(getattr(config, "rollout", None), "wait_timeout_s", 3600.0) + 600)
         torch.distributed.init_process_group(
-            "nccl" if cuda else "gloo",
+            ON_GPUS if cuda else "gloo",
             init_method=meeting_place(),
             rank=rank,
             world_size=world_size,

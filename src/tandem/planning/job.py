@@ -9,7 +9,7 @@ from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, p
 from tandem.config.backend import parse_layout
 from tandem.config.commands import COMMANDS
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
-from tandem.config.engine_memory import cache_gib, chunk_tokens
+from tandem.config.engine_memory import cache_gib, chunk_tokens, places
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -309,7 +309,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         on_ranks=ranks > 1,
         own_process=servers is not None or placement(config) == "decoupled",
         kv_cache_gib=cache_gib(rollout.engine, machine.kind, memory_gib=memory, share=share, weights_gib=own),
-        max_running=rollout.engine.max_running,
+        max_running=places(rollout.engine),
         prefill_chunk=chunk_tokens(rollout.engine, machine.kind),
         max_len=rollout.engine.max_model_len or shape.context,
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,

@@ -105,7 +105,7 @@ def test_vllm_reads_the_commands_of_its_servers_as_they_are_meant():
         assert (found["model"], found["served_model_name"]) == ("/model", ["policy"])
         assert (found["host"], found["port"], found["seed"]) == ("127.0.0.1", 8123, 8123)
         assert (found["dtype"], found["max_num_seqs"]) == (terms.dtype, terms.settings.max_running)
-        assert found["max_model_len"] == terms.settings.max_model_len
+        assert found["max_model_len"] == (terms.settings.max_model_len or -1), "auto: what its cache holds"
         assert found["logprobs_mode"] == "processed_logprobs" and found["enable_scale_out"] is True
         assert found["worker_extension_cls"].startswith("tandem_") and len(found["middleware"]) == 1
         assert (found["enforce_eager"], found["quantization"], found["max_num_batched_tokens"]) == (True, "fp8", 4096)

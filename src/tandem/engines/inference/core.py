@@ -15,7 +15,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.engine_memory import chunk_tokens
+from tandem.config.engine_memory import chunk_tokens, places
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
 from tandem.engines.inference.kv_cache import make_cache
@@ -68,7 +68,7 @@ class EngineCore:
         compute = compute_dtype(dtype, device)
         self.cache = make_cache(a, config, compute, device)
         passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len)
-        self.slots = Slots(config.max_running, a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
+        self.slots = Slots(places(config), a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
         self._scheduler = Scheduler(self.cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)

@@ -219,7 +219,9 @@ class SGLangServer(ForeignServer):
         words += ["--dtype", terms.dtype]
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
-        words += ["--max-running-requests", str(settings.max_running), "--random-seed", str(port)]
+        words += ["--random-seed", str(port)]
+        if settings.max_running is not None:
+            words += ["--max-running-requests", str(settings.max_running)]
         if settings.max_model_len is not None:
             words += ["--context-length", str(settings.max_model_len)]
         if terms.seat is not None:
