@@ -27,6 +27,7 @@ def swapped(first, second):
 CHANGES = {
     "one bit": lambda x: x[3:4].view(torch.int32).bitwise_xor_(1),
     "two signs": lambda x: x[5:4001:3995].neg_(),
+    "the signs of neighbours": lambda x: x[4:8].neg_(),
     "neighbours": swapped(10, 11),
     "the same word of other chunks": swapped(6, 6 + 2 * WORDS),
     "the last one": lambda x: x[-1:].add_(1),
@@ -36,6 +37,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_every_change_is_seen(change):
     assert keyed_sum(changed(LARGE, change), KEY) != keyed_sum(LARGE, KEY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("factor", [-1, 2, -2])
+def test_numbers_that_all_change_alike_are_others(dtype, factor):
+    numbers = (20 * LARGE[:4096]).to(dtype)
+    assert keyed_sum(numbers * factor, KEY) != keyed_sum(numbers, KEY)
 
 
 @pytest.mark.parametrize("bits", [0, -1, 0x5555555555555555], ids=["zeros", "ones", "every second"])
