@@ -169,6 +169,19 @@ def test_a_disk_that_is_full_is_named_and_the_engine_stays_whole(folder, batch, 
     assert engine.train_batch(batch, weighted_nll) == other.train_batch(batch, weighted_nll)
 
 
+def test_what_sleeps_again_is_written_where_it_was(folder, batch, tmp_path):
+    _, engine = engine_of(folder, "float32", "lm", True, None)
+    engine.train_batch(batch, weighted_nll)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(engine.num_bytes().values()), limits[1]))
+    try:
+        for _ in range(2):
+            assert engine.offload(PARTS, tmp_path) == engine.onload(PARTS)
+            engine.train_batch(batch, weighted_nll)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp_path):
     _, engine = engine_of(folder, "float32", "lm", True, None)
     own = engine.forward(batch).logprobs
