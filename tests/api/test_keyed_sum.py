@@ -40,6 +40,13 @@ def test_every_change_is_seen(change):
     assert keyed_sum(changed(LARGE, change), KEY) != keyed_sum(LARGE, KEY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("factor", [-1, 2, -2])
+def test_numbers_that_all_change_alike_are_others(dtype, factor):
+    numbers = (20 * LARGE[:4096]).to(dtype)
+    assert keyed_sum(numbers * factor, KEY) != keyed_sum(numbers, KEY)
+
+
 @pytest.mark.parametrize("bits", [0, -1, 0x5555555555555555], ids=["zeros", "ones", "every second"])
 def test_every_bit_of_a_word_counts_whatever_the_others_are(bits):
     word = torch.full((1,), bits, dtype=torch.int64)

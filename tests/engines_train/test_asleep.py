@@ -15,7 +15,7 @@ from tandem.engines.train.build import build_train_engine
 from tandem.models.footprint import Footprint, adapters_of
 from tandem.models.shape import read_shape
 from tandem.models.stored import CACHE_LINE
-from tests.engines_train.steps import random_batch, weighted_nll, weights_of
+from tests.engines_train.steps import distance, random_batch, weighted_nll, weights_of
 from tests.tiny import tiny_model_folder
 
 PARTS = ("parameters", "optimizer")
@@ -169,10 +169,25 @@ def test_a_disk_that_is_full_is_named_and_the_engine_stays_whole(folder, batch, 
     assert engine.train_batch(batch, weighted_nll) == other.train_batch(batch, weighted_nll)
 
 
+def test_what_sleeps_again_is_written_where_it_was(folder, batch, tmp_path):
+    _, engine = engine_of(folder, "float32", "lm", True, None)
+    engine.train_batch(batch, weighted_nll)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(engine.num_bytes().values()), limits[1]))
+    try:
+        for _ in range(2):
+            assert engine.offload(PARTS, tmp_path) == engine.onload(PARTS)
+            engine.train_batch(batch, weighted_nll)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp_path):
-    _, engine = engine_of(folder, "float32", "lm", False, None)
+    _, engine = engine_of(folder, "float32", "lm", True, None)
+    own = engine.forward(batch).logprobs
     engine.load_weights((name, -tensor) for name, tensor in list(weights_of(engine).items()))
     before = engine.forward(batch).logprobs
+    assert not torch.equal(before, own)
     engine.offload(PARTS, tmp_path / "scratch")
     engine.onload(PARTS)
     assert torch.equal(engine.forward(batch).logprobs, before)
@@ -180,7 +195,8 @@ def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp
 
 @pytest.mark.parametrize("change", ["none", "load_weights", "train"])
 def test_numbers_that_changed_between_two_sleeps_are_not_lost(folder, batch, tmp_path, change):
-    _, engine = engine_of(folder, "float32", "lm", change == "train", None)
+    _, engine = engine_of(folder, "float32", "lm", True, None)
+    own = weights_of(engine)
     engine.offload(("parameters",), tmp_path / "scratch")
     engine.onload(("parameters",))
     if change == "load_weights":
@@ -188,7 +204,7 @@ def test_numbers_that_changed_between_two_sleeps_are_not_lost(folder, batch, tmp
     if change == "train":
         engine.train_batch(batch, weighted_nll)
     before = weights_of(engine)
-    before = {name: tensor.clone() for name, tensor in before.items()}
+    assert (distance(before, own) > 0) == (change != "none")
     for _ in range(2):
         engine.offload(("parameters",), tmp_path / "scratch")
         engine.onload(("parameters",))
