@@ -10,7 +10,7 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.shape import Shape
-from tandem.planning.fit import planner, check_fit, fitting, gpus
+from tandem.planning.fit import check_fit, fitting, gpus, planner
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
 RL = ["train_dataset.path=addition", "actor.path=m", "device=cuda", "actor.dtype=bfloat16", "rollout.dtype=bfloat16"]
