@@ -353,8 +353,8 @@ def attend_by_calls(
             x if index is None else take(x, index)
             for x, index, take in (
                 (q, call.queries, once),
-                (k, call.keys, SummedRows.apply),
-                (v, call.keys, SummedRows.apply),
+                (k, call.keys, repeat),
+                (v, call.keys, repeat),
             )
         )
         bounds = call.cu_queries, call.cu_keys, call.longest_query, call.longest_key
