@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.attention import LengthRun, Packing, RepeatedRows, attend_by_calls, packed_attention, plan_calls
+from tandem.models.attention import LengthRun, Packing, SummedRows, attend_by_calls, packed_attention, plan_calls
 from tandem.models.packed import keeping_products
 from tandem.models.prefixes import PromptCompletions
 from tandem.models.varlen import by_flash_attn, by_torch
@@ -149,7 +149,7 @@ def test_gradients_of_a_shared_prompt_are_summed_in_float32_and_twice_alike():
 
     def summed():
         x = torch.zeros(total, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-        RepeatedRows.apply(x, index).backward(grad)
+        SummedRows.apply(x, index).backward(grad)
         return x.grad
 
     def error(found):

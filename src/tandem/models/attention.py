@@ -343,18 +343,18 @@ def attend_by_calls(
 ) -> torch.Tensor:
     """Attention of all tokens by variable-length calls: ``[1, heads, T, D]`` → ``[1, T, heads, D]``.
 
-    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back (`RepeatedRows`).
+    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back (`SummedRows`).
     """
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, D]
     left, once = -1 if window is None else window - 1, lambda x, index: x.index_select(0, index)
-    whole = None
+    repeat, whole = SummedRows.apply, None
     for call in calls:
         given = (
             x if index is None else take(x, index)
             for x, index, take in (
                 (q, call.queries, once),
-                (k, call.keys, RepeatedRows.apply),
-                (v, call.keys, RepeatedRows.apply),
+                (k, call.keys, repeat),
+                (v, call.keys, repeat),
             )
         )
         bounds = call.cu_queries, call.cu_keys, call.longest_query, call.longest_key
@@ -367,7 +367,7 @@ def attend_by_calls(
     return whole[None]
 
 
-class RepeatedRows(torch.autograd.Function):
+class SummedRows(torch.autograd.Function):
     """``x[index]``, rows of which may be taken several times. Their gradients are summed in float32, in the order of
     ``index``: `index_add` would round each sum to bfloat16, and on a GPU take them in any order."""
 
