@@ -36,7 +36,7 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     if values.is_cpu:
         return values.cumsum(dim=-1)
     size, width = values.shape[-1], 1
-    sums = torch.nn.functional.pad(values, (0, (1 << (size - 1).bit_length()) - size))  # always a copy
+    sums = torch.nn.functional.pad(values, (0, (1 << (size - 1).bit_length()) - size))  # copied
     while width < size:  # each second half has its own sums already, and lacks those of the half before it
         halves = sums.unflatten(-1, (-1, 2, width))
         halves[..., 1, :] += halves[..., 0, -1:]
