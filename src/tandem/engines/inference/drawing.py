@@ -30,7 +30,7 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     additions of halves, each in a fixed order.
 
     Either way, sums of values that are not negative never fall, and stay where a value is 0, so no token of probability 0 is
-    drawn. Both are within ``n · 2^-53`` of the whole, in float64, of the exact sums. So a draw from 152,000 tokens is another
+    drawn. Both are within ``n·2^-53`` of the whole, in float64, of the exact sums. So a draw from 152,000 tokens is another
     one on a GPU only if its uniform number lies within 4e-11 of a bound between two tokens.
     """
     if values.is_cpu:
