@@ -30,13 +30,13 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     additions of halves, each in a fixed order.
 
     Either way, sums of values that are not negative never fall, and stay where a value is 0, so no token of probability 0 is
-    drawn. Both are within ``n · 2^-53`` of the whole, in float64, of the exact sums. So a draw from 152,000 tokens is
-    another one on a GPU only if its uniform number lies within 4e-11 of a bound between two tokens.
+    drawn. Both are within ``n·2^-53`` of the whole, in float64, of the exact sums. So a draw from 152,000 tokens is another
+    one on a GPU only if its uniform number lies within 4e-11 of a bound between two tokens.
     """
     if values.is_cpu:
         return values.cumsum(dim=-1)
     size, width = values.shape[-1], 1
-    sums = torch.nn.functional.pad(values, (0, (1 << (size - 1).bit_length()) - size))  # always a copy
+    sums = torch.nn.functional.pad(values, (0, (1 << (size - 1).bit_length()) - size))  # copied
     while width < size:  # each second half has its own sums already, and lacks those of the half before it
         halves = sums.unflatten(-1, (-1, 2, width))
         halves[..., 1, :] += halves[..., 0, -1:]
