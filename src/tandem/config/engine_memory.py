@@ -8,7 +8,7 @@ CACHE_GIB = 2.0
 CPU_CHUNK, GPU_CHUNK = 1024, 8192
 PLACES = 128
 SERVER_PLACES = 1024
-"""Of a vLLM server on a large GPU."""
+"""A vLLM server on a large GPU decodes so many together."""
 
 
 def cache_gib(

@@ -46,7 +46,7 @@ store of our launcher's when it forms a process group of its own, and wait in va
 
 
 def inherited() -> dict[str, str]:
-    """What a server gets of this environment: all that the user has set."""
+    """The environment of a server: this one, with all that the user has set in it."""
     return {name: value for name, value in of_others(os.environ).items() if not _OURS.fullmatch(name)}
 
 
