@@ -99,6 +99,18 @@ def test_of_checkpoints_that_are_equally_good_the_latest_is_the_best(run):
     assert [step_of(best_of(found, metric)) for metric in ("eval/accuracy", "-eval/accuracy")] == [6, 8]
 
 
+def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
+    folder = saved(run, _2=0.1, _4=0.2)
+
+    def refuse(path):
+        (path / "model.safetensors").unlink()
+        raise OSError("it is cut off here")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    prune(folder, 1)
+    assert [step_of(path) for path in checkpoints(folder)] == [4]
+
+
 def test_a_saved_step_is_not_written_again(run):
     save_checkpoint(Team(), run, 1, weights(1), tokenizer, None)
     path = save_checkpoint(Team(), run, 1, weights(2), tokenizer, None)
