@@ -1,17 +1,16 @@
-"""`tandem plan` against runs on this machine: ten configurations, predicted and measured, as a table for docs/planning.md.
+"""The memory that `tandem plan` says against runs on this machine: ten configurations, as a table for docs/planning.md.
 
-    python benchmarks/plan.py --out plan.jsonl               # measure the ten, fit on five of them, print the table
+    python benchmarks/plan.py --out plan.jsonl               # measure the ten, print the table
     python benchmarks/plan.py --out plan.jsonl --write-docs  # and put it into docs/planning.md
     python benchmarks/plan.py --out plan.jsonl --cells 1,6   # only these
     python benchmarks/plan.py --out plan.jsonl --table       # measure nothing more
     python benchmarks/plan.py --list
 
-Each cell that is measured is a line of the file, so the same command goes on after an interruption. Once the five that are
-fitted are there, what they show (time by phase, what the heap keeps) becomes part of this machine's calibration; the
-other five have no part in it. Reach: peak memory within 10 %, time of a step within 15 % of the median of five steps, in
-those five. Random models of two sizes with the built-in model's tokenizer, and the built-in model itself; completions of
-exactly `gconfig.max_new_tokens`; a reward that differs within groups (`plan_cells.py`). About 20 minutes on two cores: run
-it on a machine that does nothing else.
+Each cell that is measured is a line of the file, so the same command goes on after an interruption. What heaps keep
+(`HEAP_GIB`, `ENGINE_HEAP_GIB` in `tandem.planning.machine`) was fitted to five of them; the other five have no part in it.
+Reach: peak memory within 10 % in those five. Random models of two sizes with the built-in model's tokenizer, and the
+built-in model itself; completions of exactly `gconfig.max_new_tokens`; a reward that differs within groups
+(`plan_cells.py`). About 20 minutes on two cores.
 """
 
 import argparse
@@ -19,13 +18,11 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +30,28 @@ import psutil
 from plan_cells import CELLS, REWARD, Cell, arguments
 
 from tandem.cli import plan as plan_command
-from tandem.planning.calibrate import ENGINE_HEAP_GIB, HEAP_GIB, kept_file, this_machine, write
-from tandem.planning.machine import Machine
+from tandem.planning.machine import this_machine
 
-MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.15
+MEMORY_WITHIN = 0.10
 MEASURES = 2
 """Counts up when what is measured changes: a line with another number is measured anew."""
 
 POLL_S = 0.1
-FAMILIES = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
-"""A measured time → the phases of the plan that it is fitted with; those of runs that generate nothing are fitted alone."""
-
 RUN_TIMEOUT_S = 600.0
 PAGE = Path(__file__).resolve().parents[1] / "docs/planning.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def predicted(cell: Cell, folder: Path) -> dict[str, float]:
-    """The words of `tandem plan`, with the calibration as it is kept now."""
+    """The memory that `tandem plan` says."""
     parser = argparse.ArgumentParser()
     plan_command.add_arguments(parser)
-    said = plan_command.make_report(parser.parse_args([*arguments(cell, folder), "--for", cell.command])).data()
-    plan = {key: said["time"][key] for key in ("step_s", "generate_s", "train_s", "publish_s")}
-    worst = said["memory"]["phases"][said["memory"]["worst"]]
-    processes = sum(gib for name, gib in worst.items() if name.endswith("interpreter and libraries_gib"))
-    heaps = {f"{key}heap_gib": worst.get(f"{role}: heap_gib", 0.0) for role, key in (("process", ""), ("engine", "engine_"))}
-    return plan | {"peak_gib": said["memory"]["peak_gib"], **heaps, "processes_gib": processes}
+    data = plan_command.make_report(parser.parse_args([*arguments(cell, folder), "--for", cell.command])).data()
+    return {"peak_gib": data["memory"]["peak_gib"]}
 
 
 def measured(cell: Cell, folder: Path) -> dict[str, float]:
-    """Medians of the steps after the first, and the `Peak` of the run's processes.
+    """The `Peak` of the run's processes.
 
     Raises:
         RuntimeError: it failed, or took longer than `RUN_TIMEOUT_S`.
@@ -88,12 +77,7 @@ def measured(cell: Cell, folder: Path) -> dict[str, float]:
             process.wait(60)
     if process.returncode:
         raise RuntimeError(f"{cell.name} ended with {process.returncode}")
-    lines = next((folder / "runs").glob("*/*/metrics.jsonl")).read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["step"] > 1]
-    names = {"step_s": "time/step_s", "generate_s": "time/generate_s", "train_s": "time/train_s"}
-    names["publish_s"] = "time/update_weights_s"
-    found = {name: statistics.median(row.get(key, 0.0) for row in rows) for name, key in names.items()}
-    return found | {"peak_gib": peak.num_bytes / 2**30}
+    return {"peak_gib": peak.num_bytes / 2**30}
 
 
 class Peak:
@@ -155,63 +139,22 @@ def append(file: Path | None, row: dict[str, Any]) -> None:
             os.fsync(out.fileno())
 
 
-def unfitted(machine: Machine) -> Machine:
-    """The machine as it was before any of these runs."""
-    heaps = {"heap_gib": HEAP_GIB, "engine_heap_gib": ENGINE_HEAP_GIB} if machine.kind == "cpu" else {}
-    return replace(machine, factors={}, **heaps)
-
-
-def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Keeps the median of measured over predicted time, by phase, and of what heaps keep, in this machine's calibration;
-    begins from what it was without them, so that it may be done again."""
-    machine = unfitted(this_machine())
-    write(kept_file(machine), machine)
-    rows = [(predicted(cell, folder), results[cell.name]["measured"]) for cell in cells]
-    factors: dict[str, float] = {}
-    for key, names in FAMILIES.items():
-        for of_rows in (False, True):
-            there = [row for row in rows if of_rows == (row[0]["generate_s"] == 0)]
-            ratios = [real[key] / plan[key] for plan, real in there if plan[key] > 1e-3 and real[key] > 0]
-            if ratios:
-                factors |= {f"{name} of rows" if of_rows else name: statistics.median(ratios) for name in names}
-    heap = _fitted_heap("heap_gib", machine, [row for row in rows if not row[0]["engine_heap_gib"]])
-    machine = replace(machine, factors=factors, heap_gib=heap)
-    write(kept_file(machine), machine)
-    rows = [(predicted(cell, folder), results[cell.name]["measured"]) for cell in cells]
-    engine = _fitted_heap("engine_heap_gib", machine, [row for row in rows if row[0]["engine_heap_gib"]])
-    write(kept_file(machine), replace(machine, engine_heap_gib=engine))
-
-
-def _fitted_heap(key: str, machine: Machine, rows: list[tuple[dict[str, float], dict[str, float]]]) -> float:
-    """GiB of one heap: the median of what these runs took beside the rest of their plan."""
-    before = getattr(machine, key)
-    found = [before * (1 + (real["peak_gib"] - plan["peak_gib"]) / plan[key]) for plan, real in rows if plan[key] > 0]
-    return max(0.01, statistics.median(found)) if found else before
-
-
-def off(plan: dict[str, float], real: dict[str, float]) -> dict[str, float]:
+def off(plan: dict[str, float], real: dict[str, float]) -> float:
     """The error of the prediction against what was measured."""
-    return {key: plan[key] / real[key] - 1 for key in ("peak_gib", "step_s")}
+    return plan["peak_gib"] / real["peak_gib"] - 1
 
 
 def table(plans: dict[str, dict[str, float]], results: dict[str, dict[str, Any]]) -> str:
     """Markdown; a figure that is further off than it may be is bold."""
-    lines = ["| | configuration | peak memory: predicted | measured | off | step: predicted | measured | off |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| | configuration | predicted | measured | off |", "|---|---|---|---|---|"]
     for number, cell in enumerate(CELLS, 1):
         if cell.name not in results:
-            lines.append(f"| {number} | {cell.name} | not measured: {cell.missing or 'not yet'} | | | | | |")
+            lines.append(f"| {number} | {cell.name} | not measured: {cell.missing or 'not yet'} | | |")
             continue
         plan, real = plans[cell.name], results[cell.name]["measured"]
-        shown = off(plan, real)
-        memory, step = (
-            f"**{shown[key]:+.0%}**" if abs(shown[key]) > within else f"{shown[key]:+.0%}"
-            for key, within in (("peak_gib", MEMORY_WITHIN), ("step_s", TIME_WITHIN))
-        )
-        lines.append(
-            f"| {number}{' (fitted)' if cell.fitted else ''} | {cell.name} | {plan['peak_gib']:.2f} GiB "
-            f"| {real['peak_gib']:.2f} GiB | {memory} | {plan['step_s']:.2f} s | {real['step_s']:.2f} s | {step} |"
-        )
+        error = f"{off(plan, real):+.0%}" if is_near(plan, real) else f"**{off(plan, real):+.0%}**"
+        seen = " (fitted)" if cell.fitted else ""
+        lines.append(f"| {number}{seen} | {cell.name} | {plan['peak_gib']:.2f} GiB | {real['peak_gib']:.2f} GiB | {error} |")
     return "\n".join(lines)
 
 
@@ -234,13 +177,11 @@ def said(plans: dict[str, dict[str, float]], results: dict[str, dict[str, Any]])
     dates = sorted({row["date"] for row in results.values()})
     unseen = [cell for cell in CELLS if not cell.fitted and cell.name in results]
     good = [cell for cell in unseen if is_near(plans[cell.name], results[cell.name]["measured"])]
-    fitted = ", ".join(f"{name} × {value:.2f}" for name, value in machine.factors.items()) or "nothing yet"
     return "\n".join(
         (
             f"`python benchmarks/plan.py --out plan.jsonl --write-docs`, {' and '.join(dates)}, {machine.name}, "
             f"{machine.memory_gib:.1f} GiB.",
-            f"Of the {len(unseen)} that the calibration has not seen {len(good)} are within reach. Fitted: {fitted}; heaps "
-            f"{machine.heap_gib:.2f} GiB of training, {machine.engine_heap_gib:.2f} GiB of an engine.",
+            f"Of the {len(unseen)} that nothing was fitted to {len(good)} are within reach.",
             "",
             table(plans, results),
         )
@@ -248,13 +189,12 @@ def said(plans: dict[str, dict[str, float]], results: dict[str, dict[str, Any]])
 
 
 def is_near(plan: dict[str, float], real: dict[str, float]) -> bool:
-    """Within reach in memory and time."""
-    found = off(plan, real)
-    return abs(found["peak_gib"]) <= MEMORY_WITHIN and abs(found["step_s"]) <= TIME_WITHIN
+    """Within reach."""
+    return abs(off(plan, real)) <= MEMORY_WITHIN
 
 
 def main() -> None:
-    """Measures what is missing, fits, prints the table; exit code 1 where a cell that was not fitted is further off than it
+    """Measures what is missing, prints the table; exit code 1 where a cell that was not fitted is further off than it
     may be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file of the measurements, one JSON object a line")
@@ -269,7 +209,6 @@ def main() -> None:
         return
     wanted = [numbered[int(n)] for n in given.cells.split(",")] if given.cells else list(CELLS)
     results = read_results(given.out)
-    this_machine()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "spread.py").write_text(REWARD)
@@ -277,9 +216,6 @@ def main() -> None:
             if cell.name not in results and cell.missing is None:
                 results[cell.name] = measure_cell(cell, folder)
                 append(given.out, results[cell.name])
-        seen = [cell for cell in CELLS if cell.fitted]
-        if all(cell.name in results for cell in seen):
-            fit(seen, results, folder)
         plans = {cell.name: predicted(cell, folder) for cell in CELLS if cell.name in results}
     text = said(plans, results)
     print(text)

@@ -1,4 +1,4 @@
-"""Measures what it costs that models take turns in memory: `time/switch_s` against the whole step, measured and planned.
+"""Measures what it costs that models take turns in memory: `time/switch_s` against the whole step.
 
     python benchmarks/switching.py [--run grpo] [--path smollm2-135m] [--judges 3] [--limit-gib 2.5] [--steps 5]
     python benchmarks/switching.py --run ppo [--awake trained]
@@ -16,8 +16,6 @@ model sleeps for the first time and its folder is compared with it; they are lef
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,6 @@ from tandem.flow.sleep_plan import GIB, SleepPlan
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.planning.seconds import SWITCH_FACTOR
 from tandem.trainers.rl import train
 
 MOST = 0.05
@@ -108,12 +105,6 @@ def smallest_limit(keys: list[str], awake: str) -> float:
             return round(limit / GIB, 2)
 
 
-def fresh_rate() -> float:
-    """The rate that a calibration measures: in a process that has trained nothing."""
-    script = "from tandem.planning.calibrate import waking; print(waking())"
-    return float(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
-
-
 def main() -> None:
     """Prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -147,10 +138,7 @@ def main() -> None:
     names = sorted(name for name in rows[-1] if name.startswith(("time/", "memory/moved", "memory/ahead")))
     share = statistics.median(row["time/switch_s"] / row["time/step_s"] for row in rows)
     medians = {name: round(statistics.median(row[name] for row in rows), 3) for name in names}
-    rate, limit = fresh_rate(), config.config.memory_limit_gib
-    planned = SWITCH_FACTOR * medians["memory/moved_gib"] * GIB / rate
-    figures = {"share": share, "reached": share <= MOST, "limit_gib": limit, **medians}
-    figures |= {"waking_gib_per_s": rate / GIB, "planned_switch_s": planned, "ratio": planned / medians["time/switch_s"]}
+    figures = {"share": share, "reached": share <= MOST, "limit_gib": config.config.memory_limit_gib, **medians}
     print(json.dumps(figures, indent=1))
 
 

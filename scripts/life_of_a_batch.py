@@ -101,8 +101,8 @@ BESIDE = {
         "roles/parts",
     ),
     "for an option": (
-        "engines/inference/arena",
-        "engines/inference/static_decode",
+        "engines/inference/paged",
+        "engines/inference/paged_kernel",
         "engines/inference/stopping",
         "engines/train/asleep",
         "roles/critic",

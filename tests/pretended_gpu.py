@@ -2,7 +2,8 @@
 
 Python sees `is_cuda` and takes the ways of a GPU, numbers are those of the CPU, an operation with tensors of both devices
 fails as it would on a GPU, and every wait of the host for the device is written down, with the line of the source that
-waits. What no pretence shows: kernels and their numbers, streams, memory.
+waits. With `torch.use_deterministic_algorithms` what torch refuses on a GPU is refused. What no pretence shows: kernels and
+their numbers, streams, memory.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tandem.engines.inference import paged_kernel
+from tests import paged_reference
 from tests.varlen_reference import varlen_backward, varlen_forward
 
 GPU, META, CPU = torch.device("cuda:0"), torch.device("meta"), torch.device("cpu")
@@ -25,6 +28,50 @@ aten = torch.ops.aten
 DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 """Operations whose result has a size that only the device knows."""
 
+
+REFUSED = {
+    "nn.AvgPool3d": "avg_pool3d_backward",
+    "nn.AdaptiveAvgPool2d": "_adaptive_avg_pool2d_backward",
+    "nn.AdaptiveAvgPool3d": "_adaptive_avg_pool3d_backward",
+    "nn.AdaptiveMaxPool2d": "adaptive_max_pool2d_backward",
+    "nn.FractionalMaxPool2d": "fractional_max_pool2d_backward",
+    "nn.FractionalMaxPool3d": "fractional_max_pool3d_backward",
+    "nn.MaxUnpool1d": "max_unpool2d",
+    "nn.MaxUnpool2d": "max_unpool2d",
+    "nn.MaxUnpool3d": "max_unpool3d",
+    "nn.functional.interpolate": "upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
+    "upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward",
+    "nn.ReflectionPad1d": "reflection_pad1d_backward",
+    "nn.ReflectionPad2d": "reflection_pad2d_backward",
+    "nn.ReflectionPad3d": "reflection_pad3d_backward",
+    "nn.NLLLoss": "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward",
+    "nn.CTCLoss": "_ctc_loss_backward",
+    "nn.EmbeddingBag": "_embedding_bag_dense_backward",
+    "Tensor.put_": "put put_",
+    "histc": "histc",
+    "bincount": "bincount",
+    "kthvalue": "kthvalue",  # torch 2.11
+    "median": "median nanmedian",
+    "nn.functional.grid_sample": "grid_sampler_2d_backward grid_sampler_3d_backward",
+    "cumsum": "cumsum cumsum_",
+    "Tensor.scatter_reduce": "scatter_reduce scatter_reduce_",
+    "Tensor.resize_": "resize_",
+}
+"""What has no fixed order on a GPU, by the names of torch's documentation → its operations."""
+
+ONLY_IF = {
+    "bincount": lambda args: len(args) > 1 and args[1] is not None,  # weights
+    "median": lambda args: len(args) > 1,  # along a dimension, so with indices
+    "nanmedian": lambda args: len(args) > 1,
+    "cumsum": lambda args: args[0].dtype.is_floating_point,
+    "cumsum_": lambda args: args[0].dtype.is_floating_point,
+    "scatter_reduce": lambda args: args[4] == "prod",
+    "scatter_reduce_": lambda args: args[4] == "prod",
+    "resize_": lambda args: args[0].is_quantized,
+}
+"""Operations that are refused with some arguments only."""
+
+UNORDERED = {name for names in REFUSED.values() for name in names.split()}
 
 MAKING = (torch.nn.functional.scaled_dot_product_attention, torch.Tensor.backward, torch.where)
 """Functions that make tensors beside those that they are given, in C++."""
@@ -121,6 +168,8 @@ class _Dispatch(TorchDispatchMode):
             args[0].copy_(args[1].inner)
             return args[0]
         self._check(name, args, kwargs, leaves, home)
+        if torch.are_deterministic_algorithms_enabled() and name in UNORDERED and ONLY_IF.get(name, bool)(args):
+            raise RuntimeError(f"{name} does not have a deterministic implementation on cuda:0")
         inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGpu) else x, (args, kwargs))
         if _is_gpu(inner_kwargs.get("device")):
             inner_kwargs = inner_kwargs | {"device": CPU}
@@ -187,6 +236,8 @@ class _Functions(TorchFunctionMode):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
             self.dispatch.waits.add("tolist")
             return args[0].inner.tolist()
+        if func is torch.Tensor.data_ptr and isinstance(args[0], OnGpu):
+            return args[0].inner.data_ptr()
         if func in MAKING and isinstance(args[0], OnGpu):
             self.dispatch.inside = True
             try:
@@ -220,6 +271,11 @@ class _Event:
         _Dispatch.current.waits.add("event")
 
 
+def _attend(*args):
+    """The decode kernel, which is given addresses."""
+    return OnGpu(paged_reference.attend(*(x.inner if isinstance(x, OnGpu) else x for x in args)))
+
+
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[Waits]:
     """Inside, ``cuda:0`` is a device. Gives the waits, which may be cleared (``waits.places.clear()``)."""
@@ -229,9 +285,11 @@ def pretended_gpu() -> Iterator[Waits]:
     ability, torch.cuda.get_device_capability = torch.cuda.get_device_capability, lambda device=None: (9, 0)
     event, torch.cuda.Event = torch.cuda.Event, _Event
     stream, torch.cuda.current_stream = torch.cuda.current_stream, lambda device=None: None
+    attend, paged_kernel.attend = paged_kernel.attend, _attend
     try:
         with _Functions(dispatch), dispatch:
             yield waits
     finally:
+        paged_kernel.attend = attend
         torch.cuda.Event, torch.cuda.current_stream = event, stream
         torch.cuda._lazy_init, torch.cuda.get_device_capability = start, ability

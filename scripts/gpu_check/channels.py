@@ -31,6 +31,7 @@ for line in sys.stdin:
 def handles_are_opened(place: Place) -> Iterator[Line]:
     """The channel ipc: three versions are put one after another, and each is read by its handles, to the byte. At the
     end all memory is free again. On a CPU torch's shared memory is handed over by the same code."""
+    cuda_only.share_blocks(place.device)
     weights = dict(place.reference("fp32").named_parameters())
     before = cuda_only.allocated(place.device)
     channel = CudaIpcChannel(place.device)

@@ -4,7 +4,6 @@
 """
 
 import os
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ CUDA_LINES = {
     "state/machine.py": "names the GPUs in run.json",
     "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
     "evaluation/run.py": "device=cuda, and auto",
-    "planning/calibrate.py": "measures the GPU",
+    "planning/machine.py": "`tandem plan` asks how much memory the GPUs have",
     "planning/fit.py": "a start asks how much memory the GPUs have",
     "engines/inference/child.py": "the engine's process compiles nothing on a GPU",
     "flow/process.py": "device=cuda, one GPU a rank, nccl; rollout.backend=auto looks for GPUs",
@@ -30,8 +29,9 @@ CUDA_LINES = {
     "flow/episode_scores.py": "the thread that scores in the middle of an episode works on its rank's GPU",
     "flow/state_parts.py": "the memory of one GPU, by which a run counts the share of a server that sleeps",
     "flow/sharing.py": "says in which precision a model is stored on a GPU",
-    "engines/inference/graphs.py": "records decode steps as CUDA graphs",
-    "engines/inference/static_decode.py": "makes such recordings",
+    "engines/inference/paged.py": "prefill by variable-length calls",
+    "engines/inference/paged_kernel.py": "the kernel of decode steps",
+    "engines/inference/passes.py": "decode steps read the cache where it is",
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
     "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl, and opens "
@@ -42,11 +42,6 @@ CUDA_LINES = {
     "weights/cuda_ipc.py": "a version lies in the GPU's memory, and its handles are made there",
 }
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
-
-
-def prepare() -> None:
-    """Before the first product: deterministic=true wants cuBLAS to have a workspace of its own."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 NCCL = "nccl"
@@ -65,24 +60,19 @@ def take(number: int) -> str:
     return f"cuda:{number}"
 
 
-def default_device() -> str:
-    """A GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def synchronize(device: str) -> None:
     """Waits for the device; on a CPU nothing is under way."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
-def peak_gib(device: str) -> float | None:
-    """The most memory that tensors took since the last call; None on a CPU."""
+def peak(device: str) -> str:
+    """The most memory that tensors had and that torch held since the last call, in words; empty on a CPU."""
     if not device.startswith("cuda"):
-        return None
-    found = torch.cuda.max_memory_allocated() / 2**30
+        return ""
+    most = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     torch.cuda.reset_peak_memory_stats()
-    return found
+    return f"; {most[0]:.1f} GiB of tensors at most, {most[1]:.1f} GiB reserved"
 
 
 def allocated(device: str) -> int | None:
@@ -90,9 +80,53 @@ def allocated(device: str) -> int | None:
     return torch.cuda.memory_allocated() if device.startswith("cuda") else None
 
 
+def reserved(device: str) -> tuple[int, int]:
+    """Bytes that torch holds here, and that the device has; of a CPU some small number."""
+    return (torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]) if device.startswith("cuda") else (0, 1 << 33)
+
+
+def activities(device: str) -> list[torch.profiler.ProfilerActivity]:
+    """The kinds of events in a profile."""
+    kinds = torch.profiler.ProfilerActivity
+    return [kinds.CPU, kinds.CUDA] if device.startswith("cuda") else [kinds.CPU]
+
+
+def kernel_times(device: str, profile: torch.profiler.profile) -> dict[str, tuple[float, int]]:
+    """Name → microseconds and calls: of kernels, or of a CPU's operators."""
+    gpu = device.startswith("cuda")
+    kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+    rows = [
+        row for row in profile.key_averages() if row.device_type == kind and not getattr(row, "is_user_annotation", False)
+    ]
+    return {row.key: (row.self_device_time_total if gpu else row.self_cpu_time_total, row.count) for row in rows}
+
+
+def fewer_heads(device: str) -> str:
+    """Does torch's kernel take two heads of keys for four of queries as they are? Tensors say no more than a call does."""
+    if not device.startswith("cuda"):
+        return "asked on a GPU only"
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - younger than the oldest torch that works
+
+    query, key = (torch.randn(32, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2))
+    bounds = torch.tensor([0, 32], device=device, dtype=torch.int32)
+    try:
+        found = varlen_attn(query, key, key, bounds, bounds, 32, 32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"no: {error}".splitlines()[0][:200]
+    twice = key.repeat_interleave(2, 1)
+    apart = (found - varlen_attn(query, twice, twice, bounds, bounds, 32, 32)).abs().max()
+    return f"yes, {apart:.1e} from repeated ones"
+
+
 def environment() -> dict[str, str]:
     """The environment of a process that sees the first GPU of this one alone, as a server on it does."""
     return os.environ | {"CUDA_VISIBLE_DEVICES": visible((0,), os.environ)}
+
+
+def share_blocks(device: str) -> None:
+    """Before the first tensor: blocks that grow have no handles, as runs with channel=ipc know too."""
+    if device.startswith("cuda"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def free(device: str) -> None:
@@ -101,9 +135,13 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def described(device: str) -> dict[str, Any]:
-    """Name, memory and driver's CUDA version; empty on a CPU."""
+def described(device: str) -> dict[str, str]:
+    """The GPU and its libraries; empty on a CPU."""
     if not device.startswith("cuda"):
         return {}
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"gpu": found.name, "gpu_memory_gib": round(found.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+    found, (free, total) = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info()
+    return {
+        "gpu": f"{found.name}, capability {found.major}.{found.minor}, {torch.cuda.device_count()} of them",
+        "memory": f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f}",
+        "CUDA and NCCL": f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}",
+    }

@@ -1,24 +1,41 @@
-"""The place where the checks run, their size, and the lines that they print."""
+"""The place where a check runs, its models and sizes, and the lines that it yields."""
 
-import gc
 import statistics
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scripts.gpu_check import cuda_only
 from tandem.api.engines import TrainEngine
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model_folder, tiny_tokenizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""bfloat16 first: it is what is trained with."""
+
+SMALL = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048, "initializer_range": 0.1}
+"""Heads of a size that all kernels take; four of queries on two of keys."""
+
+QWEN_1_5B = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.04,
+}
+"""The sizes of Qwen2.5-1.5B. Scores of attention spread by about 2.5, as in a trained model, not by 0.6."""
+
+QUICK = QWEN_1_5B | {"hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 3, "vocab_size": 2048}
+"""1.4M parameters."""
 
 
 @dataclass(frozen=True)
@@ -26,33 +43,56 @@ class Place:
     """One run of the check."""
 
     device: str
-    model: Path
     scratch: Path
+    out: Path
+    """The folder of results."""
+
     quick: bool
-    """Everything once, at a size that a CPU has done in seconds."""
+    """Everything at a size that a CPU has done in seconds."""
 
     vllm_python: str | None = None
     """The Python of an environment that has vLLM; None: there is none."""
 
     @property
-    def vocabulary(self) -> int:
-        """Tokens of the model."""
-        return int(AutoConfig.from_pretrained(self.model).vocab_size)
+    def model(self) -> Path:
+        """The folder of a small random model."""
+        return self._made("small", lambda part: tiny_model_folder(part, **SMALL))
+
+    @property
+    def large(self) -> Path:
+        """The folder of a random model of 1.5B parameters, or 1.4M, with a tokenizer of bytes."""
+        return self._made("large", self._make_large)
+
+    def _made(self, name: str, make: Callable[[Path], Path]) -> Path:
+        folder = self.scratch / name
+        if not folder.exists():  # it comes at once: a check may be killed in the middle of making it
+            make(self.scratch / f"{name}-unfinished").rename(folder)
+        return folder
+
+    def _make_large(self, folder: Path) -> Path:
+        config = tiny_config("qwen2", **(QUICK if self.quick else QWEN_1_5B))
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return folder
 
     def of(self, full: int, quick: int) -> int:
         """A size."""
         return quick if self.quick else full
 
-    def reference(self, dtype: str) -> PreTrainedModel:
-        """The model by transformers, with its own attention."""
-        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=DTYPES[dtype])
-        return model.to(self.device).eval()
+    def reference(self, dtype: str, model: Path | None = None) -> PreTrainedModel:
+        """The model (None: the small one) by transformers, with its own attention."""
+        found = AutoModelForCausalLM.from_pretrained(model or self.model, dtype=DTYPES[dtype])
+        return found.to(self.device).eval()
 
-    def trainer(self, dtype: str, *, lr: float = 1e-4, max_tokens: int = 16384, **options: Any) -> TrainEngine:
-        """A training engine; ``options`` are keys of its configuration."""
+    def trainer(
+        self, dtype: str, *, model: Path | None = None, lr: float = 1e-4, max_tokens: int = 16384, **options: Any
+    ) -> TrainEngine:
+        """A training engine of a model (None: the small one); ``options`` are keys of its configuration."""
         name = "float32" if dtype == "fp32" else "bfloat16"
         config = TrainEngineConfig(
-            path=str(self.model),
+            path=str(model or self.model),
             dtype=name,
             optimizer=OptimizerConfig(lr=lr),
             max_tokens_per_micro_batch=max_tokens,
@@ -73,9 +113,9 @@ class Place:
         return statistics.median(times)
 
     def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[tuple[int, ...]]:
-        """Random tokens."""
+        """Random tokens, which all models here have."""
         generator = torch.Generator().manual_seed(seed)
-        return [tuple(torch.randint(3, self.vocabulary, (n,), generator=generator).tolist()) for n in lengths]
+        return [tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()) for n in lengths]
 
 
 @dataclass(frozen=True)
@@ -87,40 +127,3 @@ class Line:
     limit: str = ""
     good: bool | None = None
     """True if it passed; None for a figure, which cannot fail."""
-
-
-class OutOfTime(Exception):
-    """The time of all checks is over while one runs."""
-
-
-@dataclass
-class Findings:
-    """All lines, by section."""
-
-    sections: dict[str, list[Line]] = field(default_factory=dict)
-    not_run: list[str] = field(default_factory=list)
-    """Checks for which no time was left, or that were cut off in the middle."""
-
-    def run(self, section: str, check: Callable[[Place], Iterator[Line]], place: Place) -> None:
-        """Adds the lines of a check; one that raises is a line that failed, and the others go on."""
-        lines = self.sections.setdefault(section, [])
-        began = time.perf_counter()
-        try:
-            for line in check(place):
-                lines.append(line)
-                mark = {True: "ok  ", False: "FAIL", None: "    "}[line.good]
-                print(f"{mark} {line.what}: {line.found}{f' ({line.limit})' if line.limit else ''}", flush=True)
-        except OutOfTime:
-            self.not_run.append(f"{check.__name__} (cut off after {time.perf_counter() - began:.0f} s)")
-        except Exception as error:  # the boundary of a check: its machine is lent for minutes, the others must run
-            traceback.print_exc()
-            lines.append(Line(check.__name__, f"{type(error).__name__}: {error}".splitlines()[0][:300], "to end", False))
-            print(f"FAIL {check.__name__}: {error}", file=sys.stderr, flush=True)
-        gc.collect()
-        cuda_only.free(place.device)
-        print(f"     {check.__name__} took {time.perf_counter() - began:.1f} s", flush=True)
-
-    @property
-    def failed(self) -> int:
-        """Lines that are not as they must be."""
-        return sum(line.good is False for lines in self.sections.values() for line in lines)

@@ -71,7 +71,12 @@ def ranks_meet(place: Place) -> Iterator[Line]:
     if len(here) == 1:
         yield Line("ranks meet over NCCL", "not run: there is one GPU")
         return
-    torch.multiprocessing.spawn(_rank, (count, bool(here), str(place.scratch / "meeting")), nprocs=count)
+    torch.multiprocessing.start_processes(
+        _rank,
+        (count, bool(here), str(place.scratch / "meeting")),
+        nprocs=count,
+        start_method="spawn" if here else "fork",  # a process that has used CUDA cannot fork
+    )
     yield Line(f"{count} ranks meet over {'NCCL' if here else 'gloo'}", "the sum is right", "the sum is right", True)
 
 

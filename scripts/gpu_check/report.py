@@ -1,39 +1,64 @@
-"""The page of results."""
+"""The checks' table and the page of results."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import resolve_name
+from typing import Any
 
-from scripts.gpu_check import cuda_only
-from scripts.gpu_check.place import Findings, Place
-from tandem.state.machine import machine, versions
-
-TITLES = {"placement": "Placement", "equalities": "Equalities", "speeds": "Speeds", "learning": "Learning"}
+FIRST_S = 300
 
 
-def page(findings: Findings, place: Place, model: str, left: Sequence[str] = ()) -> str:
-    """Markdown: where and when, then a table a section. ``left``: the checks that are still to come."""
-    here, size = machine(), "small sizes (`--quick`)" if place.quick else "full sizes"
-    gpu = cuda_only.described(place.device)
-    device = f"{gpu['gpu']}, {gpu['gpu_memory_gib']} GiB, CUDA {gpu['cuda']}" if gpu else f"CPU: {here['cpu']}"
-    used = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    lines = [
-        "# Results on a GPU" if gpu else "# Results of the GPU check on a CPU",
-        "",
-        "<!-- Made by `python -m scripts.gpu_check`. -->",
-        "",
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}; {here['cores']} cores, {here['memory_gib']} GiB; {used}. "
-        f"Model: {model}, {size}. {findings.failed} checks failed.",
-    ]
-    if left:
-        lines += ["", f"Not run yet: {', '.join(left)}."]
-    if findings.not_run:
-        lines += ["", f"Not run, because the time was over: {', '.join(findings.not_run)}."]
-    for section, found in findings.sections.items():
-        lines += ["", f"## {TITLES[section]}", "", "| what | found | must be | |", "|---|---|---|---|"]
-        marks = {True: "yes", False: "**NO**", None: ""}
-        lines += [
-            f"| {_cell(line.what)} | {_cell(line.found)} | {_cell(line.limit)} | {marks[line.good]} |" for line in found
-        ]
+@dataclass(frozen=True)
+class Check:
+    """A line of the plan."""
+
+    path: str
+    """Module and function; a leading dot stands for this package. The function takes a `Place` and yields lines."""
+
+    what: str
+    about_s: int
+    limit_s: int
+    """It is killed after this time."""
+
+    @property
+    def name(self) -> str:
+        """The function."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def module(self) -> str:
+        """The module, which is imported by the check's process."""
+        return resolve_name(self.path.rpartition(".")[0], __package__)
+
+
+def plan(checks: Sequence[Check]) -> str:
+    """When each check begins if those before took as long as was estimated, its limit, and what it is."""
+    lines, begins = ["The first five minutes (times are estimates):"], 0
+    for check in checks:
+        if begins >= FIRST_S and "Then:" not in lines:
+            lines.append("Then:")
+        lines.append(f"  {begins // 60}:{begins % 60:02d}  {check.name:25} at most {check.limit_s:3} s  {check.what}")
+        begins += check.about_s
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[dict[str, Any]], checks: Sequence[Check]) -> str:
+    """Markdown: a table a check, in order; ``rows`` are the lines of results.jsonl."""
+    ends = {row["check"]: row for row in rows if "ended" in row}
+    to_come = [check.name for check in checks if check.name not in ends]
+    lines = ["# Results of `python -m scripts.gpu_check`", "", time.strftime("%Y-%m-%d %H:%M UTC.", time.gmtime())]
+    lines += ["", f"Not run: {', '.join(to_come)}."] if to_come else []
+    for check in checks:
+        if check.name in ends:
+            end = ends[check.name]
+            lines += ["", f"## {check.name}: {check.what}", "", f"{end['ended']}, {end['seconds']} s", ""]
+            lines += ["| what | found | must be | |", "|---|---|---|---|"]
+            marks = {True: "yes", False: "**NO**", None: ""}
+            found = [row for row in rows if row["check"] == check.name and "what" in row]
+            for row in found:
+                cells = [*(_cell(row[key]) for key in ("what", "found", "limit")), marks[row["good"]]]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

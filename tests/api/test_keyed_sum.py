@@ -19,7 +19,7 @@ def changed(tensor, change):
 
 def swapped(first, second):
     def swap(tensor):
-        tensor[[first, second]] = tensor[[second, first]]
+        tensor[[*first, *second]] = tensor[[*second, *first]]
 
     return swap
 
@@ -27,9 +27,10 @@ def swapped(first, second):
 CHANGES = {
     "one bit": lambda x: x[3:4].view(torch.int32).bitwise_xor_(1),
     "two signs": lambda x: x[5:4001:3995].neg_(),
-    "the signs of neighbours": lambda x: x[4:8].neg_(),
-    "neighbours": swapped(10, 11),
-    "the same word of other chunks": swapped(6, 6 + 2 * WORDS),
+    "all signs": lambda x: x.neg_(),
+    "the signs of two words": lambda x: x[8:12].neg_(),
+    "neighbours": swapped([10], [11]),
+    "the same word of other chunks": swapped([6, 7], [6 + 2 * WORDS, 7 + 2 * WORDS]),
     "the last one": lambda x: x[-1:].add_(1),
 }
 
@@ -54,10 +55,18 @@ def test_every_bit_of_a_word_counts_whatever_the_others_are(bits):
     assert len(sums) == 65
 
 
+def test_a_change_that_is_folded_into_the_first_bit_is_seen_in_every_word():
+    words = torch.arange(64)
+    harm = -(2**63) + 2**32 + 2  # the sum changes by the key times 2^63: by nothing if the key is even
+    changes = [changed(words, lambda x, at=at: x[at : at + 1].bitwise_xor_(harm)) for at in range(64)]
+    assert keyed_sum(words, KEY) not in {keyed_sum(one, KEY) for one in changes}
+
+
 def test_the_sum_depends_on_key_and_bytes_and_on_nothing_else():
     assert keyed_sum(LARGE, KEY) == keyed_sum(LARGE.clone(), KEY) != keyed_sum(LARGE, KEY + 1)
     inside = torch.cat([torch.zeros(1), LARGE])[1:]  # where no word of 64 bits begins
     assert keyed_sum(inside, KEY) == keyed_sum(LARGE, KEY)
+    assert keyed_sum(LARGE[1:], KEY) == keyed_sum(LARGE[1:].clone(), KEY)  # there too, with whole words
     pieces = KeyedSum(KEY)
     for piece in LARGE.split(2 * WORDS):
         pieces.add(piece)

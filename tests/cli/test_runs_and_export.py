@@ -219,9 +219,11 @@ def test_a_checkpoint_without_state_can_be_exported_too(root, tmp_path):
     folder = tmp_path / "runs/a/b/checkpoints/step_4"
     assert main(["export", str(root / "adding/first"), str(folder)]) == 0
     (tmp_path / "runs/a/b/run.json").write_text("{}")
+    (folder / "critic").mkdir()  # another model
     assert main(["export", str(tmp_path / "runs/a/b"), str(tmp_path / "again"), "--dtype", "float32"]) == 0
     old, new = load_file(folder / "model.safetensors"), load_file(tmp_path / "again/model.safetensors")
     assert all(torch.equal(new[name], tensor.float()) for name, tensor in old.items())
+    assert not (tmp_path / "again/critic").exists()
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,6 @@ from tests.config.loading import assert_refused, load
         (["actor.optimizer.min_lr_ratio=0.1"], ["not used by the constant schedule"]),
         (["algorithm.filter={name: accuracy_band, low: 0.95}"], ["algorithm.filter.low must be at most"]),
         (["rollout.engine.max_model_len=128"], ["must exceed gconfig.max_new_tokens"]),
-        (["deterministic=true", "rollout.engine.cuda_graphs=true"], ["contradicts deterministic=true", "leave one of them"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_rule_and_remedy(overrides, words):

@@ -15,6 +15,7 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference import check
 from tandem.engines.inference.build import option_words
 from tandem.engines.inference.check import check_inference_engine, check_options
+from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import own_words
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
@@ -97,7 +98,7 @@ def test_who_is_on_which_device(backend, ranks, devices, placement, expected):
             "embedded": "",
             "tandem": "--device cuda",
             "vllm": f"--tensor-parallel-size {number} --gpu-memory-utilization {share}",
-            "sglang": f"--tp-size {number} --mem-fraction-static {share}",
+            "sglang": f"--tp-size {number} --memory-share {share}",
         }
         assert visible(seat.devices, {}) == ",".join(map(str, expected[seat.name]))
         assert kind == "embedded" or words[kind] in command_of(kind, seat)
@@ -125,7 +126,7 @@ def command(server, seat):
 def test_a_servers_command_names_its_devices_and_their_share():
     seat = Seat("one", (2, 3), 0.4)
     assert "--tensor-parallel-size 2 --gpu-memory-utilization 0.4" in command(VllmServer, seat)
-    assert "--tp-size 2 --mem-fraction-static 0.4" in command(SGLangServer, seat)
+    assert "--tp-size 2 --memory-share 0.4" in command(SGLangServer, seat)
     assert "--gpu-memory-utilization" not in command(VllmServer, None)
 
 
@@ -164,3 +165,19 @@ def test_servers_whose_devices_cannot_share_out_the_heads_are_refused(tmp_path):
     model = tiny_model_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"vllm:d1t3 spreads each server over 3 devices.* possible: t1"):
         check_inference_engine(RolloutConfig(backend="vllm:d1t3"), model, "cuda")
+
+
+@pytest.mark.parametrize("free_gib", [78, 60, 36])
+def test_sglang_takes_the_same_bytes_whatever_is_free_when_it_starts(free_gib):
+    words = own_words(["--tp-size", "1", "--memory-share", "0.4", "--x"], lambda: (free_gib << 30, 80 << 30))
+    assert words[:3] + words[4:] == ["--tp-size", "1", "--mem-fraction-static", "--x"]
+    assert float(words[3]) * free_gib == pytest.approx(0.4 * 80, abs=0.01)  # GiB: SGLang's part is of what is free
+
+
+def test_sglang_does_not_start_where_its_bytes_are_not_free():
+    with pytest.raises(SystemExit, match=r"40% of the GPU's memory are 32 GiB, and 30 GiB are free: 2 GiB are missing"):
+        own_words(["--memory-share", "0.4"], lambda: (30 << 30, 80 << 30))
+    assert own_words(["--mem-fraction-static", "0.1"], lambda: pytest.fail("a CPU is not asked")) == [
+        "--mem-fraction-static",
+        "0.1",
+    ]

@@ -82,3 +82,27 @@ def test_memory_of_training_in_bfloat16_does_not_rise_with_lengths_not_seen_befo
     first, *later = (int(size) for size in fresh(TRAINING, str(folder)).stdout.split())
 
     assert max(later) - first < 80  # MiB; with the libraries' own caches 800 on a CPU that multiplies bfloat16
+
+
+ONCE_TORCH_COMES = """
+import os, sys
+
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print({key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")})
+            sys.exit()
+
+sys.meta_path.insert(0, Look())
+"""
+
+
+@pytest.mark.parametrize(
+    "way", ["import tandem.flow.process", "from tandem import load_config, Actor", "import tandem.__main__"]
+)
+def test_blocks_of_a_gpu_may_grow_by_the_time_torch_is_imported(way):
+    run = f"{ONCE_TORCH_COMES}{way}\nimport torch"
+    assert fresh(run).stdout.strip() == "{'PYTORCH_ALLOC_CONF': 'expandable_segments:True'}"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch reads both
+        own = {name: "max_split_size_mb:64"}
+        assert fresh(run, **own).stdout.strip() == str(own), "the user's stays alone"

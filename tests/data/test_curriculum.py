@@ -95,3 +95,9 @@ def test_what_is_known_is_mixed_with_what_is_new_and_clipped():
 def test_a_round_is_not_longer_than_the_data_set(rows):
     with pytest.raises(ConfigError, match="round_rows must lie in 1…8"):
         curriculum(8, round_rows=rows)
+
+
+def test_the_likeliest_rows_of_a_round_do_not_all_come_first():
+    one = told([None] * 10 + [1.0] * 10, round_rows=20, floor=0.0, width=0.05)
+    rows = list(itertools.islice(one, 40))[20:]
+    assert {row["tandem.index"] for row in rows[:10]} != set(range(10))

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.config.data import DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
-from tandem.data.dataset import load_dataset
+from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.procedural import HELD_OUT, PAIRS
 
 GSM8K = Path(__file__).parents[1] / "data_files" / "gsm8k"
@@ -62,6 +62,7 @@ def test_a_folder_has_splits_also_in_several_files_and_in_its_data_folder(tmp_pa
     jsonl(tmp_path, ROWS[:2], "data/train-00000-of-00002.jsonl")
     jsonl(tmp_path, ROWS[2:], "data/train-00001-of-00002.jsonl")
     jsonl(tmp_path, ROWS[:1], "data/test.jsonl")
+    jsonl(tmp_path, ROWS[:1], "data/trainees.jsonl")  # of another split, whose name begins alike
     assert [r["level"] for r in load(tmp_path)] == [0, 1, 2, 3, 4]
     assert len(load(tmp_path, "test")) == 1
     assert len(load(tmp_path, "test", split="train")) == 5
@@ -103,6 +104,9 @@ def test_messages_are_taken_as_they_are_and_the_assistants_last_one_is_the_answe
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = load(jsonl(tmp_path, [{"messages": messages}]))[0]
     assert row["messages"] == messages[:2] and row["answer"] == "a"
+    row = load(jsonl(tmp_path, [{"messages": messages, "answer": "b"}]), prompt_suffix=" Now.")[0]
+    assert row["messages"] == [messages[0], {"role": "user", "content": "q Now."}]
+    assert row["answer"] == "b"  # the column says it
 
 
 def test_addition_has_16_held_out_pairs_that_are_never_trained_on():
@@ -212,11 +216,16 @@ def test_a_mixture_keeps_the_weights_repeats_nothing_and_names_source_and_reward
     mixed = load_dataset(DatasetConfig(sources=sources))
     assert len(mixed) == 40 and len(mixed.rows) == 110
     order = mixed.order(0, seed=1, shuffle=True)
-    assert len(set(order)) == 40
+    assert len(set(order)) == 40 and {i for i in order if i < 100} != set(range(30))  # any rows, not the first ones
     assert sum(mixed.rows[i]["tandem.source"] == "tiny" for i in order) == 10
     assert {(r["tandem.source"], r["tandem.reward"]) for r in mixed} == {("big", None), ("tiny", "exact_number")}
     seen = {i for epoch in range(4) for i in mixed.order(epoch, seed=1, shuffle=True)}
     assert len(seen) == 110  # a large source goes on where it stopped
+
+
+def test_a_source_of_the_smallest_weight_has_a_row_in_every_epoch():
+    mixed = Dataset([[{"n": n} for n in range(50)], [{"n": 50}, {"n": 51}]], [1.0, 0.001])
+    assert [[i for i in mixed.order(epoch, seed=0, shuffle=False) if i >= 50] for epoch in range(3)] == [[50], [51], [50]]
 
 
 def test_functions_have_separate_splits_and_tests_that_their_references_pass():

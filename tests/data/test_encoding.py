@@ -129,6 +129,12 @@ def test_without_special_tokens_the_whole_reply_is_learnt():
     assert shown(chat, found) == "user: 2 + 2?\n\nassistant: ⟦4\n\n⟧"
 
 
+def test_a_reply_with_special_tokens_of_its_own_is_learnt_up_to_its_last_one():
+    chat = encoder()
+    (found,) = chat.conversation(says("2 + 2?", "<|im_start|>easy<|im_end|>4"))
+    assert shown(chat, found).endswith("assistant\n⟦<|im_start|>easy<|im_end|>4<|im_end|>⟧\n")
+
+
 def test_turns_before_the_completion_are_context():
     chat = encoder()
     found = chat.completion(says("2 + 2?", "4", "3 + 3?"), says("", "6")[1:])
@@ -156,8 +162,11 @@ def test_a_sequence_may_be_as_long_as_max_length_and_no_longer():
     (found,) = encoder().conversation(says("2 + 2?", "4"))
     size = len(found.ids)
     assert len(encoder(max_length=size).conversation(says("2 + 2?", "4"))[0].ids) == size
-    with pytest.raises(DataFailure, match="too_long"):
-        encoder(max_length=size - 1).conversation(says("2 + 2?", "4"))
+    prompt = found.mask.index(True)
+    for most, reason in ((size - 1, "too_long"), (prompt + 1, "too_long"), (prompt, "prompt_too_long")):
+        with pytest.raises(DataFailure) as failure:
+            encoder(max_length=most).conversation(says("2 + 2?", "4"))
+        assert failure.value.reason == reason
 
 
 def test_an_empty_system_prompt_is_one_as_in_generation():

@@ -70,6 +70,10 @@ def test_two_numbered_answers_are_ranked_by_help_or_by_safety(tmp_path):
     assert (safe["chosen"], safe["rejected"], safe["chosen_safe"], safe["rejected_safe"]) == ([BAD], [GOOD], True, False)
     mapped = {"safest" if name == "safer_response_id" else name: value for name, value in SAFER.items()}
     assert read(tmp_path, safety, mapped, columns={"safer_response_id": "safest"})[0]["chosen"] == [BAD]
+    (safe,) = read(
+        tmp_path, safety, SAFER | {"safer_response_id": 1, "is_response_0_safe": False, "is_response_1_safe": True}
+    )
+    assert (safe["chosen"], safe["chosen_safe"], safe["rejected_safe"]) == ([GOOD], True, False)
     sides = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "chosen_safe": 1, "rejected_safe": "no"}
     (named,) = read(tmp_path, safety, sides)
     assert (named["chosen"], named["chosen_safe"], named["rejected_safe"]) == ([GOOD], True, False)

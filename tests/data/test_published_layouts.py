@@ -1,6 +1,7 @@
 """Published data sets are read as published, and every column is read or named as not read."""
 
 import json
+from decimal import Decimal
 
 import pytest
 
@@ -10,7 +11,7 @@ from tandem.data.dataset import load_dataset
 from tandem.data.encoding import ChatEncoder
 from tandem.data.examples import conversations, pairs
 from tandem.data.hub import without_nulls
-from tandem.data.rows import normalise
+from tandem.data.rows import answer_text, normalise
 from tests.data.layouts import LAYOUTS, WEATHER, call, filled, reply, system, user
 from tests.tiny import tiny_tokenizer
 
@@ -121,6 +122,17 @@ def test_a_number_keeps_the_form_in_which_it_is_written(tmp_path):
     rows = load_dataset(DatasetConfig(path=str(tmp_path / "rows.jsonl"))).rows
     assert [row["answer"] for row in rows] == ["1e-05", "0.10", "3", "12", "1E6"]
     assert type(rows[0]["level"]) is float
+
+
+def test_a_number_that_no_file_has_written_is_told_without_an_exponent():
+    numbers = (1e-05, 2e22, 3.0, 7, Decimal("0.50"))
+    told = ["0.00001", "20000000000000000000000", "3", "7", "0.50"]
+    assert [answer_text(number, "answer", "row 1") for number in numbers] == told
+
+
+def test_columns_that_differ_only_far_behind_are_refused_too(tmp_path):
+    rows = [{"prompt": f"{n}?", "question": f"{n + (n > 100)}?", "answer": n} for n in range(200)]
+    assert "prompt and question both fit the prompt, and differ here" in error_of(tmp_path, normalise, *rows)
 
 
 def test_columns_of_the_users_stay_beside_tandems_own(tmp_path):

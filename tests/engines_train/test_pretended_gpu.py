@@ -7,7 +7,7 @@ from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.reference import Reference
 from tests.engines_train.steps import engine_on, random_batch, weighted_nll
-from tests.pretended_gpu import GPU, OnGpu, pretended_gpu
+from tests.pretended_gpu import GPU, REFUSED, OnGpu, pretended_gpu
 from tests.roles.batches import step
 from tests.roles.presets import actor_config, algorithm_of, full_batch
 from tests.tiny import tiny_model_folder
@@ -23,6 +23,17 @@ TO_THE_HOST = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_model_folder(tmp_path_factory.mktemp("models"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def squares(outputs, view):
+    return (outputs.scores - 1).square(), {"score/max": outputs.scores.detach()}
 
 
 def places(waits):
@@ -73,15 +84,40 @@ def test_a_policy_loss_does_not_make_the_host_wait_for_a_micro_batch(folder, pre
 def test_a_critic_does_not_make_the_host_wait_either(folder, head):
     batch = random_batch([9, 5, 12, 7, 3, 8])
 
-    def squares(outputs, view):
-        return outputs.scores.square(), {"score/max": outputs.scores.detach()}
-
     with pretended_gpu() as waits:
         engine = engine_on(folder, max_tokens=16, dtype="float32", device=GPU, head=head)
         waits.places.clear()
         metrics = engine.train_batch(batch, squares)
     assert places(waits).keys() <= TO_THE_HOST.keys() and waits.count == 2
     assert metrics["score/max"] == metrics["score/max"]
+
+
+@pytest.mark.parametrize("head", ["lm", "both"])
+def test_a_deterministic_step_has_no_operation_that_torch_refuses_on_a_gpu(folder, deterministic, head):
+    batch = random_batch([9, 5, 12, 7, 3, 8])
+    with pretended_gpu():
+        engine = engine_on(folder, max_tokens=16, dtype="bfloat16", device=GPU, head=head)
+        metrics = engine.train_batch(batch, weighted_nll if head == "lm" else squares)
+        engine.forward(batch, entropy=head == "lm")
+    assert metrics["grad_norm"] > 0
+
+
+def test_the_operations_that_are_refused_are_those_of_torchs_documentation():
+    listed = torch.use_deterministic_algorithms.__doc__.partition("deterministic operations will throw a")[2].partition(
+        "In addition"
+    )[0]
+    named = {line.split("`torch.")[1].split("`")[0] for line in listed.splitlines() if line.strip().startswith("* :")}
+    assert len(named) > 15 and named <= REFUSED.keys()
+    for names in REFUSED.values():
+        assert all(hasattr(torch.ops.aten, name) for name in names.split())
+
+
+def test_sums_that_have_no_order_are_refused_on_the_pretended_gpu(deterministic):
+    with pretended_gpu():
+        numbers = torch.ones(3).to(GPU)
+        with pytest.raises(RuntimeError, match="cumsum does not have a deterministic implementation"):
+            numbers.cumsum(0)
+        assert numbers.long().cumsum(0).tolist() == [1, 2, 3]
 
 
 def test_what_mixes_devices_fails_as_on_a_gpu():

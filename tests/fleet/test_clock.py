@@ -37,7 +37,6 @@ FOR_PEOPLE = {
     "state/control.py:record": "the time of a row of control.jsonl",
     "state/existing.py:silent_s": "for how long a run on another machine has written nothing, for `tandem runs`",
     "state/run_folder.py:now": "when a run began and ended",
-    "planning/calibrate.py:measure": "the day of a calibration",
     "tracking/tracker.py:log": "the time of a row of metrics.jsonl",
 }
 """All places that ask for it, and what they tell people. None of them is compared with anything."""

@@ -1,5 +1,7 @@
 """Servers that join a fleet and leave it while it works. Engines of this process."""
 
+import contextlib
+import threading
 import time
 
 import pytest
@@ -134,3 +136,62 @@ def test_a_deadline_passes_also_while_there_is_no_server(made):
     until(lambda: not healthy(fleet))
     (response,) = generate(fleet, [ask(deadline_s=0.2)])
     assert (response.stop_reason, response.output_ids) == (StopReason.CANCELLED, ())
+
+
+class Sleeper(Unwell):
+    """It says when it was put to sleep."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.slept = []
+
+    def sleep(self, parts):
+        self.slept.append(parts)
+        self.inner.sleep(parts)
+
+
+def test_a_server_that_comes_back_is_waited_for_and_sleeps_with_the_others(folders):
+    ready, made = threading.Event(), {"s0": [], "s1": []}
+
+    def maker(name):
+        def start():
+            if made[name]:
+                ready.wait(60)
+            made[name].append(Sleeper(engine(folders[0])))
+            return made[name][-1]
+
+        return start
+
+    fleet = fleet_of([server(name, maker(name)) for name in made])
+    with contextlib.closing(fleet):
+        until(lambda: healthy(fleet) == {"s0", "s1"})
+        member = fleet.roster.members["s0"]
+        fleet.roster.fence(member, member.health.incarnation, "it died")
+        until(lambda: member.health.state == "starting")
+        sleeping = threading.Thread(target=fleet.sleep, args=(("kv_cache",),))
+        sleeping.start()
+        sleeping.join(0.5)
+        assert sleeping.is_alive() and not made["s1"][0].slept
+        ready.set()
+        sleeping.join(60)
+        assert made["s0"][1].slept == made["s1"][0].slept == [("kv_cache",)]
+
+
+def test_a_server_that_died_starts_again_only_while_servers_are_awake(folders):
+    made = []
+
+    def start():
+        made.append(engine(folders[0]))
+        return made[-1]
+
+    fleet = fleet_of([server("s0", start)])
+    with contextlib.closing(fleet):
+        until(lambda: healthy(fleet) == {"s0"})
+        fleet.sleep(("kv_cache",))
+        member = fleet.roster.members["s0"]
+        fleet.roster.fence(member, member.health.incarnation, "it died")
+        time.sleep(1.0)
+        assert len(made) == 1, "its GPU is the trainer's now"
+        fleet.wake(("kv_cache",))
+        until(lambda: healthy(fleet) == {"s0"})
+        assert len(made) == 2

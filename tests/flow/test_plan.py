@@ -179,7 +179,7 @@ def test_what_learns_from_rows_runs_the_stages_that_the_planner_counts(model, tm
         metrics = [step(session)[0] | run.evaluate_if_due(session, number) for number in (1, 2)]
     assert called == [*plan.step, plan.stage("evaluate")] * 2
     passes = [(stage.name, stage.awake[0]) for stage in plan.step if stage.kind == "pass"]
-    assert passes == [*job_of(config, round_machine(), Lengths(8, 4, 4), lambda _: HAND).passes]
+    assert passes == [*job_of(config, round_machine(), Lengths(8, 4), lambda _: HAND).passes]
     assert all({"loss", "eval/loss", "tokens_per_s/train"} <= found.keys() for found in metrics)
 
 

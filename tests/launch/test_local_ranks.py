@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli.main import main
 from tandem.launch.local import Patience, run_ranks
 from tests.zygote import gone
 
@@ -231,3 +232,12 @@ def test_a_rank_that_went_well_is_not_lost_to_a_fault_in_a_dying_interpreter(tmp
     assert capfd.readouterr().out == alone.stdout
     assert {(tmp_path / f"mine{rank}").read_text() for rank in range(2)} == {"a line"}
     assert run_ranks([*command[:-1], "no-such-command"], 2) == 2
+
+
+def test_ranks_without_a_network_between_them_are_refused_before_they_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    keys = [f"run.root={tmp_path}", "train_dataset.path=addition", "actor.backend=fsdp:d2"]
+
+    assert main(["sft", *keys]) == 2
+    assert "interface nowhere0, which has no address here (there are: lo" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

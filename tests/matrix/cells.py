@@ -125,7 +125,7 @@ def try_cell(cell: Cell, model: Path, process: Process) -> str:
         return " ".join(str(refusal).split())
     passes = [(stage.name, stage.awake[0]) for stage in called if stage.kind in ("score", "pass") and stage.awake]
     assert called == [*session.plan.step] * 2, (cell, called)
-    assert passes == [*job_of(config, round_machine(), Lengths(8, 4, 4), lambda _: HAND).passes] * 2, (cell, passes)
+    assert passes == [*job_of(config, round_machine(), Lengths(8, 4), lambda _: HAND).passes] * 2, (cell, passes)
     for metrics in found:
         assert math.isfinite(metrics["loss"]), (cell, metrics)
         assert math.isfinite(metrics["grad_norm"]), (cell, metrics)

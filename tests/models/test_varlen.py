@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.attention import LengthRun, Packing, attend_by_calls, packed_attention, plan_calls
+from tandem.models.attention import LengthRun, Packing, RepeatedRows, attend_by_calls, packed_attention, plan_calls
 from tandem.models.packed import keeping_products
 from tandem.models.prefixes import PromptCompletions
 from tandem.models.varlen import by_flash_attn, by_torch
@@ -134,3 +134,26 @@ def test_a_model_with_shared_prompts_attends_on_a_gpu_by_these_calls_alone(tmp_p
     with pretended_gpu():
         found = scored(GPU).cpu()
     assert float((found - expected).abs().mean()) < 0.05
+
+
+def test_gradients_of_a_shared_prompt_are_summed_in_float32_and_twice_alike():
+    calls = plan_calls((PromptCompletions(40, (3,) * 16), PromptCompletions(9, (4,) * 8)))
+    index = calls[1].keys
+    total = 40 + 48 + 9 + 32
+    grad = torch.randn(len(index), 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = torch.zeros(total, 2, 16, dtype=torch.float64).index_add_(0, index, grad.double())
+
+    one_by_one = torch.zeros(total, 2, 16, dtype=torch.bfloat16)  # as a GPU's atomic sums round
+    for row, part in zip(index.tolist(), grad, strict=True):
+        one_by_one[row] += part
+
+    def summed():
+        x = torch.zeros(total, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        RepeatedRows.apply(x, index).backward(grad)
+        return x.grad
+
+    def error(found):
+        return float((found.double() - exact).abs().sum())
+
+    assert torch.equal(summed(), summed())
+    assert error(summed()) <= 1.01 * error(exact.bfloat16()) < error(one_by_one) / 2

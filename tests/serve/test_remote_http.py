@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -69,6 +70,23 @@ def test_json_goes_there_and_comes_back():
     post, get, *_ = client.requests
     assert post.startswith(b"POST /x HTTP/1.1") and b"Bearer t\r\n" in post
     assert get.startswith(b"GET /x HTTP/1.1") and b"Bearer a\r\n" in get
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1, "a": [2, -0.25, 1e-7, null, true]}',
+        "[NaN, Infinity, -Infinity, 1e999]",
+        r'"half a character: \ud800, a whole one: \ud83d\ude00 😀"',
+        str(2**63 + 1),
+        "[" * 500 + "]" * 500,
+    ],
+    ids=["equal keys", "no numbers", "surrogates", "64 bits", "depth"],
+)
+def test_answers_are_read_as_python_reads_them(text):
+    with client_of(saying(text.encode())) as client:
+        found = client.call("/x", deadline_s=5)
+    assert (repr(found), type(found)) == (repr(json.loads(text)), type(json.loads(text)))
 
 
 def test_an_empty_answer_is_none():

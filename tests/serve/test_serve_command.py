@@ -170,7 +170,6 @@ def test_a_server_whose_engine_was_killed_ends_and_says_so(folder, tmp_path):
         (["--run", ""], "--run"),
         (["--weights-root", "/nothing/here"], "--weights-root"),
         (["--address-file", "/nothing/here/a"], "--address-file"),
-        (["--cuda-graphs", "--device", "cpu"], "--cuda-graphs needs a GPU"),
     ],
 )
 def test_values_that_cannot_be_are_refused(argv, words):

@@ -28,6 +28,7 @@ def test_a_copy_stays_as_it_was_and_the_next_takes_its_memory():
     assert snapshots.num_bytes == 6 * 4 + 8
     snapshots.take({"a": {"w": torch.ones(2, dtype=torch.bfloat16)}})
     assert snapshots.num_bytes == 4  # what is no longer there is let go of
+    assert snapshots.take({"a": {"w": torch.tensor([1, 300])}})["a"]["w"].tolist() == [1, 300]  # in a dtype of its own
 
 
 def test_a_copy_needs_gradients_of_nobody():

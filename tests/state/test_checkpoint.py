@@ -72,6 +72,7 @@ def saved(run, **metrics_by_step):
     [
         ((None,), [2, 4, 6, 8, 10]),
         ((1,), [10]),
+        ((0,), [10]),
         ((2,), [8, 10]),
         ((1, 4), [4, 8, 10]),
         ((1, None, "eval/accuracy"), [4, 10]),
@@ -90,6 +91,12 @@ def test_a_checkpoint_whose_manifest_is_torn_is_not_the_best_and_stops_nothing(r
     folder = saved(run, _2=0.9, _4=0.5, _6=0.1)
     (folder / "step_2" / "state/manifest.json").write_text("{")
     assert best_of(checkpoints(folder), "eval/accuracy") == folder / "step_4"
+
+
+def test_of_checkpoints_that_are_equally_good_the_latest_is_the_best(run):
+    folder = saved(run, _2=0.5, _4=0.9, _6=0.9, _8=0.5, _10=0.7)
+    found = checkpoints(folder)
+    assert [step_of(best_of(found, metric)) for metric in ("eval/accuracy", "-eval/accuracy")] == [6, 8]
 
 
 def test_a_saved_step_is_not_written_again(run):

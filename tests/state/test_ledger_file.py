@@ -19,7 +19,7 @@ def path(tmp_path):
 
 def test_what_was_committed_is_there_after_the_process_and_says_so(path):
     with LedgerFile(path) as file:
-        file.commit(1, records(0, 4))
+        file.commit(1, records(0, 4)[::-1])  # in whatever order they ended
         file.commit(2, records(4, 4))
         stated = file.records, file.digest
     with LedgerFile(path) as file:

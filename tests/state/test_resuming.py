@@ -40,12 +40,14 @@ def reopened(folder, now, **options):
 
 
 def test_a_run_that_was_cut_off_goes_on_under_its_own_name_and_says_so(cut_off):
-    before = json.loads((cut_off / "run.json").read_text())
+    before = json.loads((cut_off / "run.json").read_text()) | {"restarts": [{"number": 1}]}
+    (cut_off / "run.json").write_text(json.dumps(before))
     with reopened(cut_off, config()) as run:
         assert run.going.changed == ()
         assert "3 steps done; was killed before it could end" in run.going.describe()
     info = json.loads((cut_off / "run.json").read_text())
     assert (info["id"], info["started"], info["status"]) == (before["id"], before["started"], "finished")
+    assert info["restarts"] == before["restarts"]
     (line,) = info["resumed"]
     assert (line["was"], line["steps"], line["changed"]) == ("running", 3, [])
 

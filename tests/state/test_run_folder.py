@@ -10,7 +10,8 @@ import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.state.existing import existing_run
-from tandem.state.run_folder import RunFolder, RunFolderInUse, RunFolderTaken
+from tandem.state.machine import memory_available_gib
+from tandem.state.run_folder import RunFolder, RunFolderInUse, RunFolderTaken, record_failure
 
 
 def open_run(root, trial="first", **kwargs):
@@ -70,6 +71,36 @@ def test_how_a_run_ended_is_recorded(tmp_path, error, status):
 
     assert info_of(run)["status"] == status
     assert info_of(run).get("error") == ("ValueError: bad" if status == "failed" else None)
+
+
+def test_the_first_word_on_how_a_run_ended_counts(tmp_path):
+    with open_run(tmp_path) as run:
+        run.finish("interrupted")
+        run.finish("failed", "too late")
+    before = info_of(run)
+    assert before["status"] == "interrupted" and "error" not in before
+    (run.path / "run.json").write_text(json.dumps(before | {"status": "finished"}))
+    assert record_failure(run.path, "its supervisor saw it die") is None
+    assert info_of(run)["status"] == "finished"
+
+
+def test_a_run_that_failed_before_its_first_step_is_kept_for_its_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="bad"), open_run(tmp_path):
+        raise ValueError("bad")
+    open_run(tmp_path).close()  # nothing is lost
+    with open_run(tmp_path, "second") as run:
+        (run.checkpoints / "step_0").mkdir(parents=True)
+        run.finish("failed", "bad")
+    with pytest.raises(RunFolderTaken, match="checkpoints: step_0"):
+        open_run(tmp_path, "second")
+
+
+@pytest.mark.parametrize(("limit", "left_mib"), [(64, 48), (16, 0)])
+def test_files_that_were_read_do_not_count_against_a_containers_limit(tmp_path, limit, left_mib):
+    (tmp_path / "memory.max").write_text(f"{limit * 2**20}\n")
+    (tmp_path / "memory.current").write_text(f"{48 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {32 * 2**20}\n")
+    assert memory_available_gib(tmp_path) * 2**10 == left_mib
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../up", "-x", ".hidden", "a b", "a\n", "ä", "x" * 101, "a\\b"])

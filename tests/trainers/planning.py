@@ -1,6 +1,5 @@
-"""A machine with round rates and a model whose sizes can be worked out by hand, for the tests of `tandem plan`."""
+"""A machine with nothing on it and a model whose sizes can be worked out by hand, for the tests of `tandem plan`."""
 
-import math
 from dataclasses import replace
 
 from tandem.config.backend import Layout, parse_layout
@@ -17,28 +16,8 @@ HAND = Shape("llama", layers=2, hidden=10, intermediate=30, heads=2, kv_heads=1,
 
 
 def round_machine(**changes) -> Machine:
-    """1 GFLOP/s, 1 GB/s, no time for operations; a CPU of 16 GiB."""
-    rates = {"float32": ((1, 1e9),), "bfloat16": ((1, 1e9),)}
-    flat = {"float32": 1e9, "bfloat16": 1e9}
-    machine = Machine(
-        name="round",
-        kind="cpu",
-        count=1,
-        memory_gib=16.0,
-        fast_bfloat16=False,
-        matmul=rates,
-        packed_matmul=rates,
-        attention=flat,
-        decode_attention=flat,
-        elementwise=math.inf,
-        stream=math.inf,
-        softmax=math.inf,
-        operation_s=0.0,
-        digest=1e9,
-        link=1e9,
-        sources=("made up",),
-    )
-    return replace(machine, **changes)
+    """A CPU of 16 GiB without fast bfloat16, on which nothing but the run takes memory."""
+    return replace(Machine("round", "cpu", 16.0, fast_bfloat16=False, sources=("made up",)), **changes)
 
 
 def held(role="actor", shape=HAND, *, ranks=1, backend=None, **changes) -> PlannedModel:
@@ -67,5 +46,5 @@ def job(*models, proximal=False, **changes) -> Job:
     models = models or (held(),)
     passes = [("values" if m.role == "critic" else m.role, m.role) for m in models if not m.trained or m.role == "critic"]
     passes = (*([("proximal", "actor")] if proximal else []), *passes)
-    usual = {"kind": "train", "lengths": Lengths(8, 4, 4), "groups": 2, "generated": 2, "trained": 2, "passes": passes}
+    usual = {"kind": "train", "lengths": Lengths(8, 4), "groups": 2, "generated": 2, "trained": 2, "passes": passes}
     return Job(models=models, **usual | changes)

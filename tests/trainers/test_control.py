@@ -18,7 +18,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
 from tandem.rewards.combination import Combination, RunningSpread
-from tandem.state.control import FOLDER, JOURNAL, ask, changes, requests, take_answer
+from tandem.state.control import FOLDER, JOURNAL, Mailbox, ask, changes, requests, take_answer
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import keys_of, make_models
@@ -104,6 +104,22 @@ BY = "by(column='source', recipes={'a': 'math', 'b': 'format'})"
 def test_a_reward_that_chooses_by_row_stays_as_it_is(spec, change):
     with pytest.raises(ConfigError, match=r"chooses a recipe by row \(reward.by\) cannot be changed"):
         changed_reward(spec, change)
+
+
+def test_changes_come_in_the_order_of_asking_and_again_before_their_step_once(tmp_path):
+    run = Mailbox(tmp_path, "run")
+    names = [ask(tmp_path, Change("reward.weight", f"a={n}")) for n in range(5)]
+    asked = list(run.due(3))
+    assert [request.id for request in asked] == names
+    for request in asked:
+        run.record(request, 3, "a")
+        run.answer(request.id, {"step": 3})
+    assert list(run.due(4)) == []
+
+    again = Mailbox(tmp_path, "run")  # which goes on from a checkpoint of step 1
+    assert list(again.due(2)) == []
+    assert [(request.id, request.step) for request in again.due(3)] == [(name, 3) for name in names]
+    assert list(again.due(3)) == [] == list(Mailbox(tmp_path, "another").due(3))
 
 
 @pytest.mark.slow

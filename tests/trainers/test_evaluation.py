@@ -236,7 +236,6 @@ def test_a_record_that_was_changed_is_refused_with_its_line(whole, model, tmp_pa
         (["gconfig.temperature=0"], "temperature=0 is greedy, which one sample of each row is anyway"),
         (["label=a/b"], "label must be the name of one folder"),
         (["engine.keep_kv_on_update=true"], "has no effect"),
-        (["engine.cuda_graphs=true"], "engine.cuda_graphs=true contradicts deterministic=true"),
         ([f"data=[{DATA}/gsm8k, {DATA}/gsm8k]"], "two data sets are called 'gsm8k'"),
         ([f"data=[{{path: {DATA}/svamp, benchmark: math500}}]"], "problem"),
     ],

@@ -8,8 +8,11 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
-from tandem.planning.fit import check_fit, gpus
-from tests.trainers.planning import LLAMA_8B, SMOLLM2
+from tandem.engines.train.micro_batches import PlannedSequence, plan
+from tandem.models.shape import Shape
+from tandem.planning.fit import check_fit, fitting, planner
+from tandem.planning.machine import gpus
+from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
 RL = ["train_dataset.path=addition", "actor.path=m", "device=cuda", "actor.dtype=bfloat16", "rollout.dtype=bfloat16"]
 
@@ -36,37 +39,66 @@ TABLE = [
 def test_what_cannot_fit_is_refused_at_start(backend, layout, count, gib, shape, expected):
     keys = [*RL, f"rollout.backend={backend}", f"actor.backend={layout}"]
     if expected is None:
-        fits(keys, gpus(gib, count), shape)
+        fits(keys, gpus("GPU", gib, count), shape)
         return
     with pytest.raises(ConfigError, match="this run does not fit") as refused:
-        fits(keys, gpus(gib, count), shape)
+        fits(keys, gpus("GPU", gib, count), shape)
     assert expected in str(refused.value)
 
 
 def test_the_nearest_change_of_a_refusal_is_one_that_fits():
     with pytest.raises(ConfigError) as refused:
-        fits(RL, gpus(80, 1), LLAMA_8B)
+        fits(RL, gpus("GPU", 80, 1), LLAMA_8B)
     change = re.search(r"Nearest change that fits: ([^ ].*)", str(refused.value)).group(1).split()
-    fits([*RL, *change], gpus(80, 1), LLAMA_8B)
+    fits([*RL, *change], gpus("GPU", 80, 1), LLAMA_8B)
 
 
 def test_a_server_that_can_sleep_is_told_to():
     keys = [*RL, "rollout.backend=vllm:d1"]
     with pytest.raises(ConfigError, match=r"rollout\.fleet\.sleep=true, with which the server gives its memory back"):
-        fits([*keys, "rollout.fleet.sleep=false"], gpus(4, 1), SMOLLM2)
+        fits([*keys, "rollout.fleet.sleep=false"], gpus("GPU", 4, 1), SMOLLM2)
     keys = [*keys, "rollout.fleet.memory_share=0.6"]
     with pytest.raises(ConfigError, match="memory_limit_gib=3, with which models and server give memory back in turns"):
-        fits(keys, gpus(4, 1), SMOLLM2)
-    fits([*keys, "memory_limit_gib=3"], gpus(4, 1), SMOLLM2)
+        fits(keys, gpus("GPU", 4, 1), SMOLLM2)
+    fits([*keys, "memory_limit_gib=3"], gpus("GPU", 4, 1), SMOLLM2)
 
 
 def test_supervised_runs_are_asked_too():
     keys = ["train_dataset.path=addition", "actor.path=m", "device=cuda"]
     with pytest.raises(ConfigError, match="actor 1"):
-        fits(keys, gpus(40, 1), LLAMA_8B, SFTConfig)
+        fits(keys, gpus("GPU", 40, 1), LLAMA_8B, SFTConfig)
 
 
 def test_what_the_plan_only_guesses_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
-        fits([*RL, "actor.max_tokens_per_micro_batch=131072"], gpus(4, 1), SMOLLM2)
+        fits([*RL, "actor.max_tokens_per_micro_batch=131072"], gpus("GPU", 4, 1), SMOLLM2)
     assert "it may run out of memory" in caplog.text
+
+
+QWEN_1_5B = Shape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 32768, tied=True)
+LONG = ["gconfig.n_samples=8", "gconfig.max_new_tokens=4096", "rollout.batch_size=64", "rollout.backend=vllm:d1"]
+
+
+def fitted(keys, machine, shape=QWEN_1_5B):
+    config = load_config(TrainConfig, None, [*RL, *LONG, *keys]).config
+    return fitting(config, machine, planner(config, machine, lambda path: shape)).max_tokens_per_micro_batch
+
+
+def test_micro_batches_are_as_large_as_the_gpu_allows_and_share_prompts():
+    recomputed = "actor.gradient_checkpointing=true"
+    tokens = fitted([recomputed], gpus("GPU", 80, 1))
+    samples = [PlannedSequence(prompt, 1024, 4096) for prompt in range(64) for _ in range(8)]
+
+    def computed(most):
+        batches = plan(samples, most, 1)[0]
+        return sum(4096 * len(batch) + 1024 * len({samples[i].prompt for i in batch}) for batch in batches)
+
+    assert computed(tokens) <= 2_200_000 < 2_600_000 < computed(4096)
+    assert 8192 <= fitted([recomputed, "actor.selective_checkpointing=true"], gpus("GPU", 80, 1)) < tokens
+    assert fitted([recomputed], gpus("GPU", 40, 1)) < tokens
+
+
+def test_micro_batches_that_were_written_or_are_a_cpus_stay_as_they_are():
+    assert fitted(["actor.max_tokens_per_micro_batch=5000"], gpus("GPU", 80, 1)) == 5000
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", "device=cpu"]).config
+    assert fitting(config, round_machine()) == config.actor and config.actor.micro_batch_tokens == 4096

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL = {"step_s": 10.0, "generate_s": 4.0, "train_s": 6.0, "publish_s": 0.1, "peak_gib": 2.0}
+REAL = {"peak_gib": 2.0}
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def test_half_of_the_ten_is_fitted_and_every_backend_and_kind_is_among_them(benc
 def test_the_table_marks_what_is_out_of_reach_and_what_is_missing(bench):
     fitted, unseen = bench.CELLS[0], bench.CELLS[5]
     results = {cell.name: row(cell) for cell in (fitted, unseen)}
-    plans = {fitted.name: REAL, unseen.name: REAL | {"step_s": 12.0, "peak_gib": 1.9}}
+    plans = {fitted.name: REAL, unseen.name: {"peak_gib": 2.4}}
 
     lines = bench.table(plans, results).splitlines()
 
-    assert lines[2].startswith("| 1 (fitted) | GRPO, small | 2.00 GiB | 2.00 GiB | +0% | 10.00 s")
-    assert "| -5% |" in lines[7] and lines[7].endswith("| **+20%** |") and "not yet" in lines[3]
+    assert lines[2] == "| 1 (fitted) | GRPO, small | 2.00 GiB | 2.00 GiB | +0% |"
+    assert lines[7].endswith("| **+20%** |") and "not yet" in lines[3]
     assert bench.is_near(REAL, REAL) and not bench.is_near(plans[unseen.name], REAL)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import runpy
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -18,21 +17,16 @@ from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.sleep_plan import GIB, Part, PartCost, SleepPlan, StageNeeds
 from tandem.models.shape import read_shape
-from tandem.planning.calibrate import waking
 from tandem.planning.job import job_of
 from tandem.planning.plan import make_plan
-from tandem.planning.seconds import SWITCH_FACTOR
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.lengths import known_lengths
 from tandem.trainers.rl import train
-from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import CLOCK, JUDGES, judge_folder, keys_of, make_models, outcome, rows
 from tests.trainers.planning import round_machine
 from tests.zygote import Zygote
@@ -103,7 +97,7 @@ def test_groups_that_are_drawn_again_find_the_engine_awake(models, tmp_path):
 
 def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     asleep = run(tmp_path, models, TIGHT, "total_train_steps=4")
-    config, machine = asleep_config(tmp_path, models), round_machine(waking=2**20)
+    config, machine = asleep_config(tmp_path, models), round_machine()
     job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
     plan, last = make_plan(job, machine), rows(asleep.folder)[-1]
     assert last["memory/moved_gib"] == pytest.approx(plan.moved_gib)
@@ -116,11 +110,6 @@ def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     seconds = [value for name, value in last.items() if name.startswith("time/switch_s/")]
     assert sum(seconds) == pytest.approx(last["time/switch_s"])
     assert 0 < last["time/switch_optimizer_s"] < last["time/switch_s"]
-    switches = {phase.name: phase.seconds for phase in plan.phases if phase.name.startswith("switch to ")}
-    assert switches == {
-        f"switch to {name}": pytest.approx(SWITCH_FACTOR * 1024 * gib) for name, gib in plan.moved_gib_by_stage.items()
-    }
-    assert plan.step_s == pytest.approx(sum(phase.seconds for phase in plan.phases)) and plan.score_s > 0
 
 
 class Moves:
@@ -156,25 +145,6 @@ def test_what_the_other_ranks_move_counts_too(tmp_path, one_memory, moved):
     found = rank(GIB // 2, 0.0, lambda own: [own, *told]).metrics()
     assert found["memory/moved_gib"] == found["memory/moved_gib/judge"] == moved
     assert found["time/switch_s"] >= found["time/switch_s/judge"] >= 0.02
-
-
-def test_the_measured_rate_of_waking_says_how_long_models_take_to_sleep_and_wake(tmp_path):
-    folder = tiny_model_folder(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
-    engine = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), total_steps=0, trained=False)
-    engine.offload(("parameters",), tmp_path)
-    engine.onload(("parameters",))  # from now on its numbers are known
-
-    def cycle():
-        began = time.perf_counter()
-        engine.offload(("parameters",), tmp_path)
-        return engine.onload(("parameters",)), time.perf_counter() - began
-
-    ratios = []
-    for _ in range(5):
-        rate = waking(count=8)
-        moved, seconds = cycle()
-        ratios.append(moved / rate / seconds)
-    assert 0.25 < statistics.median(ratios) < 4
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tandem.weights.channel import LocalChannel
 from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher
 from tests.engines_train.adapters import adapter_of, lora_on, trained
+from tests.rollout.clockwork import ClockworkEngine
 from tests.tiny import tiny_model_folder
 
 ENGINE = EmbeddedEngineConfig(max_running=8, kv_cache_gib=0.01, threads=1)
@@ -67,6 +68,25 @@ def test_engines_generate_the_same_from_an_adapter_as_from_merged_weights(folder
     finally:
         for closed in (alone, merged, one, other):
             closed.close()
+
+
+class Takes(ClockworkEngine):
+    """An engine that says what it takes."""
+
+    def __init__(self, *capabilities):
+        super().__init__()
+        self.takes = frozenset(capabilities)
+
+    @property
+    def capabilities(self):
+        return self.takes
+
+
+def test_an_adapter_goes_alone_only_where_every_engine_takes_it(folder):
+    trainer = lora_on(folder)
+    for engines, alone in (([Takes("adapter")], True), ([Takes("adapter"), Takes()], False)):
+        publisher = WeightPublisher(trainer, engines, run="a", dtype=torch.bfloat16)
+        assert publisher.state_dict()["adapter"] == alone
 
 
 def test_a_publisher_that_goes_on_delivers_the_adapter_under_its_old_number(folder):

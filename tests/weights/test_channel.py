@@ -5,20 +5,22 @@ import pickle
 import subprocess
 import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from tandem.api.weights import tensor_digest, version_digest
 from tandem.weights.channel import LocalChannel, NoChannel
+from tandem.weights.cuda_ipc import CudaIpcChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
-CHANNELS = (LocalChannel, SharedMemoryChannel)
+CHANNELS = (LocalChannel, SharedMemoryChannel, partial(CudaIpcChannel, "cpu", 4096))
 
 
 def tensors(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed": (50, 16), "norm": (16,), "scale": (), "none": (0, 4), "odd": (7, 3)}
+    shapes = {"embed": (50, 16), "norm": (16,), "scale": (), "none": (0, 4), "large": (300, 70), "odd": (7, 3)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -66,11 +68,20 @@ def test_the_segment_is_written_again_and_its_memory_does_not_grow():
     assert first.digests["embed"] != second.digests["embed"]
 
 
-def test_a_tensor_that_changes_its_shape_between_updates_is_refused():
+@pytest.mark.parametrize(("count", "dtype"), [(5, torch.float32), (4, torch.bfloat16)])
+def test_a_tensor_that_changes_its_shape_or_dtype_between_updates_is_refused(count, dtype):
     channel = SharedMemoryChannel()
     channel.put([("w", torch.zeros(4))], torch.float32)
     with pytest.raises(ValueError, match="'w' has another shape"):
-        channel.put([("w", torch.zeros(5))], torch.float32)
+        channel.put([("w", torch.zeros(count))], dtype)
+
+
+def test_what_lay_on_a_gpu_is_an_error_once_the_next_version_came():
+    channel = CudaIpcChannel("cpu")
+    before = channel.put(tensors(0).items(), torch.float32).source
+    channel.put(tensors(1).items(), torch.float32)
+    with pytest.raises(OSError, match="a newer one is on its way"):
+        list(before.tensors())
 
 
 def test_another_process_reads_the_same_memory_and_none_can_after_close():
@@ -120,3 +131,12 @@ def test_a_rank_without_an_engine_reads_the_stream_and_holds_one_tensor_at_a_tim
     assert (delivery.digests, delivery.num_bytes) == ({}, expected.num_bytes)
     assert list(delivery.source.tensors()) == []
     assert all(ref() is None for ref in alive)
+
+
+@pytest.mark.parametrize("key", [None, 7])
+def test_a_rank_without_an_engine_counts_and_digests_what_the_others_deliver(key):
+    others = LocalChannel()
+    others.key = key
+    expected = others.put(tensors().items(), torch.bfloat16)
+    found = NoChannel(digests=True, key=key).put(tensors().items(), torch.bfloat16)
+    assert (found.digests, found.num_bytes, found.key) == (expected.digests, expected.num_bytes, key)

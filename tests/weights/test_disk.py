@@ -119,6 +119,29 @@ def test_a_stream_that_is_shorter_or_longer_than_before_is_still_whole(channel, 
     assert found.keys() == second.keys() and all(torch.equal(found[name], tensor) for name, tensor in second.items())
 
 
+def test_a_tensor_of_the_same_bytes_and_another_shape_is_not_the_one_before(channel):
+    channel.put([("w", torch.arange(6.0).reshape(2, 3))], torch.float32)
+    after = channel.put([("w", torch.arange(6.0).reshape(3, 2))], torch.float32)
+    assert on_disk(after.source.folder)["w"].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_more_names_than_fit_into_one_header_lie_in_several_files(channel):
+    sent = {f"layers.{n}.{'x' * 200}": torch.tensor(float(n)) for n in range(300)}
+    found = on_disk(channel.put(sent.items(), torch.float32).source.folder)
+    assert found == sent
+
+
+def test_the_index_of_a_version_names_its_own_files_and_not_those_of_the_base(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors.index.json").write_text('{"weight_map": {"old": "model-1-of-9.safetensors"}}')
+    channel = DiskChannel(tmp_path / "weights", base)
+    folder = channel.put(tensors().items(), torch.float32).source.folder
+    assert json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].keys() == tensors().keys()
+    channel.close()
+
+
 def test_two_versions_are_kept_and_a_withdrawn_one_does_not_push_out_what_is_served(channel):
     folders = [channel.put(tensors(seed).items(), torch.float32).source.folder for seed in range(3)]
     assert [folder.is_dir() for folder in folders] == [False, True, True]

@@ -13,7 +13,7 @@ import torch
 
 from tandem.api.failures import EngineDied, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.api.weights import WeightUpdate, version_digest
+from tandem.api.weights import FolderSource, WeightUpdate, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
@@ -24,6 +24,7 @@ from tandem.weights.collective import CollectiveChannel
 from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher, channel_for
 from tandem.weights.shared_memory import SharedMemoryChannel
+from tests.rollout.clockwork import ClockworkEngine
 from tests.tiny import tiny_model, tiny_model_folder
 
 PLACEMENTS = ("colocate", "decoupled")
@@ -264,6 +265,82 @@ def test_two_engines_change_together_or_not_at_all(folder, second):
         engines[0].commit_weights(publisher.version)
     engines[0].close()
     publisher.close()
+
+
+class Staged(ClockworkEngine):
+    """Takes every update, unless it has a fault: in ``prepare`` or in ``commit``."""
+
+    def __init__(self, pause_s=0.0, **faults):
+        super().__init__()
+        self.pause_s, self.faults = pause_s, faults
+
+    def prepare_weights(self, update):
+        if "prepare" in self.faults:
+            raise self.faults["prepare"]
+
+    def commit_weights(self, version):
+        if "commit" in self.faults:
+            raise self.faults["commit"]
+        super().commit_weights(version)
+        return {"pause_s": self.pause_s, "recompute_s": 2 * self.pause_s}
+
+
+def publisher_of(*engines, trainer=None, **options):
+    return WeightPublisher(trainer or Weights(), engines, run="test", dtype=torch.float32, **options)
+
+
+def test_the_slowest_engine_counts_and_one_that_stays_behind_is_closed():
+    engines = Staged(0.25), Staged(0.5), Staged(0.0, commit=WeightUpdateFailed("no memory"))
+    publisher = publisher_of(*engines)
+    metrics = publisher.publish()
+    assert (metrics["pause_s"], metrics["recompute_s"]) == (0.5, 1.0)
+    assert [engine.dead for engine in engines] == [False, False, True]
+    del engines[2].faults["commit"]
+    publisher.publish()
+    assert [engine.number for engine in engines] == [2, 2, 0]
+
+
+def test_where_no_engine_switches_the_version_before_stays_and_no_other_lies_ready(tmp_path):
+    engine, trainer, channel = Staged(), Weights(), DiskChannel(tmp_path)
+    publisher = publisher_of(engine, trainer=trainer, channel=channel)
+    publisher.publish()
+    engine.faults["commit"] = WeightUpdateFailed("no memory")
+    with pytest.raises(WeightUpdateFailed, match="version 2 was not published, 1 stays: no memory"):
+        publisher.publish()
+    assert [path.name for path in channel.folder.iterdir() if path.name != ".lock"] == ["update_1"] and not engine.dead
+    del engine.faults["commit"]
+    publisher.publish()
+    assert engine.number == publisher.version.number == 2
+    publisher.close()
+
+
+def test_the_death_of_the_only_engine_is_told_as_such_and_that_of_one_of_several_is_a_failed_update():
+    dying = Staged(prepare=EngineDied("it was killed"))
+    with pytest.raises(EngineDied):
+        publisher_of(dying).publish()
+    with pytest.raises(WeightUpdateFailed, match=r"0 stays: .*it was killed"):
+        publisher_of(Staged(), dying).publish()
+
+
+def test_only_the_version_that_is_served_is_delivered_again():
+    engine, trainer = Staged(), Weights()
+    publisher = publisher_of(engine, trainer=trainer)
+    publisher.publish()
+    engine.number = 0  # as if its weights had slept
+    publisher.deliver_again()
+    assert engine.number == publisher.version.number == 1
+    trainer.become(1)
+    with pytest.raises(WeightUpdateFailed, match="version 1 cannot be delivered again: the trainer has moved on"):
+        publisher.deliver_again()
+
+
+def test_a_version_that_was_kept_stays_as_it_was_and_one_whose_folder_is_gone_is_none(tmp_path):
+    archive, weights = VersionArchive(lambda number: True, most=1), torch.ones(3)
+    archive.keep(1, LocalSource((("w", weights),)))
+    archive.keep(2, FolderSource(tmp_path / "gone"))
+    weights.zero_()  # what training does next
+    assert dict(archive.get(1).tensors())["w"].tolist() == [1, 1, 1]
+    assert archive.get(2) is None and archive.versions == [1]
 
 
 def test_no_thread_is_left_after_publishing(engine, trainer, publisher):

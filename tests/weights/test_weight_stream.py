@@ -5,7 +5,9 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -14,7 +16,7 @@ import torch
 
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import tensor_digest
-from tandem.weights.collective import CollectiveChannel
+from tandem.weights.collective import CollectiveChannel, DeliveryGroup
 
 
 def tensors(seed=0):
@@ -94,6 +96,25 @@ def test_two_processes_receive_what_was_announced_whatever_the_bucket(receivers,
 
     with pytest.raises(OSError, match="as many have joined it already"):
         list(delivery.source.tensors())
+    channel.close()
+
+
+def test_both_sides_of_the_stream_broadcast_buckets_of_the_same_sizes(monkeypatch):
+    """NCCL needs it. Gloo is used here, and gives less than was asked for without a word: so the sizes are counted."""
+    sizes, broadcast = defaultdict(list), DeliveryGroup.broadcast
+
+    def counted(group, bucket, *given_up):
+        sizes[threading.get_ident()].append(len(bucket))
+        broadcast(group, bucket, *given_up)
+
+    monkeypatch.setattr(DeliveryGroup, "broadcast", counted)
+    channel, sent = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150), {"w": torch.randn(600)}
+    source = channel.put(sent.items(), torch.float32).source
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: dict(source.tensors()))
+        channel.send(sent.items(), torch.float32, never)
+        assert torch.equal(asked.result(60)["w"], sent["w"])
+    assert list(sizes.values()) == [[1000, 1000, 400]] * 2
     channel.close()
 
 

@@ -8,6 +8,7 @@ TandemError
 ├── Stalled (TimeoutError)              nothing was done for too long; ends the run
 ├── UserCodeFailed (RuntimeError)       a function of the user's, an algorithm's part, that failed in the middle of a run
 ├── NotWritten (OSError)             a file of the run that the disk refuses; says which, and what to do
+├── NoRoom (MemoryError)                memory of a GPU that a server takes again, and others hold
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
 ├── WeightsChanged (RuntimeError)       weights that slept, and whose file has others now
@@ -37,6 +38,7 @@ __all__ = [
     "EngineDied",
     "EpisodeFailure",
     "InfrastructureFailure",
+    "NoRoom",
     "NonFinite",
     "NotWritten",
     "RankFailed",
@@ -81,6 +83,10 @@ class UserCodeFailed(TandemError, RuntimeError):
 
 class NotWritten(TandemError, OSError):
     """A file of the run that the disk refuses; it is as it was before. Names it, and what to do."""
+
+
+class NoRoom(TandemError, MemoryError):
+    """A GPU has less memory free than a server takes again; says how much is missing, who holds it, and what to set."""
 
 
 class NonFinite(TandemError, ArithmeticError):

@@ -43,11 +43,11 @@ class KeyedSum:
                 self.value = (self.value * _STEP + total) % 2**64
 
     def _sums(self, words: torch.Tensor) -> list[int]:
-        # upper bits are folded into lower ones: a flipped sign bit times an odd key is the same for all keys. By 33 places,
-        # not by 32: there the sign bit of the other float32 is, and where both flip, as in -x, one would hide the other
+        # the upper bits are folded into the lower ones: a flipped sign bit times an odd key is the same for all keys; by 31
+        # and not by 32, where the two signs of a negated pair of float32 would cancel
         if self._folded.shape != words.shape or self._folded.device != words.device:
             self._folded = torch.empty_like(words)
-        folded = torch.bitwise_right_shift(words, 33, out=self._folded).bitwise_and_(0x7FFFFFFF).bitwise_xor_(words)
+        folded = torch.bitwise_right_shift(words, 31, out=self._folded).bitwise_and_(0x1FFFFFFFF).bitwise_xor_(words)
         keys = _keys(self._key, words.device)
         if words.device.type == "cpu":
             return [int(torch.dot(folded, keys[: len(folded)]))]

@@ -102,7 +102,7 @@ class Team:
             return result
         columns = {}
         for name, dtype, shape in result.columns:
-            columns[name] = self._broadcast(None if batch is None else batch[name], shape, dtype, source).cpu()
+            columns[name] = self._broadcast(None if batch is None else batch[name].cpu(), shape, dtype, source)
         return TensorDict(columns, batch_size=[])
 
     def gather(self, own: T) -> list[T]:
@@ -172,7 +172,9 @@ class Team:
             if header is None:
                 return
             name, shape, dtype = header
-            yield name, self._broadcast(item[0][1] if item else None, tuple(shape), dtype)
+            gpu = "nccl" in dist.get_backend(self.group)
+            device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+            yield name, self._broadcast(item[0][1].to(device) if item else None, tuple(shape), dtype, device=device)
 
     def portable(self, error: Exception) -> Exception:
         """The error itself if it speaks to the user and can travel to another rank, otherwise one that quotes it."""
@@ -199,12 +201,15 @@ class Team:
         return result
 
     def _broadcast(
-        self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, place: int = 0
+        self,
+        tensor: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        place: int = 0,
+        device: torch.device | None = None,
     ) -> torch.Tensor:
-        """One rank's tensor on all ranks, where the group communicates; None on the others."""
-        gpu = dist.get_backend(self.group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.to(device).contiguous()
+        """One rank's tensor on all ranks, on this device (None: the CPU); None on the others."""
+        tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
         dist.broadcast(tensor, src=self._global_rank(place), group=self.group)
         return tensor
 

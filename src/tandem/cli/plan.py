@@ -1,21 +1,23 @@
-"""Say what a run will need before it starts: memory by phase, time of a step, disk, and whether it fits. Nothing is started
-and no weights are read. docs/planning.md says how to read it.
+"""Say what a run will need before it starts: memory by phase, disk, and whether it fits. Nothing is started and no weights
+are read, unless --measure asks for the time of a step here. docs/planning.md says how to read it.
 
 examples:
   tandem plan examples/gsm8k_grpo.yaml
   tandem plan examples/gsm8k_grpo.yaml actor.path=Qwen/Qwen2.5-7B actor.backend=fsdp:d8 --device h200 --count 8
-  tandem plan examples/gsm8k_sft.yaml --for sft --prompt-tokens 200 --completion-tokens 300
+  tandem plan examples/gsm8k_sft.yaml --for sft --prompt-tokens 200 --measure
 """
 
 import argparse
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.cli.probe import describe, measure
 from tandem.cli.running import resolve
 from tandem.config import choose_backend
-from tandem.config.arithmetic import arithmetic
+from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.backend import parse_layout
 from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
@@ -24,10 +26,10 @@ from tandem.config.load import load_config
 from tandem.engines.inference.check import installed_servers
 from tandem.flow.process import backend_line, decided
 from tandem.models.shape import read_shape
-from tandem.planning.calibrate import this_machine
 from tandem.planning.devices import DEVICES, device
+from tandem.planning.fit import fitting
 from tandem.planning.job import job_of, seats_of
-from tandem.planning.machine import Machine
+from tandem.planning.machine import Machine, this_machine
 from tandem.planning.plan import Plan, make_plan
 from tandem.planning.remedy import (
     Remedy,
@@ -43,6 +45,7 @@ from tandem.planning.report import Report
 from tandem.trainers.lengths import Known, known_lengths
 
 DOES_NOT_FIT = 1
+NOT_MEASURED = "Time of a step: --measure runs three steps here and says how long each part of them takes"
 
 
 def _count(text: str) -> int:
@@ -58,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help=f"plan for another machine: {', '.join(DEVICES)}")
     parser.add_argument("--count", type=_count, default=None, metavar="N", help="number of these devices (default: 1)")
     parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of a prompt, instead of the data's mean")
-    parser.add_argument(
-        "--completion-tokens", type=_count, metavar="N", help="expected tokens of a completion (default: as long as allowed)"
-    )
-    parser.add_argument("--recalibrate", action="store_true", help="measure this machine again")
+    parser.add_argument("--measure", action="store_true", help="run three steps here, in a folder that is removed")
     parser.add_argument("--json", action="store_true", help="one JSON object; keys end in their unit")
 
 
@@ -84,15 +84,20 @@ def make_report(arguments: argparse.Namespace) -> Report:
     on_gpus = machine.kind == "gpu" and isinstance(config, TrainConfig)
     if on_gpus:
         seats_of(config, machine)  # more than there are: refused
-    known = known_lengths(config, prompt=arguments.prompt_tokens, completion=arguments.completion_tokens)
+    known = known_lengths(config, prompt=arguments.prompt_tokens)
     read = functools.cache(read_shape)
 
     def plan_with(settings: dict[str, Any]) -> Plan:
         changed = decide(load_config(kind, file, [*given, *overrides(settings)])).config
         return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
 
+    config = replace(config, actor=fitting(config, machine, plan_with))
+    if config.actor.max_tokens_per_micro_batch is not None:
+        given = [f"actor.max_tokens_per_micro_batch={config.actor.max_tokens_per_micro_batch}", *given]
     plan = plan_with({})
     change = nearest(plan, config, plan_with)
+    timed = measure(arguments.kind, arguments.arguments) if arguments.measure and plan.fits else {}
+    steps = config.total_train_steps if known.rows is None else total_steps(config, known.rows)
     return Report(
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
@@ -101,17 +106,19 @@ def make_report(arguments: argparse.Namespace) -> Report:
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
+        time=describe(timed, steps) if timed else NOT_MEASURED if arguments.device is None else "",
+        measured=timed,
     )
 
 
 def _machine(arguments: argparse.Namespace, config: Any) -> Machine:
     if arguments.device is not None:
-        if arguments.recalibrate:
-            raise ConfigError("--recalibrate measures this machine, and --device is another one; give one of them")
+        if arguments.measure:
+            raise ConfigError("--measure runs three steps on this machine, and --device is another one; give one of them")
         return device(arguments.device, arguments.count or 1)
     if arguments.count is not None:
         raise ConfigError("--count goes with --device: how many of those devices there are")
-    return this_machine(device=config.device, threads=config.threads, again=arguments.recalibrate)
+    return this_machine(device=config.device, threads=config.threads)
 
 
 def _arithmetic(config: Any, known: Known) -> str:

@@ -19,7 +19,7 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, is_rank, run_ranks
+from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, check_interface, is_rank, run_ranks
 from tandem.launch.watch import LaunchEnd
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
@@ -81,6 +81,8 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     if not (arguments.dry_run or arguments.json):  # what those print is what they are for
         survive_lost_output()
     if starts_ranks:
+        if ranks > 1:
+            check_interface()
         code = run_ranks(
             [sys.executable, "-P", "-m", "tandem", *arguments.command_line],
             ranks,

@@ -21,7 +21,7 @@ from tandem.cli.listening import Listening, access_of, add_address, check_addres
 from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.cores import usable_cores
 from tandem.config.devices import ALONE
-from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK
+from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK, PLACES
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import device_map, engine_settings
@@ -71,9 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(engine: Any) -> None:
-    own = EmbeddedEngineConfig()
     add_device_arguments(engine)
-    engine.add_argument("--max-running", type=int, default=own.max_running, help=f"default: {own.max_running}")
+    engine.add_argument("--max-running", type=int, default=PLACES, help=f"default: {PLACES}")
     engine.add_argument(
         "--kv-cache-gib",
         type=float,
@@ -83,8 +82,6 @@ def _add_engine_arguments(engine: Any) -> None:
     engine.add_argument("--prefill-chunk-tokens", type=int, help=f"prompt tokens a step (default: {chunks})")
     engine.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer (default: the model's context)")
     engine.add_argument("--keep-kv-on-update", action="store_true", help="keep the cache of running requests over an update")
-    graphs = "record decode steps on a GPU (docs/gpu.md; default: on a GPU)"
-    engine.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=None, help=graphs)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -105,8 +102,6 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be above 0, got {value}")
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
-    if device_of(arguments) == "cpu" and arguments.cuda_graphs:
-        raise ConfigError("--cuda-graphs needs a GPU, and this server would run on a CPU; leave it out")
     for root in arguments.weights_root:
         if not root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {root}")
@@ -143,7 +138,6 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> E
         prefill_chunk_tokens=arguments.prefill_chunk_tokens,
         max_model_len=arguments.max_model_len,
         keep_kv_on_update=arguments.keep_kv_on_update,
-        cuda_graphs=arguments.cuda_graphs,
         threads=threads,
     )
     rollout = RolloutConfig(dtype=arguments.dtype, engine=config)

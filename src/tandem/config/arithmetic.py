@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Literal
 
 from tandem.config.backend import parse_layout
+from tandem.config.engine_memory import PLACES, SERVER_PLACES
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import INSIDE, TENSOR, parse_backend
+from tandem.config.fleet import INSIDE, TENSOR, kinds_of, parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sums_of
 from tandem.config.terms import Term, read_term
@@ -172,7 +173,7 @@ def _step(config: TrainConfig) -> list[str]:
     updates = actor.mini_batches * actor.epochs_per_batch
     groups = math.ceil(prompts / actor.mini_batches)
     most = "" if prompts % actor.mini_batches == 0 else "at most "
-    budget = actor.max_tokens_per_micro_batch
+    budget = actor.micro_batch_tokens
     trained = config.algorithm.update_samples or samples
     completion_tokens = groups * trained * config.gconfig.max_new_tokens
     eta = max_head_offpolicyness(config)
@@ -196,7 +197,7 @@ def _where(config: TrainConfig) -> str:
 
 def _supervised(config: BaseConfig) -> list[str]:
     batch_size, longest = getattr(config, "batch_size", 1), getattr(config, "max_length", 1)
-    budget, tokens = config.actor.max_tokens_per_micro_batch, batch_size * longest
+    budget, tokens = config.actor.micro_batch_tokens, batch_size * longest
     return [
         f"Step: {_many(batch_size, 'row')} of at most {longest} tokens = 1 optimizer step.",
         f"Micro-batches: at most {budget} tokens each, so at most about {_micro_batches(tokens, budget)}.",
@@ -226,5 +227,6 @@ def evaluation_gconfig(config: TrainConfig) -> GenerationConfig:
 
 def evaluation_places(config: TrainConfig) -> int:
     """Most samples of an evaluation under way at once: what the engine decodes together, half of it where rollouts go on."""
-    places = config.rollout.engine.max_running
-    return max(1, places // 2) if placement(config) == "decoupled" else places
+    own = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
+    most = config.rollout.engine.max_running or (PLACES if own else SERVER_PLACES)
+    return max(1, most // 2) if placement(config) == "decoupled" else most

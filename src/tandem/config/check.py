@@ -110,6 +110,8 @@ def _common(config: BaseConfig) -> Iterator[str]:
                 f"{key} must be the name of one folder: letters, digits, '.', '_' and '-', not starting with '.' or '-', "
                 f"at most 100 characters; got {name!r}"
             )
+    if config.actor.compile and config.deterministic:
+        yield "actor.compile=true contradicts deterministic=true: fused operations round otherwise; leave one of them out"
     yield from _dataset("train_dataset", config.train_dataset)
     yield from _dataset("valid_dataset", config.valid_dataset)
     train, valid = config.train_dataset, config.valid_dataset
@@ -275,11 +277,6 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         yield (
             "placement=colocate contradicts async_training=true: the devices would be used in turns and nothing overlaps; "
             "leave placement out"
-        )
-    if rollout.engine.cuda_graphs and config.deterministic:
-        yield (
-            "rollout.engine.cuda_graphs=true contradicts deterministic=true: a recorded step is padded, so that the last "
-            "digits of a request depend on what runs beside it; leave one of them out"
         )
     if rollout.oversample > 1 and config.async_training:
         yield (

@@ -1,4 +1,4 @@
-"""Cache, prefill and recorded steps of the embedded engine, where the configuration leaves them to the device."""
+"""The cache and the prefill of the embedded engine, where the configuration leaves them to the device."""
 
 from tandem.config.rollout import EmbeddedEngineConfig
 
@@ -6,11 +6,9 @@ CACHE_GIB = 2.0
 """Cache on a CPU, on a GPU of which nobody said how much the engine may take, and the least on any other."""
 
 CPU_CHUNK, GPU_CHUNK = 1024, 8192
-
-GATHERED_TOKENS = 65536
-"""Tokens whose keys and values a recorded step gathers at a time, of one layer."""
-
-_FIRST_KEYS = 128
+PLACES = 128
+SERVER_PLACES = 1024
+"""Of a vLLM server on a large GPU."""
 
 
 def cache_gib(
@@ -46,19 +44,6 @@ def chunk_tokens(engine: EmbeddedEngineConfig, device: str) -> int:
     return engine.prefill_chunk_tokens or (CPU_CHUNK if device == "cpu" else GPU_CHUNK)
 
 
-def takes_graphs(engine: EmbeddedEngineConfig, device: str, deterministic: bool) -> bool:
-    """`cuda_graphs`, or the default for the device. In deterministic mode a step computes no padding."""
-    return (device != "cpu" and not deterministic) if engine.cuda_graphs is None else engine.cuda_graphs
-
-
-def row_bucket(rows: int) -> int:
-    """Rows that a static step of ``rows`` sequences is padded to: 1, 2, 4, 8, then multiples of 8."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
-
-
-def key_bucket(keys: int, most: int) -> int:
-    """Keys that it gathers of each, where the longest has ``keys`` and none ever ``most``: 128, 256, 512, …."""
-    bucket = _FIRST_KEYS
-    while bucket < keys:
-        bucket *= 2
-    return max(keys, min(bucket, most))
+def places(engine: EmbeddedEngineConfig) -> int:
+    """`max_running`, or the default of the embedded engine."""
+    return engine.max_running or PLACES

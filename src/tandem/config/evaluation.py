@@ -232,12 +232,6 @@ def _problems(config: EvaluationConfig, written: Container[str]) -> Iterator[str
         yield f"label must be the name of one folder: letters, digits, '.', '_' and '-', at most 100; got {config.label!r}"
     if config.engine.keep_kv_on_update:
         yield "engine.keep_kv_on_update=true has no effect: an evaluation updates no weights; leave it out"
-    if config.engine.cuda_graphs and config.deterministic:
-        yield (
-            "engine.cuda_graphs=true contradicts deterministic=true, the default of an evaluation: a recorded step is "
-            "padded, so that the last digits of a request depend on what runs beside it; set deterministic=false, or leave "
-            "engine.cuda_graphs out"
-        )
     yield from _samples(config, written)
 
 

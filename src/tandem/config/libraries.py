@@ -1,7 +1,8 @@
-"""Settings that the libraries below torch read from the environment, once.
+"""Settings that torch and the libraries below it read from the environment, once.
 
-`import tandem` sets it, so every process of a run has it, unless the user did. The libraries read how threads wait when
-torch is imported, so `import tandem` comes before `import torch`; the sizes of caches they read at the first computation.
+`import tandem` sets it, so every process of a run has it, unless the user did. How threads wait and how memory
+of GPUs grows is read when torch is imported, so `import tandem` comes before `import torch`; the sizes of caches are read at
+the first computation.
 """
 
 import os
@@ -29,7 +30,13 @@ CACHES = {
 for each shape, takes about 0.5 MiB and lies between the tensors of a step in the heap; micro-batches and prompts have ever
 new lengths. Their own 1,024 hold more than a step uses again."""
 
-SETTINGS = WAITING | CACHES
+MEMORY = {
+    "PYTORCH_ALLOC_CONF": Setting("expandable_segments:True", also=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"))
+}
+"""Torch's blocks on a GPU grow where they are. Micro-batches of ever new lengths would else leave holes that the next
+does not fit into, until memory runs out. vLLM cannot sleep with it, so its servers must not get it (`of_others`)."""
+
+SETTINGS = WAITING | CACHES | MEMORY
 
 torch_came_first = False
 """True if torch was imported before `set_up` chose how threads wait, so that the choice has no effect."""

@@ -58,6 +58,8 @@ FIXED = ("rollout.dtype",)
 """Keys that may not change, although they stand below a key that may."""
 
 OTHER_DEFAULTS = {
+    "actor.max_tokens_per_micro_batch": (4096, None),
+    "actor.compile": (False, None),
     "rollout.min_group_size": (1, None),
     "rollout.engine.kv_cache_gib": (2.0, None),
     "rollout.engine.prefill_chunk_tokens": (1024, None),

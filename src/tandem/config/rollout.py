@@ -11,8 +11,8 @@ from tandem.config.fleet import FleetConfig
 class EmbeddedEngineConfig:
     """The built-in inference engine."""
 
-    max_running: int = 128
-    """Sequences decoded together in one step."""
+    max_running: int | None = None
+    """Sequences decoded together in one step; null takes 128, and of a vLLM or SGLang server its own limit."""
 
     kv_cache_gib: float | None = None
     """Memory for keys and values. When it is full, requests wait, and the latest may give way (`rollout/preempted`). null
@@ -24,14 +24,12 @@ class EmbeddedEngineConfig:
     on a CPU and 8192 on a GPU."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and completion together; null takes the model's context length."""
+    """Most tokens of prompt and completion together. null takes the model's context length; where servers are started, and
+    on a GPU, the longest prompt of the data plus `gconfig.max_new_tokens` if `workflow=rlvr`, else for vLLM what its cache
+    holds."""
 
     keep_kv_on_update: bool = False
     """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights."""
-
-    cuda_graphs: bool | None = None
-    """Record decode steps on a GPU and run the recordings (docs/gpu.md). null: on a GPU, except with `deterministic=true`.
-    true is refused with that, and on a CPU."""
 
     threads: int | None = None
     """CPU threads of an engine; null takes an equal share of all `threads` (colocated) or of half of them (decoupled)."""

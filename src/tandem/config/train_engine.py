@@ -41,6 +41,10 @@ class OptimizerConfig:
     """The run stops after this many steps in a row whose loss or gradient was not finite."""
 
 
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a micro-batch on a CPU, and the least on a GPU."""
+
+
 @dataclass(frozen=True)
 class TrainEngineConfig:
     """A model for training or scoring."""
@@ -61,8 +65,9 @@ class TrainEngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Train adapters (LoRA) instead of the weights."""
 
-    max_tokens_per_micro_batch: int = 4096
-    """Most tokens of one forward and backward pass. It changes memory and speed, not the result."""
+    max_tokens_per_micro_batch: int | None = None
+    """Most tokens of one forward and backward pass. It changes memory and speed, not the result. null: the most, up to
+    40960, with which the plan of the run fits the GPU; 4096 on a CPU."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
@@ -70,8 +75,9 @@ class TrainEngineConfig:
     selective_checkpointing: bool = False
     """With `gradient_checkpointing`: keep the results of matrix products and attention, and recompute only the rest."""
 
-    compile: bool = False
-    """Compile the norms and MLPs of each layer with torch.compile: the first step is slow, later ones are faster."""
+    compile: bool | None = None
+    """Compile each layer, except for attention, with torch.compile: the first step is slow, later ones are faster. null: on
+    a GPU with a C compiler, except with `deterministic=true`, `selective_checkpointing` and `deepspeed:zero3`."""
 
     offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory; each layer comes to the GPU only while it is
@@ -87,3 +93,8 @@ class TrainEngineConfig:
     logprob_chunk_tokens: int = 1024
     """Number of tokens whose logits are in memory at a time when log-probabilities are computed; four times as many in
     bfloat16 on a CPU with compiled kernels, which need a quarter of the memory."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """`max_tokens_per_micro_batch`, or the default where nobody has planned it."""
+        return self.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS

@@ -151,7 +151,7 @@ REINFORCEMENT = (
         "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
     ),
     Unused(
-        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.keep_kv_on_update", "rollout.engine.cuda_graphs"),
+        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.keep_kv_on_update"),
         lambda config, _: _only(config, "vllm", "sglang"),
         "by vLLM or SGLang, which decide that themselves: leave it out",
         choice="rollout.backend",
@@ -163,7 +163,7 @@ REINFORCEMENT = (
         choice="rollout.backend",
     ),
     Unused(
-        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib", "rollout.engine.cuda_graphs"),
+        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib"),
         lambda config, _: config.rollout.backend == "attached",
         "because this run starts no server: give it to whoever starts them, and leave it out here",
         choice="rollout.backend",

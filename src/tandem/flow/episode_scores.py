@@ -16,6 +16,7 @@ from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailur
 from tandem.api.plugins import Interrupted, interrupt
 from tandem.api.samples import Sample
 from tandem.api.workflow import RewardFn, RewardResult
+from tandem.engines.inference.threads import use_gpu
 from tandem.flow.plan import RunPlan
 from tandem.flow.scoring import ScoreRole
 from tandem.flow.writing import WritingRole
@@ -134,8 +135,7 @@ class _ScoringThread:
 
     def _run(self, threads: int, device: str) -> None:
         torch.set_num_threads(threads)  # a thread takes over neither this nor the current GPU from the one that made it
-        if device.startswith("cuda:"):
-            torch.cuda.set_device(device)
+        use_gpu(device)
         with contextlib.suppress(Interrupted):
             while (work := self._todo.get()) is not None:
                 try:

@@ -41,6 +41,10 @@ from tandem.state.run_folder import RunFolder, run_path
 log = logging.getLogger(__name__)
 
 BACKEND = "rollout.backend"
+ON_GPUS = "cpu:gloo,cuda:nccl"
+"""Objects and tensors of the CPU go over gloo: a rank that waits in an NCCL call keeps its GPU busy, on which a server may
+generate meanwhile."""
+
 C = TypeVar("C", bound=BaseConfig)
 
 
@@ -132,8 +136,12 @@ def start_process(config: BaseConfig) -> Process:
         ConfigError: see `choose_device`; or `actor.backend` names another number of ranks than were started, or nobody is
             there to start them again.
     """
+    if config.deterministic:  # before CUDA's first product: without it, cuBLAS may add in another order each time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = choose_device(config)
     cuda = device != "cpu"
+    if cuda and isinstance(config, TrainConfig) and config.rollout.weights.channel == "ipc":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # its blocks have no CUDA handle
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     wanted = parse_layout(config.actor.backend).ranks
     if wanted != world_size:
@@ -153,7 +161,7 @@ def start_process(config: BaseConfig) -> Process:
         # ranks wait for rank 0's batch: no collective may give up before the executor does
         patience = timedelta(seconds=getattr(getattr(config, "rollout", None), "wait_timeout_s", 3600.0) + 600)
         torch.distributed.init_process_group(
-            "nccl" if cuda else "gloo",
+            ON_GPUS if cuda else "gloo",
             init_method=meeting_place(),
             rank=rank,
             world_size=world_size,

@@ -16,7 +16,7 @@ from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, SleepState
 from tandem.flow.state_parts import ENGINE
-from tandem.models.allocator import give_back, mapped_blocks, return_freed_memory
+from tandem.models.allocator import check_room, free_bytes, give_back, mapped_blocks, return_freed_memory, trim_heap
 from tandem.tracking.statistics import PhaseTimer
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ TOTALS = (
     "time/switch_optimizer_s",
 )
 """Metrics that are sums over the stages."""
+
+REMEDY = (
+    "Lower actor.max_tokens_per_micro_batch, spread the model over more GPUs (actor.backend), set memory_limit_gib so that "
+    "models sleep while servers generate, or rollout.fleet.memory_share to less"
+)
 
 
 @dataclass
@@ -82,6 +87,8 @@ class Residency:
         self._switches: dict[str, _Switch] = {}
         self._switch = self._switches.setdefault(START, _Switch())
         self._begun: list[Part] = []
+        self._cache_bytes = 0
+        """Bytes of this rank's GPU that servers gave back when their cache fell asleep, and take again."""
 
     def add_engine(self, engine: InferenceEngine | None) -> None:
         """The inference engine; None on ranks that have none."""
@@ -142,15 +149,18 @@ class Residency:
         switch = self._switch = self._switches.setdefault(name, _Switch())
         began = time.perf_counter()
         with self._timer("switch"):
-            give_back()  # gradients and activations of the stage before are no part of what is planned
+            trim_heap()  # gradients and activations of the stage before are no part of what is planned
             self._put_back(keep=self.plan.stage(name).awake)
             moves = self.plan.moves(name, self._state)
             if moves.again is not None:
                 self._do(moves.again)
+                self._give_all_back()
                 with mapped_blocks():
                     self._deliver_again()
                 switch.delivered += self.plan.parts[Part(ENGINE, "weights")].coming
             self._do(moves)
+            if any(part.resident == ENGINE for part in self.plan.stage(name).gives):
+                self._give_all_back()
             for part, size in self.plan.ahead(name, self._state):
                 model = self._models.get(part.resident)
                 if isinstance(model, TrainEngine):
@@ -200,17 +210,26 @@ class Residency:
     def _do(self, moves: Moves) -> None:
         """Sleeps first, so that there is room for what wakes."""
         if any(part.resident == ENGINE for part in moves.sleep):
-            with self._team.together():  # rank 0 puts servers on the devices of all ranks to sleep
-                self._sleep_engine(tuple(part.what for part in moves.sleep if part.resident == ENGINE))
+            self._sleep_engine(tuple(part for part in moves.sleep if part.resident == ENGINE))
         for part in moves.sleep:
             self._sleep(part)
         for part in moves.wake:
-            if part.resident == ENGINE:
-                if self._engine is not None:
-                    self._engine.wake((part.what,))  # type: ignore[arg-type]
-            elif part.resident in self._models:
+            if part.resident in self._models:
                 with self._counted(part) as moved:
                     moved.append(self._models[part.resident].onload((part.what,)))  # type: ignore[arg-type]
+        if waking := [part for part in moves.wake if part.resident == ENGINE]:
+            self._give_all_back()
+            with self._team.together():  # none wakes where it would not fit
+                if Part(ENGINE, "kv_cache") in waking:
+                    check_room(self._cache_bytes, "the cache of the servers, which wakes", REMEDY)
+            with self._team.together():
+                for part in waking if self._engine is not None else ():
+                    self._engine.wake((part.what,))  # type: ignore[union-attr, arg-type]
+
+    def _give_all_back(self) -> None:
+        """Before servers on the devices of all ranks take memory, on rank 0's word: every rank gives back what it keeps."""
+        with self._team.together():
+            give_back()
 
     def _put_back(self, keep: frozenset[Part]) -> None:
         """Puts parts that began to wake for another stage back to sleep, so that the plan counts again. ``keep``: what wakes
@@ -236,10 +255,18 @@ class Residency:
             self._switch.optimizer_moved += sum(moved)
             self._switch.optimizer_s += time.perf_counter() - began
 
-    def _sleep_engine(self, parts: tuple[str, ...]) -> None:
-        if self._engine is not None:
-            self._wait_until_idle(self._engine)
-            self._engine.sleep(parts)  # type: ignore[arg-type]
+    def _sleep_engine(self, parts: tuple[Part, ...]) -> None:
+        assert self.plan is not None, "nothing sleeps without a plan"
+        with self._team.together():  # each rank has measured before the first server sleeps
+            before = free_bytes()
+        with self._team.together():  # rank 0 puts servers on the devices of all ranks to sleep
+            if self._engine is not None:
+                self._wait_until_idle(self._engine)
+                self._engine.sleep(tuple(part.what for part in parts))  # type: ignore[arg-type]
+        given = free_bytes() - before  # by servers: what an embedded engine frees is this process' still
+        give_back()
+        if Part(ENGINE, "kv_cache") in parts:
+            self._cache_bytes = given - sum(self.plan.parts[part].num_bytes for part in parts if part.what == "weights")
 
     def _wait_until_idle(self, engine: InferenceEngine) -> None:
         """Requests that were cancelled, or drawn beside those that were needed, may still be under way."""

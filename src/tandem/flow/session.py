@@ -30,6 +30,7 @@ from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
+from tandem.flow.room import with_room
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import ModelGroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, make_parts
@@ -206,7 +207,8 @@ def open_session(
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
             stack.callback(parts.close)
-            engine = make_engine(config, process, folder, run)
+            roomy = with_room(config, process.device, rows, parts.tokenizer, folder)
+            engine = make_engine(roomy, process, folder, run)
             parts.services.get("engine").start(engine)
             if engine is not None:
                 stack.callback(engine.close)

@@ -10,7 +10,7 @@ from tandem.api.engines import TrainPart
 from tandem.config.arithmetic import generating_ranks, servers_sleep
 from tandem.config.backend import parse_layout
 from tandem.config.devices import TOGETHER
-from tandem.config.engine_memory import cache_gib
+from tandem.config.engine_memory import cache_gib, places
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import Servers, parse_backend
@@ -176,7 +176,7 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
         dtype = "float32"
     weights = round(engine_bytes(shape, dtype, cpu=where.cpu)) * engines
     samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
-    rows = min(rollout.engine.max_running, -(-samples // engines))
+    rows = min(places(rollout.engine), -(-samples // engines))
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
     device, own = "cpu" if where.cpu else "cuda", weights / GIB
     gib = cache_gib(rollout.engine, device, memory_gib=config.memory_limit_gib, share=TOGETHER, weights_gib=own)

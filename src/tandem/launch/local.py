@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import IO, Any
 
 import psutil
 
+from tandem.config.errors import ConfigError
 from tandem.launch.kept_servers import KEPT, KeptServers
 from tandem.launch.requests import each_request_once
 from tandem.launch.watch import SILENT_S, WEDGED_S, Fault, LaunchEnd, Record, Told, Watch, waits_for_disk, work_of
@@ -71,6 +73,9 @@ def _is_left(file: Path) -> bool:
             return False
         return True
 
+
+IFNAME = "GLOO_SOCKET_IFNAME"
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
 """Variables that tell a rank: the file to meet in, the process that it must not outlive, the pipe in which it says what it
@@ -417,6 +422,21 @@ def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:
         RENDEZVOUS: str(rendezvous),
         LAUNCHER: str(os.getpid()),
     }
+    return variables | {IFNAME: _interface()}
+
+
+def _interface() -> str:
+    """The network interface over which ranks exchange tensors on CPUs."""
     # one machine: nothing has to be reached from outside, whatever its host name resolves to
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    return variables | {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
+    return os.environ.get(IFNAME, "lo" if sys.platform == "linux" else "lo0")
+
+
+def check_interface() -> None:
+    """Passes if ranks can meet. Raises `ConfigError`."""
+    reachable = [name for name, found in psutil.net_if_addrs().items() if any(one.family in INTERNET for one in found)]
+    if not set(_interface().split(",")) & set(reachable):
+        raise ConfigError(
+            f"ranks exchange tensors over the network interface {_interface()}, which has no address here (there are: "
+            f"{', '.join(reachable) or 'none'}). In a container without a network `ip link set lo up` gives lo one; "
+            f"{IFNAME} names another interface; one rank (actor.backend=fsdp:d1) needs none"
+        )

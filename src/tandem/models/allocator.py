@@ -4,14 +4,22 @@ Every step of training and decoding allocates the same large tensors. The C libr
 kernel clears every page again when it is first touched: 5 to 15 % of a step on two cores. What that costs is in
 docs/planning.md. The exceptions are the weights of models that sleep (`mapped_blocks`), and large tensors of a run that
 keeps to a limit (`return_freed_memory`).
+
+Torch keeps what was freed on a GPU likewise. There it is in the way of other processes, such as a server on the same GPU: it
+gets it before it needs it (`give_back`).
 """
 
 import contextlib
 import ctypes
+import gc
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+
+from tandem.api.failures import NoRoom
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """glibc's numbers of the parameters of ``mallopt``."""
@@ -76,11 +84,44 @@ def _choose(mallopt: Any) -> bool:
     return bool(threshold and mallopt(_TOP_PAD, _KEPT_PAD if _returned is None else _LITTLE_PAD))
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Gives the pages of the heap that nobody uses back to the system."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def give_back() -> None:
+    """The same, and on a GPU the blocks that torch keeps: they are other processes' when it returns."""
+    trim_heap()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # a block that a kernel still reads is not given
+        gc.collect()  # tensors in cycles, such as those of an error that was caught
+        torch.cuda.empty_cache()
+
+
+def free_bytes() -> int:
+    """Bytes of this rank's GPU that no process has; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else 0
+
+
+def check_room(num_bytes: int, whose: str, remedy: str) -> None:
+    """Passes if so many bytes of this rank's GPU are free. ``whose``: who takes them; ``remedy``: what to set.
+
+    Raises:
+        NoRoom: they are not; says how many are missing, and who has them.
+    """
+    if num_bytes <= free_bytes():
+        return
+    free, total = torch.cuda.mem_get_info()
+    kept, tensors = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    needed, missing, there, own, used, others = (
+        f"{size / 2**30:.4g} GiB" for size in (num_bytes, num_bytes - free, free, kept, tensors, total - free - kept)
+    )
+    raise NoRoom(
+        f"GPU {torch.cuda.current_device()} has no room for {whose}: {needed} are needed and {there} are free, so {missing} "
+        f"are missing. This process holds {own} ({used} of it tensors), other processes and CUDA {others}. {remedy}"
+    )
 
 
 @contextlib.contextmanager

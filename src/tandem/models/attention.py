@@ -173,6 +173,7 @@ def positions(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     )
 
 
+@torch.compiler.disable
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -232,7 +233,8 @@ def _attend(
             continue
         q, k, v = (part.unflatten(0, (run.count, run.length)).transpose(1, 2) for part in parts)  # [B, heads, S, D]
         outputs.append(causal_attention(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+    # contiguous in either case: a compiled layer has a program for each layout of memory
+    return (outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
 def _attend_with_own(
@@ -341,15 +343,19 @@ def attend_by_calls(
 ) -> torch.Tensor:
     """Attention of all tokens by variable-length calls: ``[1, heads, T, D]`` → ``[1, T, heads, D]``.
 
-    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back.
+    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back (`RepeatedRows`).
     """
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, D]
-    left = -1 if window is None else window - 1
+    left, once = -1 if window is None else window - 1, lambda x, index: x.index_select(0, index)
     whole = None
     for call in calls:
         given = (
-            x if index is None else x.index_select(0, index)
-            for x, index in ((q, call.queries), (k, call.keys), (v, call.keys))
+            x if index is None else take(x, index)
+            for x, index, take in (
+                (q, call.queries, once),
+                (k, call.keys, RepeatedRows.apply),
+                (v, call.keys, RepeatedRows.apply),
+            )
         )
         bounds = call.cu_queries, call.cu_keys, call.longest_query, call.longest_key
         found = kernel(*given, *bounds, scale=scale, left=left)
@@ -359,6 +365,27 @@ def attend_by_calls(
         whole = whole.index_copy(0, call.queries, found)
     assert whole is not None, "a batch has tokens"
     return whole[None]
+
+
+class RepeatedRows(torch.autograd.Function):
+    """``x[index]``, rows of which may be taken several times. Their gradients are summed in float32, in the order of
+    ``index``: `index_add` would round each sum to bfloat16, and on a GPU take them in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        order = index.argsort(stable=True)  # all that go to one row together
+        counts = torch.zeros(ctx.rows, dtype=index.dtype, device=index.device).index_add_(0, index, torch.ones_like(index))
+        ordered = grad.flatten(1)[order].float()
+        sums = torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
+        return sums.to(grad.dtype).view(ctx.rows, *grad.shape[1:]), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

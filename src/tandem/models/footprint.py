@@ -16,9 +16,6 @@ FLOAT32 = 4
 SMALLEST_ROW = 32
 """Smallest row of the KV cache, tokens."""
 
-SMALLEST_ARENA = 4096
-"""Smallest cache of one block, tokens."""
-
 
 @dataclass(frozen=True)
 class Adapters:
@@ -177,11 +174,3 @@ def row_capacity(tokens: int) -> int:
     while tokens > 4 * step:
         step *= 2
     return -(-tokens // step) * step
-
-
-def arena_tokens(tokens: int, budget: int) -> int:
-    """Tokens that a cache of one block has memory for when it holds ``tokens``: it doubles, up to ``budget``."""
-    size = SMALLEST_ARENA
-    while size < tokens:
-        size *= 2
-    return max(tokens, min(size, budget))

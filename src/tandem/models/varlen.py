@@ -8,6 +8,7 @@ does not do, flash-attn's `flash_attn_varlen_func` is taken if it is installed. 
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +80,15 @@ def _find_kernel() -> Varlen | None:
 
 @functools.cache
 def takes_kernel(device: torch.device) -> bool:
-    """True if a GPU is of a generation that these kernels are made for (Ampere or younger)."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    """True if a GPU is of a generation that these kernels are made for (Ampere or younger). On Hopper torch's calls
+    FlashAttention 3 from here on, where that is installed."""
+    generation = torch.cuda.get_device_capability(device)
+    exact = torch.are_deterministic_algorithms_enabled()
+    if generation[0] == 9 and not exact and find_spec("flash_attn_interface") is not None:
+        activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+        if activate is not None and "FA3" in torch.nn.attention.list_flash_attention_impls():
+            activate("FA3")
+    return generation >= (8, 0)
 
 
 KERNEL = _find_kernel()

@@ -47,19 +47,8 @@ class MicroBatch:
         """Keys that are laid out anew, each completion's behind a copy of its prompt's; 0 where prompts are not shared."""
         return sum(count * (prompt + self.length) for prompt, count in self.groups) if self.shared else 0
 
-    def scores(self, window: int | None = None) -> float:
-        """Pairs of a query and a key that attention computes in one head: half a square each sequence where the kernel
-        skips what the causal mask hides; whole rectangles where a mask hides it."""
-
-        def causal(length: int) -> float:
-            return length * length if window is not None and window < length else length * length / 2
-
-        if not self.shared:
-            return sum(count * causal(prompt + self.length) for prompt, count in self.groups)
-        return sum(causal(prompt) + count * self.length * (prompt + self.length) for prompt, count in self.groups)
-
     def squares(self) -> float:
-        """The same without skipping anything, as soft-capped attention holds them."""
+        """Pairs of a query and a key in one head, none skipped, as soft-capped attention holds them."""
         if not self.shared:
             return sum(count * (prompt + self.length) ** 2 for prompt, count in self.groups)
         return sum(prompt**2 + count * self.length * (prompt + self.length) for prompt, count in self.groups)

@@ -4,6 +4,7 @@ Only the impossible is refused: weights, moments, gradients and servers' shares 
 plan guesses beside them (activations, caches, holes) makes a warning.
 """
 
+import bisect
 import functools
 import logging
 import os
@@ -18,15 +19,18 @@ import torch
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.load import load_config, to_yaml
+from tandem.config.train_engine import MICRO_BATCH_TOKENS, TrainEngineConfig
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.devices import device as of_table
 from tandem.planning.items import GIB
 from tandem.planning.job import Lengths, job_of
-from tandem.planning.machine import Machine
+from tandem.planning.machine import Machine, gpus
 from tandem.planning.plan import Plan, make_plan
-from tandem.planning.remedy import nearest, overrides
+from tandem.planning.remedy import Replan, nearest, overrides
 
 log = logging.getLogger(__name__)
+
+MICRO_BATCHES = (40960, 32768, 24576, 16384, 12288, 8192, MICRO_BATCH_TOKENS)
+"""Tokens that `fitting` tries."""
 
 PROMPT_TOKENS = 256
 """Assumed for the warning; `tandem plan` reads the data."""
@@ -36,32 +40,20 @@ def memory_here(device: str) -> Machine:
     """The GPUs of this run as far as their memory counts. ``device``: one of them, as `choose_device` gives it."""
     machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return gpus(
+        torch.cuda.get_device_name(device),
         torch.cuda.get_device_properties(device).total_memory / GIB,
         torch.cuda.device_count() * max(1, machines),
-        name=torch.cuda.get_device_name(device),
     )
-
-
-def gpus(memory_gib: float, count: int, name: str = "GPU") -> Machine:
-    """GPUs of which only the memory is known; their rates are those of another, and nothing may be read from them."""
-    return replace(of_table("a100", count), name=name, memory_gib=memory_gib)
 
 
 def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> Plan:
     """Passes if the models and engines of a run can lie in the memory of the GPUs; warns if the plan says that they will
-    hardly. Returns the plan, whose times are not of these GPUs. ``machine``: GPUs that need not be here.
+    hardly. Returns the plan. ``machine``: GPUs that need not be here.
 
     Raises:
         ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
     """
-    read = functools.cache(read)
-
-    def plan_with(settings: dict[str, Any]) -> Plan:
-        changed = _changed(config, settings)
-        written = getattr(changed, "gconfig", None)
-        longest = written.max_new_tokens if written is not None else max(1, changed.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
-        return make_plan(job_of(changed, machine, Lengths(PROMPT_TOKENS, longest, longest), read), machine)
-
+    plan_with = planner(config, machine, read)
     plan = plan_with({})
     worst = max(range(plan.devices), key=plan.certain_gib)
     certain, there = plan.certain_gib(worst), machine.memory_gib
@@ -78,6 +70,36 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
             peak, there, plan.peak_on(peak), PROMPT_TOKENS,
         )  # fmt: skip
     return plan
+
+
+def planner(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Callable[[dict[str, Any]], Plan]:
+    """The plan of a run whose data nobody has read, with some keys replaced."""
+    read = functools.cache(read)
+
+    def plan_with(settings: dict[str, Any]) -> Plan:
+        changed = _changed(config, settings)
+        written = getattr(changed, "gconfig", None)
+        longest = written.max_new_tokens if written is not None else max(1, changed.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
+        return make_plan(job_of(changed, machine, Lengths(PROMPT_TOKENS, longest), read), machine)
+
+    return plan_with
+
+
+def fitting(config: BaseConfig, machine: Machine, plan_with: Replan | None = None) -> TrainEngineConfig:
+    """The actor, with the largest micro-batches with which the plan of the run fits these GPUs, where it leaves them open.
+
+    They follow from the configuration and the size of the GPU, not from what happens to be free: every rank, `tandem plan`
+    and a run that goes on find the same number, and cut batches alike.
+    """
+    if config.actor.max_tokens_per_micro_batch is not None or machine.kind == "cpu":
+        return config.actor
+    plan_with = plan_with or planner(config, machine, read_shape)
+
+    def fits(tokens: int) -> bool:
+        return tokens == MICRO_BATCH_TOKENS or plan_with({"actor.max_tokens_per_micro_batch": tokens}).fits
+
+    found = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]  # smaller ones need less
+    return replace(config.actor, max_tokens_per_micro_batch=found)
 
 
 def holders(plan: Plan, device: int) -> str:

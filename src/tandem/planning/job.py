@@ -9,7 +9,7 @@ from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, p
 from tandem.config.backend import parse_layout
 from tandem.config.commands import COMMANDS
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
-from tandem.config.engine_memory import cache_gib, chunk_tokens, takes_graphs
+from tandem.config.engine_memory import cache_gib, chunk_tokens, places
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -34,11 +34,8 @@ class Lengths:
     """Tokens of a sequence."""
 
     prompt: int
-    completion: int
-    """Expected, which the time follows from."""
-
     longest: int
-    """Tokens of the longest completion, which the memory follows from."""
+    """Tokens of the longest completion."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,6 @@ class Generator:
 
     opened: int = 0
     """Bytes in which each version lies on the trainer's GPU until the next one comes, for a server that opens them there."""
-
-    graphs: bool = False
-    """Its decode steps are recorded: its cache is one block, and a step gathers keys and values from it."""
 
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
@@ -129,7 +123,6 @@ class Job:
     """The sequences of a row go into one micro-batch."""
 
     generator: Generator | None = None
-    asynchronous: bool = False
     passes: tuple[tuple[str, str], ...] = ()
     """The passes without gradients before the update: the name of each, and the model that it runs through."""
 
@@ -193,7 +186,7 @@ def job_of(
     models: list[PlannedModel] = []
     for resident in plan.residents:
         if resident.engine is not None:
-            models.append(_held(resident, models, _with_entropy(training, plan), machine, read))
+            models.append(_held(resident, models, machine, read))
     job = Job(
         kind=COMMANDS[type(config)],
         models=tuple(models),
@@ -234,15 +227,12 @@ def job_of(
         trained=training.algorithm.update_samples or training.gconfig.n_samples,
         generator=_generator(training, models[0], machine, samples),
         writers=_writers(training, plan, {model.role: model for model in models}, lengths, machine, samples),
-        asynchronous=training.async_training,
         kept_versions=max(1, max_head_offpolicyness(training)) if job.verifies else 0,
         workers=training.reward_workers or min(machine.threads, samples_together(training)),  # of one that computes
     )
 
 
-def _held(
-    resident: Resident, before: list[PlannedModel], with_entropy: bool, machine: Machine, read: Callable[[str], Shape]
-) -> PlannedModel:
+def _held(resident: Resident, before: list[PlannedModel], machine: Machine, read: Callable[[str], Shape]) -> PlannedModel:
     """A resident with a train engine; the base of one ``before`` it is no second model."""
     owner = next((model for model in before if model.role == resident.base_of), None)
     if owner is not None:
@@ -258,8 +248,6 @@ def _held(
         changes=resident.changes,
         trunk_of=resident.trunk_of,
         mini_batches=resident.mini_batches,
-        epochs=resident.epochs,
-        entropy=with_entropy and resident.name == "actor",
         key=resident.key,
     )
 
@@ -293,13 +281,6 @@ def _begun(plan: RunPlan, sleeping: SleepPlan) -> dict[str, int]:
     return found
 
 
-def _with_entropy(config: BaseConfig, plan: RunPlan) -> bool:
-    """True if the actor's update computes the entropy of each token: as a term of the loss, or to report it."""
-    if not isinstance(config, TrainConfig):
-        return False
-    return config.algorithm.entropy_coefficient > 0 or plan.stage("proximal") is None
-
-
 def _saves_beside(config: BaseConfig) -> bool:
     wish = config.checkpoint
     return wish.every_steps is not None and wish.asynchronous and wish.resumable
@@ -328,7 +309,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         on_ranks=ranks > 1,
         own_process=servers is not None or placement(config) == "decoupled",
         kv_cache_gib=cache_gib(rollout.engine, machine.kind, memory_gib=memory, share=share, weights_gib=own),
-        max_running=rollout.engine.max_running,
+        max_running=places(rollout.engine),
         prefill_chunk=chunk_tokens(rollout.engine, machine.kind),
         max_len=rollout.engine.max_model_len or shape.context,
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
@@ -336,7 +317,6 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         foreign=" and ".join(foreign) if foreign else None,
         seats=seats_of(config, machine),
         opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.channel == "ipc" else 0,
-        graphs=takes_graphs(rollout.engine, machine.kind, config.deterministic),
     )
 
 
@@ -392,16 +372,14 @@ def _writers(
         writes = int(read_term(config.partner, "partner").arguments.get("max_new_tokens", MAX_NEW_TOKENS))
         reads = lengths.prompt + lengths.longest
         engine = engine_of(models["partner"], samples_of_a_step)
-        writers["partner"] = Writer(engine, Lengths(reads, writes, writes), samples_of_a_step, in_episodes=True)
+        writers["partner"] = Writer(engine, Lengths(reads, writes), samples_of_a_step, in_episodes=True)
     for planned in plan.scores:
         written = planned.score
         if not isinstance(written, WritingReward):
             continue
         model, requests = models[planned.resident], samples_of_a_step * written.requests
         reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
-        writer = Writer(
-            engine_of(model, requests), Lengths(reads, written.client.max_tokens, written.client.max_tokens), requests
-        )
+        writer = Writer(engine_of(model, requests), Lengths(reads, written.client.max_tokens), requests)
         if model.role not in writers or kept_tokens(writer) > kept_tokens(writers[model.role]):
             writers[model.role] = writer
     return writers

@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tandem.api.engines import InferencePart, TrainPart
-from tandem.config.engine_memory import GATHERED_TOKENS, key_bucket, row_bucket
 from tandem.flow.sleep_plan import Part
-from tandem.models.footprint import FLOAT32, arena_tokens, cache_bytes, engine_bytes, row_capacity
+from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
 from tandem.planning import activations
 from tandem.planning.activations import ActivationSettings
@@ -66,8 +65,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
 
     asked = [item for m in job.models if m.role in job.asked for item in _scoring(m, worst.score[m.role], rooms[m.role])]
     if job.generator is not None and job.generator.foreign is None:
-        beside = [item for writer in partners for item in _generation(job.judging(writer), writer.engine, machine)]
-        add("generate", *_generation(job, job.generator, machine), *beside, *asked)
+        beside = [item for writer in partners for item in _generation(writer.engine, machine)]
+        add("generate", *_generation(job.generator, machine), *beside, *asked)
     elif job.generator is not None and job.generator.seats:
         add("generate", *asked)
     scoring = {role for _, role in job.passes} - set(job.asked)
@@ -191,7 +190,7 @@ def _cache_of(job: Job, generator: Generator, machine: Machine) -> Iterator[Memo
 def _judging(job: Job, writer: Writer, machine: Machine) -> Iterator[MemoryItem]:
     """A judge writes; its cache is given back when it has."""
     yield from _cache_of(job.judging(writer), writer.engine, machine)
-    yield from _generation(job.judging(writer), writer.engine, machine)
+    yield from _generation(writer.engine, machine)
 
 
 def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str | None = None) -> MemoryItem:
@@ -217,7 +216,7 @@ def engine_weights(generator: Generator, machine: Machine) -> float:
 
 
 def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
-    """(samples that run at once in one engine, tokens of cache that there is memory for when all have their full length).
+    """(samples that run at once in one engine, tokens of cache that they hold at full length).
 
     Samples of a prompt share its keys; each has a row of its own for what it writes.
     """
@@ -230,8 +229,7 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
     else:
         a_sample = float(row_capacity(prompt + own - 1))
     running = max(1, min(wanted, int(budget / a_sample)))
-    tokens = min(budget, int(running * a_sample))
-    return running, arena_tokens(tokens, budget) if generator.graphs else tokens
+    return running, min(budget, int(running * a_sample))
 
 
 def kv_needed(job: Job, generator: Generator) -> float:
@@ -258,18 +256,13 @@ def _processes(job: Job, machine: Machine, room: Room) -> Iterator[MemoryItem]:
         yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
 
 
-def _generation(job: Job, generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
+def _generation(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
     shape, rows = generator.shape, min(generator.max_running, generator.sequences)
     logits = rows * shape.vocab * (2 * FLOAT32 + (BYTES[generator.dtype] if generator.dtype == "bfloat16" else 0))
     yield _of_engines(generator, machine, "logits", float(logits))
     width = shape.query + 2 * shape.key + 3 * shape.intermediate + 3 * shape.hidden
     chunk = BYTES[generator.dtype] * generator.prefill_chunk * width
     yield _of_engines(generator, machine, "activations", float(chunk))
-    if generator.graphs:  # keys and values of one layer, as many as are gathered at a time, and where they lie
-        keys = key_bucket(job.lengths.prompt + job.lengths.longest, generator.max_len)
-        most = row_bucket(rows) * keys
-        gathered = 2 * BYTES[generator.dtype] * shape.key * min(most, max(GATHERED_TOKENS, keys))
-        yield _of_engines(generator, machine, "gathered keys and values", float(gathered + 8 * shape.kv_heads * most))
 
 
 def _scoring(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem]:

@@ -1,24 +1,19 @@
-"""The plan of a run: memory, time, disk, and whether it fits."""
+"""The plan of a run: memory, disk, and whether it fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tandem.planning.cost import Phase
 from tandem.planning.disk import Checkpoint, checkpoint_of
 from tandem.planning.items import GIB, Instant, MemoryItem
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
 from tandem.planning.memory import instants, kv_needed
-from tandem.planning.seconds import SCORES, SWITCH, phases
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
 
 GUESSED = ("activations", "logits", "tables", "allocator", "heap", "interpreter and libraries")
 """Items that depend on lengths, or on what a library does."""
-
-TRAINS = (*SCORES, "update: actor", "update: critic")
-GENERATES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,6 @@ class Plan:
     job: Job
     machine: Machine
     instants: tuple[Instant, ...]
-    phases: tuple[Phase, ...]
 
     @property
     def worst(self) -> Instant:
@@ -121,38 +115,9 @@ class Plan:
         """True if the machine has enough devices and memory."""
         return not self.problems
 
-    def seconds_of(self, names: tuple[str, ...]) -> float:
-        """Seconds of these phases together."""
-        return sum(phase.seconds for phase in self.phases if phase.name in names)
-
-    @property
-    def generate_s(self) -> float:
-        """Generation of one step."""
-        return self.seconds_of(GENERATES)
-
-    @property
-    def train_s(self) -> float:
-        """Scoring and updates of one step."""
-        return self.seconds_of(TRAINS)
-
-    @property
-    def publish_s(self) -> float:
-        """Delivery of the new weights."""
-        return self.seconds_of(("publish",))
-
-    @property
-    def switch_s(self) -> float:
-        """Waking models and putting others to sleep, in one step."""
-        return sum(phase.seconds for phase in self.phases if phase.name.startswith(SWITCH))
-
-    @property
-    def score_s(self) -> float:
-        """Rewards that need a model, and judges that write."""
-        return sum(phase.seconds for phase in self.phases if phase.name.startswith("score: "))
-
     @property
     def moved_gib(self) -> float:
-        """GiB that these moves carry."""
+        """GiB that wake and go to sleep in one step."""
         return sum(self.moved_gib_by_stage.values())
 
     @property
@@ -160,23 +125,6 @@ class Plan:
         """GiB that move before each stage of a step, if any do."""
         done = self.job.sleeping.steady() if self.job.sleeping is not None else []
         return {one.stage.name: one.total / GIB for one in done if one.stage.each_step and one.total}
-
-    @property
-    def step_s(self) -> float:
-        """One step; where training is asynchronous, the longer of generation and training, and the delivery."""
-        if self.job.asynchronous:
-            return max(self.generate_s, self.score_s + self.train_s) + self.publish_s
-        return sum(phase.seconds for phase in self.phases)
-
-    @property
-    def bottleneck(self) -> Phase:
-        """The phase that takes longest."""
-        return max(self.phases, key=lambda phase: phase.seconds)
-
-    @property
-    def completion_tokens(self) -> int:
-        """Completion tokens that one step trains on."""
-        return self.job.groups * self.job.trained * self.job.lengths.completion
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -203,4 +151,4 @@ class Plan:
 
 def make_plan(job: Job, machine: Machine) -> Plan:
     """A pure function: the same job and machine give the same plan."""
-    return Plan(job, machine, instants(job, machine), phases(job, machine))
+    return Plan(job, machine, instants(job, machine))

@@ -30,7 +30,6 @@ class PlannedModel(Footprint):
     on_cpu: bool = False
     """Computed on a CPU, which has attention of its own for short sequences."""
 
-    compiled: bool = False
     own: bool = True
     """False: the actor's model without its adapters, which is no second one."""
 
@@ -38,9 +37,6 @@ class PlannedModel(Footprint):
     """The model in whose memory its frozen weights are."""
 
     mini_batches: int = 1
-    epochs: int = 1
-    entropy: bool = False
-    """Its update computes the entropy of each token too."""
 
     @property
     def ranks(self) -> int:
@@ -59,8 +55,6 @@ def planned_model(
     changes: bool = True,
     trunk_of: str | None = None,
     mini_batches: int = 1,
-    epochs: int = 1,
-    entropy: bool = False,
     key: str = "actor.backend",
 ) -> PlannedModel:
     """A model in a training engine of this configuration. ``key``: where its backend was written. ``changes``: False for a
@@ -80,7 +74,7 @@ def planned_model(
         dtype=dtype,
         layout=layout,
         trained=trained,
-        max_tokens=config.max_tokens_per_micro_batch,
+        max_tokens=config.micro_batch_tokens,
         chunk_tokens=config.logprob_chunk_tokens,
         checkpointing=config.gradient_checkpointing,
         selective=config.gradient_checkpointing and config.selective_checkpointing,
@@ -89,13 +83,10 @@ def planned_model(
         offload=config.offload,
         gathers_keys=layout.context > 1 and not exchanges,
         on_cpu=machine.kind == "cpu",
-        compiled=config.compile,
         frozen=not changes and layout.zero is None,
         borrows=trunk_of is not None,
         trunk_of=trunk_of,
         mini_batches=mini_batches,
-        epochs=epochs,
-        entropy=entropy,
     )
 
 

@@ -1,7 +1,7 @@
 """The plan as text and as plain data. Every figure has its unit, in the text beside it and in the data in its key."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.flow.state_parts import describe_sleep
@@ -27,6 +27,12 @@ class Report:
     advice: str = ""
     """Advice if no change of the configuration helps."""
 
+    time: str = ""
+    """Lines about the time of a step."""
+
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Figures of a step that was measured; each name ends in its unit."""
+
     def text(self) -> str:
         """For people."""
         plan = self.plan
@@ -37,12 +43,12 @@ class Report:
             [*drawing(plan)],
             [*_sleep(plan)],
             [*_verdict(self)],
-            [*_time(plan)],
+            [self.time],
             [*_disk(plan)],
             [self.arithmetic],
             ["Assumed:", *(f"  - {line}" for line in assumptions(self))],
         ]
-        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+        return "\n\n".join("\n".join(lines) for lines in blocks if any(lines))
 
     def data(self) -> dict[str, Any]:
         """For programs; keys end in their unit."""
@@ -67,25 +73,7 @@ class Report:
                 "phases": {instant.phase: _items(instant) for instant in plan.instants},
                 "devices": [_use(plan, use) for use in uses(plan)],
             },
-            "time": {
-                "step_s": round(plan.step_s, 4),
-                "generate_s": round(plan.generate_s, 4),
-                "train_s": round(plan.train_s, 4),
-                "publish_s": round(plan.publish_s, 4),
-                "score_s": round(plan.score_s, 4),
-                "switch_s": round(plan.switch_s, 4),
-                "completion_tokens_per_s": round(plan.completion_tokens / max(plan.step_s, 1e-9), 2),
-                "bottleneck": plan.bottleneck.name,
-                "bound": plan.bottleneck.cost.bound,
-                "phases": {
-                    phase.name: {
-                        "time_s": round(phase.seconds, 4),
-                        "tokens": round(phase.tokens),
-                        "spent_s": {name: round(seconds, 4) for name, seconds in phase.cost.parts},
-                    }
-                    for phase in plan.phases
-                },
-            },
+            "measured": {name: round(figure, 4) for name, figure in self.measured.items()},
             "disk": {
                 "checkpoint_gib": round(plan.checkpoint_gib, 4),
                 "models_gib": round(plan.checkpoint.models / GIB, 4),
@@ -97,7 +85,6 @@ class Report:
             },
             "lengths": {
                 "prompt_tokens": plan.job.lengths.prompt,
-                "completion_tokens": plan.job.lengths.completion,
                 "longest_tokens": plan.job.lengths.longest,
             },
             "assumptions": list(assumptions(self)),
@@ -106,7 +93,7 @@ class Report:
 
 def _change(change: Remedy) -> dict[str, Any]:
     plan = change.plan
-    figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib, "step_s": plan.step_s}
+    figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib}
     return {"settings": change.settings} | {name: round(figure, 4) for name, figure in figures.items()}
 
 
@@ -248,7 +235,7 @@ def _verdict(report: Report) -> Iterator[str]:
 def _needs(plan: Plan) -> str:
     """The needs of a changed configuration."""
     host = f", {plan.host_gib:.2f} GiB of host memory" if plan.host_gib >= SMALL_GIB else ""
-    return f"{plan.peak_gib:.2f} GiB{host}, a step of {_seconds(plan.step_s)}"
+    return f"{plan.peak_gib:.2f} GiB{host}"
 
 
 def _of_ranks(plan: Plan) -> Iterator[str]:
@@ -263,28 +250,6 @@ def _of_ranks(plan: Plan) -> Iterator[str]:
     if machine.kind == "gpu" and used < machine.count and not foreign:
         are = "is" if used == 1 else "are"
         yield f"{used} of {machine.count} devices {are} used: actor.backend={spread_over(actor, machine.count)} uses all."
-
-
-def _time(plan: Plan) -> Iterator[str]:
-    rate = f"{plan.completion_tokens / max(plan.step_s, 1e-9):,.3g} completion tokens/s"
-    yield f"Time of a step: {_seconds(plan.step_s)}, {rate}"
-    everything = sum(phase.seconds for phase in plan.phases)
-    width = max(18, *(len(phase.name) + 1 for phase in plan.phases))
-    for phase in plan.phases:
-        rate = f"{phase.tokens / max(phase.seconds, 1e-9):,.3g} tokens/s" if phase.tokens else ""
-        yield (
-            f"  {phase.name:<{width}}{_seconds(phase.seconds):>10}{phase.seconds / max(everything, 1e-9):>7.0%}"
-            f"  {rate:>18}  mostly {phase.cost.bound}"
-        )
-    if plan.job.generator is not None and plan.job.generator.foreign is not None:
-        yield f"  generation is not in it: {plan.job.generator.foreign} servers' speed is not known here"
-    if plan.job.asynchronous:
-        yield "  asynchronous: generation and training go on side by side, so a step takes the longer of both"
-    yield f"Bottleneck: {plan.bottleneck.name}, {plan.bottleneck.cost.bound}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.3g} min"
 
 
 def _disk(plan: Plan) -> Iterator[str]:
@@ -305,37 +270,17 @@ def assumptions(report: Report) -> Iterator[str]:
     """The assumptions behind the figures."""
     plan = report.plan
     yield report.lengths
-    yield f"rates: {'; '.join(plan.machine.sources)}"
+    yield f"memory of the machine: {'; '.join(plan.machine.sources)}"
     yield f"{RESERVE:.0%} of the memory is left to others"
-    if plan.machine.kind == "gpu" and not plan.machine.identity:
-        yield "a device of the table: its peaks times shares that were measured elsewhere, see docs/planning.md"
     if plan.machine.kind == "gpu":
         yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
     if plan.job.generator is not None and plan.job.generator.foreign is not None:
         yield f"{plan.job.generator.foreign} servers take their share of memory, whatever they need of it"
     if plan.job.generator is not None:
-        yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
-        waiting = plan.job.actor.ranks - plan.job.generator.engines
-        if plan.job.generator.foreign is None and waiting > 0:
-            generating = _ranks(plan.job.generator.engines)
-            yield f"embedded engines generate for {generating}; {_ranks(waiting)} more wait while they do"
+        yield "every sequence has a gradient: groups without spread cost a forward pass only"
     for role, writer in plan.job.writers.items():
         lengths = writer.lengths
         what = "replies" if writer.in_episodes else "judgements"
         yield f"{role} writes {writer.requests} {what} of {lengths.longest} tokens and reads {lengths.prompt} for each"
-    yield from _spread_assumptions(plan)
-
-
-def _spread_assumptions(plan: Plan) -> Iterator[str]:
-    """The assumptions behind the figures of several ranks, and of options."""
-    ranks, machine = plan.job.actor.ranks, plan.machine
-    if ranks > 1:
-        how = "over gloo" if machine.kind == "cpu" else "from other devices of the machine"
-        yield f"each rank receives {machine.link / 1e9:.3g} GB/s {how}; a collective takes no time beside that"
     if any(model.layout.zero is not None for model in plan.job.models):
-        yield "DeepSpeed's buffers are those of its code; it hides no exchange of gradients behind computation"
-    if any(model.offload for model in plan.job.models):
-        link, stream = machine.host_link / 1e9, machine.host_stream / 1e9
-        yield f"offloading: {link:.3g} GB/s to and from host memory, {stream:.3g} GB/s for the optimizer there"
-    if any(model.compiled for model in plan.job.models):
-        yield "actor.compile changes no memory, and is planned at the speed without it, which it gains on"
+        yield "DeepSpeed's buffers are those of its code"

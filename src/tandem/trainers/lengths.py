@@ -34,37 +34,31 @@ class Known:
     said: str
 
 
-def known_lengths(config: BaseConfig, *, prompt: int | None = None, completion: int | None = None) -> Known:
-    """The lengths of a run. ``prompt``, ``completion``: what the caller knows better; a longest completion follows from
-    `gconfig.max_new_tokens` or `max_length` alone."""
+def known_lengths(config: BaseConfig, *, prompt: int | None = None) -> Known:
+    """The lengths of a run. ``prompt``: what the caller knows better; the longest completion follows from
+    `gconfig.max_new_tokens` or `max_length`."""
     try:
         found = _of_rows(config)
     except ConfigError as error:
         found = None
         why = str(error).splitlines()[0]
     if found is not None:
-        mean_prompt, mean_rest, rows, looked = found
+        mean_prompt, rows, looked = found
         said = f"prompts of {mean_prompt} tokens, the mean of the first {looked} rows"
     else:
-        mean_prompt, mean_rest, rows = ASSUMED_PROMPT, None, None
+        mean_prompt, rows = ASSUMED_PROMPT, None
         said = f"prompts of {ASSUMED_PROMPT} tokens, assumed because the data could not be read ({why})"
     if prompt is not None:
         mean_prompt, said = prompt, f"prompts of {prompt} tokens, as you said"
     if isinstance(config, SFTConfig | PreferenceConfig | RewardModelConfig):
         longest = max(1, config.max_length - mean_prompt)
-        usual = completion or min(longest, mean_rest or longest)
     else:
         longest = config.gconfig.max_new_tokens  # type: ignore[attr-defined]
-        usual = min(longest, completion or longest)
-    if completion is None and mean_rest is None:
-        said += f"; every completion takes all of its {longest} tokens, so the time is an upper bound"
-    else:
-        said += f"; completions of {usual} tokens, at most {longest}"
-    return Known(Lengths(mean_prompt, usual, longest), rows, said)
+    return Known(Lengths(mean_prompt, longest), rows, f"{said}; completions of at most {longest} tokens")
 
 
-def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
-    """(mean prompt, mean completion or None, rows, rows looked at)."""
+def _of_rows(config: BaseConfig) -> tuple[int, int, int]:
+    """(mean prompt, rows, rows looked at)."""
     tokenizer = load_tokenizer(_folder(config.actor.path), chats=True)
     if isinstance(config, SFTConfig | PreferenceConfig | RewardModelConfig):
         return _examples(config, tokenizer)
@@ -74,7 +68,7 @@ def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
         len(chat_of(tokenizer, row, config.system_prompt, config.chat_template_kwargs).prompt_ids)
         for row in rows.train.rows[:LOOKED_AT]
     ]
-    return round(sum(lengths) / len(lengths)), None, len(rows.train), len(lengths)
+    return round(sum(lengths) / len(lengths)), len(rows.train), len(lengths)
 
 
 def _folder(path: str) -> Path:
@@ -85,16 +79,15 @@ def _folder(path: str) -> Path:
     raise ConfigError(f"the tokenizer of {path} is not on this machine")
 
 
-def _examples(config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None, int, int]:
+def _examples(config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int, int]:
     recipe = recipe_of(config)
     rows, encoder = open_rows(config, recipe.reader), recipe.encoder(tokenizer, config)
-    prompts, rest = [], []
+    prompts = []
     for row in itertools.islice(rows.train.rows, LOOKED_AT):
         with contextlib.suppress(DataFailure):  # such a row is dropped in training, too
             for sequence in encoder.encode(row):
                 mask = sequence["loss_mask"].tolist()
                 prompts.append(next((i for i, trained in enumerate(mask) if trained), len(mask)))
-                rest.append(len(mask) - prompts[-1])
     if not prompts:
         raise ConfigError(f"none of the first {LOOKED_AT} rows of train_dataset can be used")
-    return round(sum(prompts) / len(prompts)), max(1, round(sum(rest) / len(rest))), len(rows.train), len(prompts)
+    return round(sum(prompts) / len(prompts)), len(rows.train), len(prompts)

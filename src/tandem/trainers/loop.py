@@ -7,6 +7,7 @@ its batch; nothing else waits. Evaluation and saving do not stop generation.
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.trainers.control import Control
 from tandem.trainers.opening import Run, start_run
-from tandem.trainers.start import check_gpus
+from tandem.trainers.start import check_gpus, with_micro_batches
 
 Prepare = Callable[[Any, RunPlan], AbstractContextManager[tuple[Rows, Any]]]
 """Checks what can be checked before there is a run folder; gives the rows, and what else was made of the configuration."""
@@ -67,10 +68,12 @@ def run_training(
     plan = plan_run(resolved.config)
     if dry_run and (absent := to_be_fetched(plan)):
         return announce_absent(resolved, plan, absent)
+    sized = with_micro_batches(resolved.config)
+    plan, config = plan_run(sized), replace(config, actor=sized.actor)
     with contextlib.ExitStack() as stack:
         rows, parts = stack.enter_context(prepare(config, plan))
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
-        memory = check_gpus(resolved.config)
+        memory = check_gpus(sized)
         examine = may_go_on(resolved.config, override=override)
         if dry_run:
             check_run_folder(resolved.config, examine)

@@ -15,7 +15,7 @@ from tandem.flow.state_parts import sleep_plan_here
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.rl import open_learning
-from tandem.trainers.start import check_gpus, prepare
+from tandem.trainers.start import check_gpus, prepare, with_micro_batches
 from tandem.trainers.supervised import RowSession, open_row_session, prepare_rows
 
 RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig
@@ -54,13 +54,14 @@ def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) 
 @contextmanager
 def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Iterator[tuple[Run[TrainConfig], Session]]:
     resolved = decided(Resolved(config, {}))
-    config, plan = resolved.config, plan_run(resolved.config)
+    config = with_micro_batches(resolved.config)
+    plan = plan_run(config)
     if passes is not None:
         check_passes(plan, passes)
     with prepare(config, plan) as (rows, parts):
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
         check_gpus(config)
-        with start_run(config, rows, plan) as run, open_learning(run, parts) as session:
+        with start_run(config, rows, plan, recorded=resolved.config) as run, open_learning(run, parts) as session:
             log_choice(resolved, run.process)
             session.wake_by_method()
             yield run, session
@@ -68,6 +69,7 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
 
 @contextmanager
 def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
+    recorded, config = config, with_micro_batches(config)
     plan, recipe = plan_run(config), recipe_of(config)
     if may_sleep(config):
         raise ConfigError(
@@ -75,7 +77,7 @@ def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
             "stage; a script calls them itself: leave it out"
         )
     check_gpus(config)
-    with prepare_rows(recipe, config, plan) as (rows, tokenizer), start_run(config, rows, plan) as run:
+    with prepare_rows(recipe, config, plan) as (rows, tokenizer), start_run(config, rows, plan, recorded=recorded) as run:
         yield run, open_row_session(recipe, run, tokenizer)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,12 +27,14 @@ from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward
 from tandem.models.catalog import describing, resolve
 from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import load_tokenizer
-from tandem.planning.fit import check_fit, memory_here
+from tandem.planning.fit import check_fit, fitting, memory_here
 from tandem.planning.plan import Plan
 from tandem.rollout.chat import chat_of
 from tandem.state.run_folder import require_writable
 
 log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=BaseConfig)
 
 LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
@@ -83,6 +85,12 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         parts.close()
         raise
     return parts
+
+
+def with_micro_batches(config: C) -> C:
+    """The configuration, its micro-batches as large as the GPUs of this machine allow, see `fitting`."""
+    device = choose_device(config)
+    return config if device == "cpu" else replace(config, actor=fitting(config, memory_here(device)))
 
 
 def check_gpus(config: BaseConfig) -> Plan | None:

@@ -4,6 +4,8 @@ Nothing lies ready anywhere, so neither side holds more than a bucket beside its
 update: one that broke leaves nothing to repair.
 """
 
+import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +52,9 @@ class CollectiveSource(WeightSource):
     device: str = "cpu"
     """The receiving engine's."""
 
+    version: str = ""
+    """The trainer's version of NCCL, which the engine's must be; empty for gloo."""
+
     def received_on(self, device: torch.device) -> "CollectiveSource":
         """Sets the receiving device. Not the process's current device: the engine's may be another."""
         return replace(self, device=str(device)) if self.backend == "nccl" else self
@@ -62,6 +67,10 @@ class CollectiveSource(WeightSource):
             raise OSError(f"the stream of weights from {self.host}:{self.port} broke off: {error}") from error
 
     def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.version != (own := version_of(self.backend)):
+            raise OSError(
+                f"the trainer has NCCL {self.version}, and this engine has {own}: install the same version for both"
+            )
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
         rank = store.add(JOINED, 1)
         if rank > self.receivers:
@@ -139,6 +148,7 @@ class CollectiveChannel(Channel):
             dtype,
             self._bucket_bytes,
             self._timeout_s,
+            version=version_of(self._backend),
         )
         num_bytes = sum(torch.Size(a.shape).numel() for a in announced) * dtype.itemsize
         return Delivery(source, digests, num_bytes, self.key)
@@ -212,13 +222,18 @@ class DeliveryGroup:
             options._timeout = wait
             self._group = gloo(store, rank, size, options)
         else:
-            self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+            nccl: Any = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = wait
+            with outliving():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
 
     def __enter__(self) -> "DeliveryGroup":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._group = None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        group, self._group = self._group, None
+        if kind is not None:
+            group.abort()  # what an NCCL call has left on the GPU ends too
 
     def broadcast(self, bucket: torch.Tensor, given_up: Callable[[], bool] = lambda: False) -> None:
         """From rank 0 to all; returns when this process has sent or received it.
@@ -239,6 +254,24 @@ class DeliveryGroup:
             work.wait()
         finally:
             del work  # it holds the connections, and an exception holds this frame
+
+
+@contextlib.contextmanager
+def outliving() -> Iterator[None]:
+    """An NCCL group that is made in this block leaves the process alive when another rank dies; torch would end it."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before, os.environ[name] = os.environ.get(name), "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def version_of(backend: str) -> str:
+    """The version of NCCL here, which must be the same on all sides; empty for gloo, which is torch's own."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
 
 
 def _device(backend: str) -> torch.device:

@@ -1,5 +1,6 @@
 """Servers as child processes: they start, say why they do not, and leave nothing behind."""
 
+import json
 import os
 import signal
 import socket
@@ -137,3 +138,82 @@ def test_a_missing_interpreter_is_a_matter_of_configuration(tmp_path):
 def test_a_free_port_is_free():
     with socket.socket() as one:
         one.bind(("127.0.0.1", free_port()))
+
+
+USERS = {
+    "LD_LIBRARY_PATH": "/opt/cuda/lib64",
+    "PATH": "/opt/bin:/usr/bin:/bin",
+    "HOME": "/home/somebody",
+    "HF_HOME": "/data/hf",
+    "HF_TOKEN": "hf_x",
+    "HF_ENDPOINT": "http://mirror",
+    "HUGGING_FACE_HUB_TOKEN": "hf_y",
+    "TRANSFORMERS_CACHE": "/data/cache",
+    "http_proxy": "http://proxy:1",
+    "HTTPS_PROXY": "http://proxy:2",
+    "NO_PROXY": "localhost",
+    "SSL_CERT_FILE": "/etc/own.pem",
+    "CUDA_VISIBLE_DEVICES": "4,5",
+    "CUDA_HOME": "/opt/cuda",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "NVIDIA_VISIBLE_DEVICES": "all",
+    "NCCL_SOCKET_IFNAME": "eth1",
+    "NCCL_IB_HCA": "mlx5",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_DEBUG": "WARN",
+    "GLOO_SOCKET_IFNAME": "eth1",
+    "UCX_NET_DEVICES": "mlx5_0:1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_HOME": "/data/torch",
+    "TORCHINDUCTOR_CACHE_DIR": "/data/inductor",
+    "TRITON_CACHE_DIR": "/data/triton",
+    "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
+    "SGLANG_ENABLE_X": "1",
+    "TMPDIR": "/tmp",
+    "LC_ALL": "C.UTF-8",
+    "SLURM_JOB_ID": "7",
+    "XDG_CACHE_HOME": "/data/cache",
+}
+"""What somebody may have set for his servers."""
+
+TORCHRUN = {
+    **{f"TORCHELASTIC_{name}": "1" for name in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "ERROR_FILE")},
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    **{f"{whose}RANK": "0" for whose in ("", "LOCAL_", "GROUP_", "ROLE_")},
+    **{f"{whose}WORLD_SIZE": "1" for whose in ("", "LOCAL_", "GROUP_", "ROLE_")},
+    **{"ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    **{"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_ASYNC_ERROR_HANDLING": "1"},
+}
+"""What torchrun sets for the ranks of a run."""
+
+PRINT = "import json, os; print(json.dumps(dict(os.environ)), flush=True)"
+FORM = """
+import datetime, sys, torch.distributed as dist
+dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=0, world_size=1, timeout=datetime.timedelta(seconds=5)
+)
+print("formed", flush=True)
+"""
+"""As SGLang does in each of its processes."""
+
+
+def last_line(tmp_path, *words):
+    server = ServerProcess.start([sys.executable, *words], log_file=tmp_path / "log")
+    until(lambda: not server.alive, 60)
+    server.close()
+    return server.last_words(1)
+
+
+def test_a_server_gets_what_the_user_has_set_and_nothing_of_torchruns(tmp_path, monkeypatch):
+    for name, value in {**USERS, **TORCHRUN}.items():
+        monkeypatch.setenv(name, value)
+    found = json.loads(last_line(tmp_path, "-c", PRINT))
+    assert {name: found.get(name) for name in USERS} == USERS
+    assert not found.keys() & TORCHRUN.keys()
+
+
+@pytest.mark.slow
+def test_a_server_under_torchrun_forms_a_process_group_of_its_own(tmp_path, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert last_line(tmp_path, "-c", FORM, str(free_port())) == "formed"

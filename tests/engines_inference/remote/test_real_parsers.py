@@ -16,6 +16,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.build import option_words
 from tandem.engines.inference.check import OURS_ALONE, check_options
+from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import own_words
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
@@ -72,7 +73,7 @@ def parsed(python, script, commands):
 
 @with_sglang
 def test_sglang_reads_the_commands_of_its_servers_as_they_are_meant():
-    commands = [SGLangServer.command(terms, 8123)[0] for terms in TERMS]
+    commands = [own_words(SGLangServer.command(terms, 8123)[0], lambda: (60 << 30, 80 << 30)) for terms in TERMS]
     options = option_words({"chunked-prefill-size": 4096, "disable-overlap-schedule": True})
     read, known, allowed = parsed(SGLANG_PYTHON, PARSE_SGLANG, [[*words[2:], *options] for words in commands])
 
@@ -83,7 +84,9 @@ def test_sglang_reads_the_commands_of_its_servers_as_they_are_meant():
         assert found["context_length"] == terms.settings.max_model_len
         assert found["skip_server_warmup"] is found["enable_metrics"] is True
         assert (found["chunked_prefill_size"], found["disable_overlap_schedule"]) == (4096, True)
-    assert [found["tp_size"] for found in read] == [1, 1, 2] and read[2]["mem_fraction_static"] == 0.4
+    assert [found["tp_size"] for found in read] == [1, 1, 2] and read[2]["mem_fraction_static"] == pytest.approx(
+        0.4 * 80 / 60, abs=1e-4
+    )
     assert [found["enable_memory_saver"] for found in read] == [False, False, True]
     cpu = read[0]
     assert (cpu["attention_backend"], cpu["sampling_backend"], cpu["sleep_on_idle"]) == ("torch_native", "pytorch", True)
@@ -102,7 +105,7 @@ def test_vllm_reads_the_commands_of_its_servers_as_they_are_meant():
         assert (found["model"], found["served_model_name"]) == ("/model", ["policy"])
         assert (found["host"], found["port"], found["seed"]) == ("127.0.0.1", 8123, 8123)
         assert (found["dtype"], found["max_num_seqs"]) == (terms.dtype, terms.settings.max_running)
-        assert found["max_model_len"] == terms.settings.max_model_len
+        assert found["max_model_len"] == (terms.settings.max_model_len or -1), "auto: what its cache holds"
         assert found["logprobs_mode"] == "processed_logprobs" and found["enable_scale_out"] is True
         assert found["worker_extension_cls"].startswith("tandem_") and len(found["middleware"]) == 1
         assert (found["enforce_eager"], found["quantization"], found["max_num_batched_tokens"]) == (True, "fp8", 4096)

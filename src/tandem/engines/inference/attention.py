@@ -358,7 +358,7 @@ class PrefillPlan:
         """``[Q, heads, D]`` attends to ``[kv_heads, S, D]``."""
         kernel = self.kernel
         grouped = queries.transpose(0, 1)[None]  # [1, heads, Q, D]
-        if kernel.softcap is None:
+        if kernel.softcap is None and (mask is None or kernel.device.type == "cpu"):  # a GPU would repeat heads for a mask
             args = grouped, keys[None], values[None], mask
             out = functional.scaled_dot_product_attention(*args, is_causal=mask is None, scale=kernel.scale, enable_gqa=True)
             return out[0].transpose(0, 1)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from tandem.engines.inference.build import python_of, read_token
 from tandem.engines.inference.decoder import gate
 from tandem.engines.inference.fused_weights import check_stored, compute_dtype
 from tandem.engines.inference.kv_cache import make_cache
-from tandem.engines.inference.remote.launch import OURS
+from tandem.engines.inference.remote.launch import inherited
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
@@ -67,8 +66,6 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         make_cache(architecture, rollout.engine, dtype, torch.device(device))
         if is_complete(folder) or any(folder.glob("pytorch_model*.bin")):
             check_stored(folder, architecture)
-        if rollout.engine.cuda_graphs and device == "cpu":
-            raise ConfigError("rollout.engine.cuda_graphs=true needs a GPU, and this run has none; leave it out")
     for one in servers or ():
         check_tensor_parallel(one.tensor, architecture.num_heads, architecture.num_kv_heads, rollout.backend)
     for kind in dict.fromkeys(one.kind for one in servers or ()):
@@ -170,7 +167,7 @@ def check_options(kind: str, python: str, options: Mapping[str, Knob]) -> None:
 
 def _environment(python: str) -> dict[str, str] | None:
     """This one for our own interpreter, and without what is about it for another."""
-    return None if python == sys.executable else {name: value for name, value in os.environ.items() if name not in OURS}
+    return None if python == sys.executable else inherited()
 
 
 def _has(package: str, python: str) -> bool:

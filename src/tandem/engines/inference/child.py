@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import torch
-
 from tandem.api.failures import EngineDied
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.core import EngineCore
@@ -31,6 +29,7 @@ from tandem.engines.inference.link import (
     StreamNews,
     portable,
 )
+from tandem.engines.inference.threads import use_gpu
 
 WATCH_S = 0.5
 """Seconds between looks at the parent's number while the pipe is silent."""
@@ -41,13 +40,14 @@ class Child:
 
     def __init__(self, connection: Connection, parent: int):
         self._connection, self._parent = connection, parent
+        self._device = "cpu"
         self._send_lock = threading.Lock()
 
     def run(self) -> None:
         """Loads the model, says `Ready`, and drives the core until told to end."""
         start: ChildStart = self._receive()
-        if start.device.startswith("cuda:"):
-            torch.cuda.set_device(start.device)  # else kernels of our own and of libraries run on the first one
+        use_gpu(start.device)  # else kernels of our own and of libraries run on the first one
+        self._device = start.device
         core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version, start.deterministic)
         driver = Driver(
             core,
@@ -86,7 +86,7 @@ class Child:
 
     def _listen(self, driver: Driver) -> None:
         # Calls wait for the driver, so they have threads of their own: one prepares weights while others come and go.
-        with ThreadPoolExecutor(4, "engine-call") as pool:
+        with ThreadPoolExecutor(4, "engine-call", use_gpu, (self._device,)) as pool:
             while True:
                 for call in map(pickle.loads, self._receive()):
                     if call.number is not None:

@@ -15,16 +15,14 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.engine_memory import chunk_tokens, takes_graphs
+from tandem.config.engine_memory import chunk_tokens, places
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.arena import Arena
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
-from tandem.engines.inference.kv_cache import KVCache, make_cache
+from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.scheduler import Scheduler
 from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, SlotBatch, Slots
-from tandem.engines.inference.static_decode import StaticDecode
 from tandem.engines.inference.stopping import StopText
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
@@ -68,17 +66,10 @@ class EngineCore:
         a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
         self._max_model_len = config.max_model_len or a.max_position_embeddings
         compute = compute_dtype(dtype, device)
-        static = takes_graphs(config, device.type, deterministic)
-        self.cache = make_cache(a, config, compute, device, Arena if static else KVCache)
-        passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len, plain=static)
-        self.slots = Slots(config.max_running, a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
+        self.cache = make_cache(a, config, compute, device)
+        passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len)
+        self.slots = Slots(places(config), a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
         self._scheduler = Scheduler(self.cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
-        self.static: StaticDecode | None = None
-        """Decode steps over static tables, which a GPU records; on a CPU they only show that they draw the same."""
-
-        if isinstance(self.cache, Arena):
-            sizes = config.max_running, self._max_model_len
-            self.static = StaticDecode(passes.decoder, passes.kernel, self.cache, self.slots, *sizes)
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
         self.version = version
@@ -211,15 +202,8 @@ class EngineCore:
 
     def _decode(self) -> Finished:
         """The next token of every sequence that decodes."""
-        slots, scheduler, static = self.slots, self._scheduler, self.static
+        slots, scheduler = self.slots, self._scheduler
         assert self.weights is not None
-        if static is not None:
-            if scheduler.changed or static.stale:
-                self._batch = slots.batch(scheduler.ordered())
-                static.plan(self._batch)
-                scheduler.changed = False
-            slots.drew(self._batch, (static.step(self.weights),), self.version.number)
-            return self._drew(self._batch)
         if scheduler.changed or not self.passes.planned:  # else it is the batch of the step before
             self._batch = slots.batch(scheduler.ordered())
             self.passes.plan(self._batch.sequences, slots.positions[self._batch.slots].tolist())
@@ -233,9 +217,6 @@ class EngineCore:
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
         """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
         self.slots.draw(batch, logits, self.version.number)
-        return self._drew(batch)
-
-    def _drew(self, batch: SlotBatch) -> Finished:
         if not self._late:
             return self._read()
         self._scheduler.leave(self.slots.at_limit(batch))  # before it is known what they drew
@@ -285,9 +266,7 @@ class EngineCore:
             ``pause_s`` without the recompute, and ``recompute_s``.
         """
         began = time.perf_counter()
-        # A recorded step reads the weights where they are: the new ones are copied there.
-        if self.static is None or self.weights is None or not self.weights.take(staged.weights):
-            self.weights = staged.weights
+        self.weights = staged.weights
         self.version = version
         scheduler = self._scheduler
         self._finished += self._read()
@@ -312,8 +291,6 @@ class EngineCore:
             self.cache.clear()
         if "weights" in parts:
             self.weights = None
-        if self.static is not None:
-            self.static.forget()
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
         """The cache comes back with the first request; weights come back by `stage` and `swap`."""
@@ -327,5 +304,5 @@ class EngineCore:
             "shared_prompt_tokens": float(scheduler.shared_tokens),
             "kv_reserved_tokens": float(cache.reserved_tokens),
             "kv_budget_tokens": float(cache.budget_tokens),
-            "kv_held_bytes": float(cache.held_bytes() + (0 if self.static is None else self.static.held_bytes())),
+            "kv_held_bytes": float(cache.held_bytes()),
         }

@@ -26,6 +26,7 @@ from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
 from tandem.engines.inference.link import ChildStart, Link
+from tandem.engines.inference.threads import use_gpu
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -140,6 +141,7 @@ class EmbeddedProcess(Embedded):
 
 def _drive(driver: Driver, callers: Callers) -> None:
     try:
+        use_gpu(driver.core.device)
         driver.run()
     except Exception as error:  # the worker boundary: whoever waits gets the cause
         callers.end(f"its thread raised {kind_and_text(error)}", error)

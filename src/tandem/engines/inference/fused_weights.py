@@ -6,7 +6,7 @@ as the float32 numbers that they are: computing in bfloat16 would be four times 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,22 +71,6 @@ class FusedWeights:
     head: Linear
     norm: torch.Tensor
     layers: list[LayerWeights]
-
-    def take(self, other: "FusedWeights") -> bool:
-        """Copies another version's numbers to where these are, which a recorded step reads; False, and nothing is done,
-        where oneDNN has packed them."""
-        if self.head.packed:
-            return False
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
-            mine.copy_(theirs)
-        return True
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor of the version, each once, in an order that all versions of a model share."""
-        linears = [self.head, *(one for layer in self.layers for one in layer.projections.values())]
-        yield from (self.embedding, self.norm, *(norm for layer in self.layers for norm in layer.norms.values()))
-        for linear in linears:
-            yield from (linear.weight,) if linear.bias is None else (linear.weight, linear.bias)
 
 
 @dataclass

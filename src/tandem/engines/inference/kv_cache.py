@@ -5,7 +5,7 @@ sequence neither reserves nor reads what a long one needs. How large a row is at
 is decided in `growth.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,13 @@ class Slab:
             self.rows[last.index] = last
 
 
+def numbered(rows: Sequence[Row | None]) -> tuple[list[Slab], list[tuple[int, int]]]:
+    """The slabs of these rows, and of each row the number of its slab and its own in it; (0, 0) for None."""
+    slabs = {id(row.slab): row.slab for row in rows if row is not None}
+    number = {key: i for i, key in enumerate(slabs)}
+    return list(slabs.values()), [(number[id(row.slab)], row.index) if row is not None else (0, 0) for row in rows]
+
+
 class KVCache:
     """All slabs, within a budget of tokens."""
 
@@ -91,11 +98,8 @@ class KVCache:
         """True if rows of these capacities can be allocated now."""
         return self.reserved_tokens + sum(capacities) <= self.budget_tokens
 
-    def reserve(self, pool: Pool, capacity: int, count: int) -> None:
+    def reserve(self, pool: Pool, capacity: int, count: int) -> Slab:
         """Grows a slab once for ``count`` further rows."""
-        self._roomy(pool, capacity, count)
-
-    def _roomy(self, pool: Pool, capacity: int, count: int) -> Slab:
         slab = self.slabs.setdefault((pool, capacity), Slab(self, pool, capacity))
         if len(slab.rows) + count > slab.size:
             # Room for some rows more than asked for, because growing copies the slab.
@@ -111,7 +115,7 @@ class KVCache:
 
     def allocate(self, pool: Pool, capacity: int) -> Row:
         """A row; the caller has asked `fits` before."""
-        slab = self._roomy(pool, capacity, 1)
+        slab = self.reserve(pool, capacity, 1)
         row = Row(slab, len(slab.rows))
         slab.rows.append(row)
         self.reserved_tokens += capacity
@@ -154,13 +158,7 @@ class KVCache:
                 slab.resize(len(slab.rows))
 
 
-def make_cache(
-    a: Architecture,
-    config: EmbeddedEngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kind: type[KVCache] = KVCache,
-) -> KVCache:
+def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
     """The cache of an embedded engine that computes in ``dtype``, still empty.
 
     Raises:
@@ -173,7 +171,7 @@ def make_cache(
             f"got {config.max_model_len}; leave it out to use all of it"
         )
     gib = cache_gib(config, device.type)
-    cache = kind(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, gib)
+    cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, gib)
     if cache.budget_tokens < 32:
         raise ConfigError(
             f"rollout.engine.kv_cache_gib={gib} holds {cache.budget_tokens} tokens of this model, "

@@ -8,6 +8,7 @@ from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, 
 from tandem.engines.inference.decoder import Decoder
 from tandem.engines.inference.fused_weights import FusedWeights
 from tandem.engines.inference.kernels import kernels
+from tandem.engines.inference.paged import PackedPrefill, PagedDecode
 from tandem.engines.inference.row_attention import RowAttention, attends
 from tandem.engines.inference.sequences import Prefill, Sequence
 from tandem.models.architecture import Architecture
@@ -24,15 +25,13 @@ class Passes:
         compute: torch.dtype,
         device: torch.device,
         max_len: int,
-        plain: bool,
     ):
-        """``plain``: by torch's own operations, whatever is compiled."""
         self._device = device
         self.kernel = Kernel.of(architecture, compute, device)
-        compiled = kernels(compute) if device.type == "cpu" and not plain else None
+        compiled = kernels(compute) if device.type == "cpu" else None
         self._compiled = compiled if attends(self.kernel) else None  # attention, too
         self.decoder = Decoder(architecture, dtype, compute, device, max_len, compiled)
-        self._plan: DecodePlan | RowAttention | None = None
+        self._plan: DecodePlan | PagedDecode | RowAttention | None = None
 
     def prefill(
         self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan]
@@ -49,9 +48,11 @@ class Passes:
             if job.done == len(job.tokens):
                 complete.append(job)
                 keep.append(end - 1)
-        plan: PrefillPlan | RowAttention
+        plan: PackedPrefill | PrefillPlan | RowAttention
         if self._compiled is not None:
             plan = RowAttention.of_pieces(self._compiled, self.kernel, pieces)
+        elif PackedPrefill.takes(self.kernel):
+            plan = PackedPrefill(self.kernel, pieces)
         else:
             plan = PrefillPlan(self.kernel, pieces, self.decoder.windows)
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
@@ -83,6 +84,8 @@ class Passes:
         prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
         if self._compiled is not None:
             self._plan = RowAttention(self._compiled, self.kernel, rows, own, prompts, starts)
+        elif self._device.type == "cuda":
+            self._plan = PagedDecode(self.kernel, rows, prompts, own, starts)
         else:
             self._plan = DecodePlan(self.kernel, rows, prompts, own, starts, self.decoder.windows)
 

@@ -11,7 +11,7 @@ import torch
 
 from tandem.engines.inference.attention import Kernel, PrefillSpan
 from tandem.engines.inference.kernels import HEAD_DIMS, AttentionPlan, Kernels, Layer
-from tandem.engines.inference.kv_cache import Row, Slab
+from tandem.engines.inference.kv_cache import Row, numbered
 
 _TILE_QUERIES = 48
 """``kQueries`` of `kernels.cpp`: most queries of a tile, which has ``group`` of each token."""
@@ -43,11 +43,8 @@ class RowAttention:
         starts: Sequence[int],
     ):
         self._kernels, self._kernel = kernels, kernel
-        slabs = {id(row.slab): row.slab for row in (*rows, *prompts) if row is not None}
-        self._slabs: list[Slab] = list(slabs.values())
-        number = {key: i for i, key in enumerate(slabs)}
-        place = [(number[id(row.slab)], row.index) for row in rows]
-        before = [(number[id(row.slab)], row.index) if row is not None else (0, 0) for row in prompts]
+        self._slabs, places = numbered([*rows, *prompts])
+        place, before = places[: len(rows)], places[len(rows) :]
         # Of each prompt (or row, without one) together, otherwise in the order given.
         key = [
             (start > 0, *(prompt if start else own_row))

@@ -145,11 +145,8 @@ class Slots:
         def table(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros((count, *shape), dtype=dtype)
 
-        self.last = torch.zeros(count + 1, dtype=torch.long, device=device)
-        """Newest token, not yet in the cache; on the device, where the next step begins with it. It ends with `unused`."""
-
-        self.unused = count
-        """A line of `last` that no sequence has."""
+        self.last = torch.zeros(count, dtype=torch.long, device=device)
+        """Newest token, not yet in the cache; on the device, where the next step begins with it."""
 
         self.positions = table(torch.long)
         """Absolute position of the next token to be drawn."""
@@ -224,17 +221,6 @@ class Slots:
             minimums=bool((self._minimums[slots] > 0).any()),
         )
 
-    def lines(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The lines ``slots [B]`` as a step with static tables reads them, on the host.
-
-        Returns:
-            int64 ``[7, B]``: slot, position, stream of the noise, top-k, tokens drawn, least number of them, greedy; float32
-            ``[2, B]``: temperature, top-p; and stop tokens ``[B, S]``, filled up with -1.
-        """
-        tables = self.positions, self._streams, self._top_k, self.counts, self._minimums, self._greedy
-        ints = torch.stack((slots, *(one[slots].long() for one in tables)))
-        return ints, torch.stack((self._temperatures[slots], self._top_p[slots])), self._stop[slots]
-
     def draw(self, batch: SlotBatch, logits: torch.Tensor, version: int) -> None:
         """Draws the next tokens from ``logits [B, V]`` on the device. The host waits for nothing; `record` does."""
         slots, rows = batch.slots, batch.rows
@@ -248,11 +234,6 @@ class Slots:
         found = sample(logits, uniforms, rows, forbidden, self._compiled)
         self.last[batch.places] = found[0]
         sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
-        self.drew(batch, sent, version)
-
-    def drew(self, batch: SlotBatch, sent: tuple[torch.Tensor, ...], version: int) -> None:
-        """The sequences have one token more; ``sent``: as `DrawnTokens.found`, still on the device."""
-        slots, counts = batch.slots, self.counts[batch.slots]
         self.positions[slots] += 1
         self.counts[slots] = counts + 1
         self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent))))

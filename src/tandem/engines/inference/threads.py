@@ -6,7 +6,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
+
+
+def use_gpu(device: torch.device | str) -> None:
+    """Makes a GPU the current one of this thread; no thread has that from the one that made it. Nothing on a CPU."""
+    if str(device).startswith("cuda:"):
+        torch.cuda.set_device(device)
 
 
 def in_thread(name: str, function: Callable[..., T], *arguments: Any) -> Future[T]:

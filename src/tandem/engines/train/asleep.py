@@ -26,7 +26,7 @@ from tandem.api.keyed_sum import WORDS, KeyedSum, keyed_sum
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX
 from tandem.engines.train.optimizer import Optimizer
-from tandem.models.allocator import mapped_blocks
+from tandem.models.allocator import give_back, mapped_blocks
 from tandem.models.lora import A, B
 from tandem.models.stored import CACHE_LINE, TRUNK, Stored, read_whole, stored_tensors
 
@@ -227,6 +227,8 @@ class EngineMemory:
 
     def _move(self, part: TrainPart, device: torch.device) -> None:
         (self._holder if part == "parameters" else self._optimizer).move(device)
+        if device.type == "cpu":  # else only torch could use the memory again
+            give_back()
         copies = self._holder.copies() if part == "parameters" else []
         self._moved += sum(region.num_bytes for _, region in self._regions(part)) + sum(copy.nbytes for copy in copies)
 

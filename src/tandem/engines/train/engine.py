@@ -128,7 +128,7 @@ class SpreadEngine(TrainEngine):
         """The micro-batches of this rank; the same number on every rank. ``chosen [N]`` bool: of these sequences only."""
         layout = self.ranks.layout
         # ranks that share tokens compute a part of them each
-        budget = self.config.max_tokens_per_micro_batch * layout.context
+        budget = self.config.micro_batch_tokens * layout.context
         return micro_batches(batch, budget, self.ranks.batch, layout.batches, chosen)
 
     def _gathered(self, totals: Totals) -> dict[str, float]:

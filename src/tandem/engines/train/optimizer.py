@@ -101,13 +101,9 @@ class Optimizer:
         self._holder.take_moments(self.adamw, state["moments"])
 
     def _gradient_norm(self) -> float:
-        """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""
-        squares = [
-            self._holder.square_sum(gradient)
-            for name, gradient in self._holder.named_local_gradients()
-            if self._counts(name)
-        ]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        """Global L2 norm; on a CPU summed in float64, so that it does not depend on how parameters are cut."""
+        counted = [gradient for name, gradient in self._holder.named_local_gradients() if self._counts(name)]
+        total = self._holder.square_sums(counted)
         return math.sqrt(float(sum_over_ranks(total.to(self._holder.device), self._ranks.group)))
 
     def _counts(self, name: str) -> bool:

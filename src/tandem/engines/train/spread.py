@@ -18,7 +18,7 @@ from tandem.engines.train.zero import ZeroHolder
 from tandem.models.adapter_beside import AdapterBeside
 from tandem.models.adapter_folder import read_adapter
 from tandem.models.catalog import resolve
-from tandem.models.compiled import compile_layers
+from tandem.models.compiled import compile_layers, compiles
 from tandem.models.context_parallel import divides_heads
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import ClassLabel, is_token_classifier
@@ -79,7 +79,7 @@ def open_spread(
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
     pieces = None if ranks.tensor is None else cut_matrices(model, ranks.tensor, ranks.key)
-    if config.compile:
+    if compiles(config, device):
         compile_layers(model, device)
 
     def fill(module: nn.Module) -> None:

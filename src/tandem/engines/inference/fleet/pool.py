@@ -215,7 +215,13 @@ class Fleet(Controlled):
         self.roster.paused = False
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """Raises `RuntimeError` while requests are under way."""
+        """Waits for servers on their way, so that they sleep too: one that comes back would take all its memory meanwhile.
+
+        Raises:
+            RuntimeError: requests are under way.
+        """
+        if not self.roster.quiet:  # else none is on its way
+            self._wait_for(list(self.roster.members.values()))
         if self.roster.requests():
             raise RuntimeError(f"sleep is refused while {self.roster.requests()} requests are under way")
         self.roster.asleep |= set(parts)  # first, so that none is asked for a token meanwhile

@@ -8,6 +8,7 @@ closes it, and also when this process is killed: nobody is left who would hold m
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,8 +37,17 @@ POLL_S = 0.25
 PROGRESS_S = 5.0
 """Seconds between words of progress while a server starts."""
 
-OURS = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables of this environment that a server in another one must not get."""
+_OURS = re.compile(
+    "PYTHONPATH|PYTHONHOME|OMP_NUM_THREADS|MKL_NUM_THREADS|RANK|WORLD_SIZE|"
+    "(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|TORCH_NCCL)_.*|NCCL_ASYNC.*"
+)
+"""Variables of this environment that a server in another one must not get. With those of torchrun it would look for a
+store of our launcher's when it forms a process group of its own, and wait in vain."""
+
+
+def inherited() -> dict[str, str]:
+    """What a server gets of this environment: all that the user has set."""
+    return {name: value for name, value in of_others(os.environ).items() if not _OURS.fullmatch(name)}
 
 
 def free_port() -> int:
@@ -109,7 +119,6 @@ class ServerProcess:
         if not Path(command[0]).is_file():
             raise ConfigError(f"a server's interpreter must be a file, got {command[0]}; give the python of its environment")
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        inherited = {name: value for name, value in of_others(os.environ).items() if name not in OURS}
         read, write = os.pipe()
         kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
         if keep is not None:
@@ -124,7 +133,7 @@ class ServerProcess:
                 stderr=log,
                 pass_fds=fds,
                 start_new_session=True,  # the terminal's Ctrl-C does not reach it
-                env={**inherited, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                env={**inherited(), "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
         os.close(read)
         assert keeper.stdout is not None

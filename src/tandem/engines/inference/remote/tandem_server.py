@@ -385,8 +385,6 @@ def server_command(
     words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
     words += [str(word) for root in weights_roots for word in ("--weights-root", root)]
     keep = ["--keep-kv-on-update"] if config.keep_kv_on_update else []
-    if config.cuda_graphs is not None:
-        keep.append("--cuda-graphs" if config.cuda_graphs else "--no-cuda-graphs")
     return [sys.executable, "-P", "-m", "tandem", "serve", str(folder), *words, *keep]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
+from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
@@ -62,7 +63,8 @@ class SGLangProtocol(ServerProtocol):
     sleep_remedy = "start it on a GPU with --enable-memory-saver, which needs the package torch_memory_saver there"
 
     def seed(self, stream: int, position: int) -> int:
-        """This server's noise is a function of seed and position already."""
+        """This server's noise is a function of seed and position already, where it was started with
+        `--enable-deterministic-inference`; else it ignores the seed."""
         return stream
 
     def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
@@ -217,11 +219,13 @@ class SGLangServer(ForeignServer):
         words += ["--dtype", terms.dtype]
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
-        words += ["--max-running-requests", str(settings.max_running), "--random-seed", str(port)]
+        words += ["--random-seed", str(port)]
+        if settings.max_running is not None:
+            words += ["--max-running-requests", str(settings.max_running)]
         if settings.max_model_len is not None:
             words += ["--context-length", str(settings.max_model_len)]
         if terms.seat is not None:
-            words += ["--tp-size", str(len(terms.seat.devices)), "--mem-fraction-static", str(terms.seat.memory_share)]
+            words += ["--tp-size", str(len(terms.seat.devices)), MEMORY_SHARE, str(terms.seat.memory_share)]
         if terms.sleeps:
             words += ["--enable-memory-saver"]
         environment = {"HF_HUB_OFFLINE": "1"}

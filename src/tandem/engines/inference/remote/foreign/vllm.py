@@ -237,9 +237,11 @@ class VllmServer(ForeignServer):
         settings = terms.settings
         words = [terms.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(terms.folder)]
         words += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", terms.dtype]
-        words += ["--max-num-seqs", str(settings.max_running), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-        if settings.max_model_len is not None:
-            words += ["--max-model-len", str(settings.max_model_len)]
+        words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+        if settings.max_running is not None:
+            words += ["--max-num-seqs", str(settings.max_running)]
+        # auto: its cache must hold one sequence of that length, which the model's whole context may not be
+        words += ["--max-model-len", str(settings.max_model_len or "auto")]
         words += ["--worker-extension-cls", _EXTENSION, "--middleware", _LOCK]
         words += ["--seed", str(port)]  # two servers must not draw alike
         environment = {

@@ -1,7 +1,8 @@
 """Weights to a server by a process group that stays up between updates; this process is rank 0 of it.
 
 gloo on CPUs; NCCL by its name on GPUs, which has never been run. A group serves one server, so that one that dies breaks no
-other. What goes wrong closes the group, and the next update makes another.
+other. What goes wrong aborts the group, which also ends what an NCCL call has left on the GPU, and the next update makes
+another.
 """
 
 import itertools
@@ -15,9 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import joined, num_bytes_of
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import (
+    compare_versions,
+    joined,
+    key_of,
+    num_bytes_of,
+)
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 BUCKET_BYTES = 64 << 20
 """Tensors that are announced together; the server holds so much beside its weights."""
 
@@ -82,24 +88,39 @@ class WeightGroup:
             kind = "cuda" if backend == "nccl" else "cpu"
             for prefix in (self.name, f"{self.name}/", f"{kind}/") if prefixes else ():
                 store = dist.PrefixStore(prefix, store)
+            if not prefixes:
+                there = [key_of(rank) for rank in range(1, size)]
+                while not (store.check(there) or asked.done()):  # done: it has died or refused
+                    time.sleep(POLL_S)
+                if not store.check(there):
+                    asked.result()
+                compare_versions(store, 0, range(1, size), backend)
             self._group = joined(store, 0, size, backend, host, TIMEOUT_S)
             asked.result()
 
     def broadcast(self, tensor: torch.Tensor, taken: "Future[Any]") -> None:
         """To all ranks of the server. ``taken``: the call by which they take it; where it fails nobody waits for them."""
+        deadline = time.monotonic() + TIMEOUT_S
         work = self._group.broadcast([tensor.to(self._device)], dist.BroadcastOptions())
         try:
             while not work.is_completed():
                 if taken.done():
                     taken.result()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no progress for {TIMEOUT_S:g} s")
                 time.sleep(POLL_S)
             work.wait()
+        except BaseException:
+            self.close()  # before anybody waits for a server that waits for this group
+            raise
         finally:
             del work  # it holds the connections, and an exception holds this frame
 
     def close(self) -> None:
-        """This end of it; idempotent."""
-        self._group = None
+        """This end of it, with what is under way; idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
 def flat_buckets(named: Iterator[tuple[str, torch.Tensor]], plan: list[list[BucketEntry]]) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ It runs in vLLM's environment (``--worker-extension-cls``), where there is no Ta
 """
 
 import base64
+import contextlib
 import mmap
 import os
 import socket
@@ -24,11 +25,13 @@ class TandemWorker:
     model_runner: Any
     rank: int
     device: torch.device
+    tandem_group: Any = None
 
     def tandem_join(self, host: str, port: int, size: int, backend: str, timeout_s: float) -> None:
         """Joins a group of which the trainer, at this address, is rank 0; one that was joined before is left."""
         self.tandem_leave()
         store = dist.TCPStore(host, port, size, False, timedelta(seconds=timeout_s))
+        compare_versions(store, 1 + self.rank, (0,), backend)
         self.tandem_group = joined(store, 1 + self.rank, size, backend, own_address(host), timeout_s)
         self._tandem_device = self.device if backend == "nccl" else torch.device("cpu")
 
@@ -38,8 +41,10 @@ class TandemWorker:
         pack_again(self.model_runner.get_model())
 
     def tandem_leave(self) -> None:
-        """Closes this end of the group; nothing if there is none."""
-        self.tandem_group = None
+        """Closes this end of the group, with what is under way; nothing if there is none."""
+        group, self.tandem_group = self.tandem_group, None
+        if group is not None:
+            group.abort()
 
     def tandem_load(self, place: dict[str, Any]) -> None:
         """Takes the weights that lie at a `WeightSource.place`; the server is paused meanwhile."""
@@ -113,13 +118,54 @@ def narrows(sampling_metadata: Any) -> bool:
     return any(getattr(one, "min_toks", None) for one in sampling_metadata.logitsprocs.non_argmax_invariant)
 
 
+def version_of(backend: str) -> str:
+    """The library's version, which must be the same on all ranks; gloo is torch's own, and asks for none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else "any"
+
+
+def key_of(rank: int) -> str:
+    """The key of the store under which a rank says its version when it joins."""
+    return f"version of {rank}"
+
+
+def compare_versions(store: Any, rank: int, others: Iterable[int], backend: str) -> None:
+    """Says this rank's version of the library, and waits for those of others.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    own = version_of(backend)
+    store.set(key_of(rank), own)
+    for other in others:
+        theirs = store.get(key_of(other)).decode()
+        if theirs != own:
+            raise RuntimeError(
+                f"rank {rank} of the weight group has {backend.upper()} {own}, and rank {other} has {theirs}: install the "
+                "same version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
+            )
+
+
+@contextlib.contextmanager
+def outliving() -> Iterator[None]:
+    """An NCCL group that is made in this block leaves the process alive when another rank dies; torch would end it."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before, os.environ[name] = os.environ.get(name), "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
 def joined(store: Any, rank: int, size: int, backend: str, host: str, timeout_s: float) -> Any:
     """A process group beside all others. ``host``: an address of this machine that the other ranks reach."""
     wait = timedelta(seconds=timeout_s)
     if backend == "nccl":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        with outliving():
+            return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks its options and its collective calls
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname=host)], wait
