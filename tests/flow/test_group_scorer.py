@@ -198,7 +198,7 @@ def test_what_is_read_is_the_last_trajectory_or_the_row_with_its_tools_and_the_r
         reader.conversation(sample, {})
 
 
-def test_a_marker_stands_in_the_place_of_the_separator_and_a_step_is_earned_where_its_text_ends():
+def test_a_marker_replaces_the_separator_and_a_step_is_earned_where_its_text_ends():
     reader = ModelReader(TOKENIZER, same_tokens=True, max_length=64, actor=TOKENIZER)
     sample = said("three trees\n\nseven")
     marked = reader.steps(sample, {}, "\n\n", marker="<|endoftext|>", place=True)
