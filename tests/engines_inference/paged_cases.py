@@ -123,6 +123,7 @@ def run_case(number, loads):
         "keys": max(lengths),
         "error": (out.view(exact.shape).double() - exact).abs().max().item(),
         "flash": flash,
+        "capped": args[-1] is not None,
         "largest": exact.abs().max().item(),
         "written": written,
         "loaded": loaded,

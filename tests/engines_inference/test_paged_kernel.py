@@ -44,7 +44,8 @@ def test_the_kernel_is_as_exact_as_flash_attention_and_loads_each_key_once():
     assert len(cases) == CASES and len(long) == 60 and max(case["keys"] for case in long) == 5000
     for case in cases:
         assert case["written"], case
-        assert case["error"] <= max(case["flash"], 1e-5 * case["largest"]), case
+        limit = case["largest"] / 256 if case["capped"] else case["flash"]  # flash knows no soft-caps: a rounding then
+        assert case["error"] <= max(limit, 1e-5 * case["largest"]), case
         if case["dtype"] == "float32":
             assert case["error"] <= 1e-5 * max(1.0, case["largest"]), case
     for some in (cases, long):
