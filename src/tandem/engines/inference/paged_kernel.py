@@ -91,33 +91,14 @@ def kernels() -> tuple[Any, Any]:
     return triton.jit(_splits, **changing), triton.jit(_join, **changing)
 
 
+# fmt: off
 def _splits(
-    queries,
-    new_keys,
-    new_values,
-    table,
-    addresses,
-    parts,
-    sums,
-    query_stride,
-    key_stride,
-    value_stride,
-    rows,
-    slabs,
-    splits,
-    window,
-    scale,
-    softcap,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    queries, new_keys, new_values, table, addresses, parts, sums,
+    query_stride, key_stride, value_stride, rows, slabs, splits, window, scale, softcap,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    DIMS: tl.constexpr, SPLIT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
+    # fmt: on
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     prompt, own = tl.load(table + 3 * rows + row), tl.load(table + 7 * rows + row)
     last = prompt + own - 1  # the new token
