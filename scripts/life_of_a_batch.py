@@ -101,8 +101,6 @@ BESIDE = {
         "roles/parts",
     ),
     "for an option": (
-        "engines/inference/paged",
-        "engines/inference/paged_kernel",
         "engines/inference/stopping",
         "engines/train/asleep",
         "roles/critic",

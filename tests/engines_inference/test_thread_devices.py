@@ -10,7 +10,7 @@ import torch
 
 from tandem.engines.inference.callers import Callers
 from tandem.engines.inference.child import Child
-from tandem.engines.inference.embedded import _drive
+from tandem.engines.inference.embedded import drive
 from tandem.engines.inference.link import MethodCall
 
 
@@ -19,15 +19,15 @@ def test_each_thread_that_serves_an_engine_takes_the_engines_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({threading.get_ident(): str(device)}))
     ours, theirs = Pipe()
     child, seen = Child(theirs, os.getppid()), []
-    child._device = "cuda:3"
+    child.device = "cuda:3"
 
     def look(*arguments):
         seen.append(current.get(threading.get_ident()))
 
     ours.send_bytes(pickle.dumps([pickle.dumps(MethodCall(1, "pause")), pickle.dumps(MethodCall(None, "stop"))]))
-    child._listen(SimpleNamespace(call=look, stop=lambda: None))
+    child.listen(SimpleNamespace(call=look, stop=lambda: None))
     driver = SimpleNamespace(core=SimpleNamespace(device=torch.device("cuda:2")), run=look)
-    thread = threading.Thread(target=_drive, args=(driver, Callers()))
+    thread = threading.Thread(target=drive, args=(driver, Callers()))
     thread.start()
     thread.join()
     assert seen == ["cuda:3", "cuda:2"]

@@ -61,7 +61,7 @@ def test_the_longest_prompt_is_found_though_not_all_are_made_into_tokens():
     assert counting.calls < 5
 
 
-def test_a_server_gets_the_longest_prompt_and_answer_and_no_more_than_the_model_takes(tmp_path):
+def test_a_server_gets_the_longest_prompt_and_answer_at_most_the_models_context(tmp_path):
     folder = tiny_model_folder(tmp_path, max_position_embeddings=4096)
     rows, sampling = rows_of(["short", "x" * 600], ["y" * 100]), ["gconfig.max_new_tokens=300"]
     most = longest_prompt(TrainConfig(), rows.train.rows, tiny_tokenizer()) + 300

@@ -314,7 +314,7 @@ def test_where_no_engine_switches_the_version_before_stays_and_no_other_lies_rea
     publisher.close()
 
 
-def test_the_death_of_the_only_engine_is_told_as_such_and_that_of_one_of_several_is_a_failed_update():
+def test_the_death_of_the_only_engine_is_told_and_of_one_of_several_a_failed_update():
     dying = Staged(prepare=EngineDied("it was killed"))
     with pytest.raises(EngineDied):
         publisher_of(dying).publish()
@@ -334,7 +334,7 @@ def test_only_the_version_that_is_served_is_delivered_again():
         publisher.deliver_again()
 
 
-def test_a_version_that_was_kept_stays_as_it_was_and_one_whose_folder_is_gone_is_none(tmp_path):
+def test_a_kept_version_stays_as_it_was_and_without_its_folder_it_is_none(tmp_path):
     archive, weights = VersionArchive(lambda number: True, most=1), torch.ones(3)
     archive.keep(1, LocalSource((("w", weights),)))
     archive.keep(2, FolderSource(tmp_path / "gone"))

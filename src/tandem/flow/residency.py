@@ -262,7 +262,7 @@ class Residency:
         with self._team.together():  # rank 0 puts servers on the devices of all ranks to sleep
             if self._engine is not None:
                 self._wait_until_idle(self._engine)
-                self._engine.sleep(tuple(part.what for part in parts))  # type: ignore[arg-type]
+                self._engine.sleep(tuple(part.what for part in parts))  # type: ignore[misc]
         given = free_bytes() - before  # by servers: what an embedded engine frees is this process' still
         give_back()
         if Part(ENGINE, "kv_cache") in parts:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from tandem.api.weights import tensor_digest
-from tandem.engines.inference.remote.foreign import weight_group
 from tandem.engines.inference.remote.foreign.in_server import tandem_vllm_worker
 from tandem.engines.inference.remote.foreign.weight_group import (
     GroupDelivery,
@@ -98,7 +97,7 @@ def update(delivery, server):
     plan, found = plan_buckets([(n, t.shape, "float32") for n, t in SENT.items()], 4096), []
 
     def join(host, port, name):
-        server.call("tandem_join", host=host, port=port, size=2, backend="gloo", timeout_s=weight_group.TIMEOUT_S)
+        server.call("tandem_join", host=host, port=port, size=2, backend="gloo", timeout_s=IMPATIENCE_S)
 
     def send(group):
         with ThreadPoolExecutor(1) as pool:
@@ -107,12 +106,13 @@ def update(delivery, server):
                 group.broadcast(bucket, taken)
             found.append(taken.result())
 
-    delivery.send(lambda: WeightGroup(Way("127.0.0.1"), 2, join), send)
+    delivery.send(lambda: WeightGroup(Way("127.0.0.1"), 2, join, timeout_s=IMPATIENCE_S), send)
     return found[0]
 
 
-def test_a_server_may_die_at_each_of_its_calls_and_the_next_update_delivers(monkeypatch):
-    monkeypatch.setattr(weight_group, "TIMEOUT_S", IMPATIENCE_S)
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_server_may_die_at_each_of_its_calls_and_the_next_update_delivers():
     delivery, died = GroupDelivery(Way("127.0.0.1")), 0
     while True:
         mortal, began = Server(died + 1), time.monotonic()
@@ -134,9 +134,8 @@ def test_a_server_may_die_at_each_of_its_calls_and_the_next_update_delivers(monk
     assert died >= 10, "receive, connect, join, answer, receive, two buckets with their waits, answer"
 
 
-def test_a_group_that_fails_is_aborted_before_anybody_waits_for_the_server(monkeypatch):
+def test_a_group_that_fails_is_aborted_before_anybody_waits_for_the_server():
     """An NCCL kernel goes on when its group is only forgotten, and a server that waits for it answers never."""
-    monkeypatch.setattr(weight_group, "TIMEOUT_S", 0.2)
     done, group = [], object.__new__(WeightGroup)
 
     class Stuck:
@@ -144,7 +143,7 @@ def test_a_group_that_fails_is_aborted_before_anybody_waits_for_the_server(monke
         broadcast = lambda self, *given: Stuck()  # noqa: E731
         is_completed = lambda self: False  # noqa: E731
 
-    group._group, group._device = Stuck(), "cpu"
+    group.group, group.device, group.timeout_s = Stuck(), "cpu", 0.2
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(lambda: [time.sleep(0.01) for _ in iter(lambda: bool(done), True)])
         with pytest.raises(RuntimeError, match=r"no progress for 0\.2 s"):

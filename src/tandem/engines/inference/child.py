@@ -40,14 +40,14 @@ class Child:
 
     def __init__(self, connection: Connection, parent: int):
         self._connection, self._parent = connection, parent
-        self._device = "cpu"
+        self.device = "cpu"
         self._send_lock = threading.Lock()
 
     def run(self) -> None:
         """Loads the model, says `Ready`, and drives the core until told to end."""
         start: ChildStart = self._receive()
         use_gpu(start.device)  # else kernels of our own and of libraries run on the first one
-        self._device = start.device
+        self.device = start.device
         core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version, start.deterministic)
         driver = Driver(
             core,
@@ -80,13 +80,13 @@ class Child:
 
     def _read(self, driver: Driver) -> None:
         try:
-            self._listen(driver)
+            self.listen(driver)
         except Exception as error:  # the worker boundary: the parent gets the cause
             self.die(error)
 
-    def _listen(self, driver: Driver) -> None:
+    def listen(self, driver: Driver) -> None:
         # Calls wait for the driver, so they have threads of their own: one prepares weights while others come and go.
-        with ThreadPoolExecutor(4, "engine-call", use_gpu, (self._device,)) as pool:
+        with ThreadPoolExecutor(4, "engine-call", use_gpu, (self.device,)) as pool:
             while True:
                 for call in map(pickle.loads, self._receive()):
                     if call.number is not None:

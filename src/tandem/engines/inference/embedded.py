@@ -94,7 +94,7 @@ class EmbeddedEngine(Embedded):
             deliver=callers.resolve,
             progress=callers.progress,
         )
-        thread = threading.Thread(target=_drive, args=(driver, callers), name="embedded-engine", daemon=True)
+        thread = threading.Thread(target=drive, args=(driver, callers), name="embedded-engine", daemon=True)
         super().__init__(driver, callers, version, _end, driver, callers, thread)
         thread.start()
 
@@ -139,7 +139,7 @@ class EmbeddedProcess(Embedded):
         self.control("set_threads", threads)
 
 
-def _drive(driver: Driver, callers: Callers) -> None:
+def drive(driver: Driver, callers: Callers) -> None:
     try:
         use_gpu(driver.core.device)
         driver.run()

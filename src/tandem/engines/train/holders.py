@@ -212,9 +212,9 @@ class Holder(ABC):
 
     def square_sums(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of the squares of several, ``[]`` float64. On a GPU a few kernels read each gradient once, which sum float32
-        in a tree: the relative error is below 1e-6, and depends on how parameters are cut."""
+        in a tree; the result depends on how parameters are cut."""
         if gradients and gradients[0].is_cuda:
-            return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
         sums = [self.square_sum(gradient) for gradient in gradients]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 

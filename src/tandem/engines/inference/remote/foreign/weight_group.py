@@ -73,13 +73,22 @@ class Way(NamedTuple):
 class WeightGroup:
     """The trainer's end. ``size``: all ranks, this one too."""
 
-    def __init__(self, way: "Way", size: int, join: Callable[[str, int, str], Any], *, prefixes: bool = False):
+    def __init__(
+        self,
+        way: "Way",
+        size: int,
+        join: Callable[[str, int, str], Any],
+        *,
+        prefixes: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ):
         """``join(host, port, name)`` asks the server to join, which it answers once it has. ``prefixes``: it makes its end
         with torch's own helper, which puts three words before the keys of the store."""
-        host, backend, self._device = way
+        host, backend, self.device = way
+        self.timeout_s = timeout_s
         self.name = f"tandem-{next(_numbers)}"
         listening = socket.create_server((host, 0))  # torch's own socket would listen at all addresses of this machine
-        port, wait = listening.getsockname()[1], timedelta(seconds=TIMEOUT_S)
+        port, wait = listening.getsockname()[1], timedelta(seconds=timeout_s)
         with ThreadPoolExecutor(1, "weight-group") as pool:
             asked = pool.submit(join, host, port, self.name)
             store: dist.Store = dist.TCPStore(
@@ -95,19 +104,19 @@ class WeightGroup:
                 if not store.check(there):
                     asked.result()
                 compare_versions(store, 0, range(1, size), backend)
-            self._group = joined(store, 0, size, backend, host, TIMEOUT_S)
+            self.group = joined(store, 0, size, backend, host, timeout_s)
             asked.result()
 
     def broadcast(self, tensor: torch.Tensor, taken: "Future[Any]") -> None:
         """To all ranks of the server. ``taken``: the call by which they take it; where it fails nobody waits for them."""
-        deadline = time.monotonic() + TIMEOUT_S
-        work = self._group.broadcast([tensor.to(self._device)], dist.BroadcastOptions())
+        deadline = time.monotonic() + self.timeout_s
+        work = self.group.broadcast([tensor.to(self.device)], dist.BroadcastOptions())
         try:
             while not work.is_completed():
                 if taken.done():
                     taken.result()
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"no progress for {TIMEOUT_S:g} s")
+                    raise RuntimeError(f"no progress for {self.timeout_s:g} s")
                 time.sleep(POLL_S)
             work.wait()
         except BaseException:
@@ -118,7 +127,7 @@ class WeightGroup:
 
     def close(self) -> None:
         """This end of it, with what is under way; idempotent."""
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         if group is not None:
             group.abort()
 
