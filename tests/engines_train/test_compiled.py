@@ -9,7 +9,7 @@ from tests.engines_train.steps import distance, random_batch, weights_of
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.filterwarnings("default")]
 
 LAYOUTS = {1: ("d1", "d1 adapted"), 2: ("d2 recomputed", "d1t2", "d2 adapted")}
 
