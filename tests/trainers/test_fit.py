@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -81,12 +82,12 @@ LONG = ["gconfig.n_samples=8", "gconfig.max_new_tokens=4096", "rollout.batch_siz
 
 def fitted(keys, machine, shape=QWEN_1_5B):
     config = load_config(TrainConfig, None, [*RL, *LONG, *keys]).config
-    return fitting(config, machine, planner(config, machine, lambda path: shape)).max_tokens_per_micro_batch
+    return fitting(config, machine, planner(config, machine, lambda path: shape))
 
 
 def test_micro_batches_are_as_large_as_the_gpu_allows_and_share_prompts():
     recomputed = "actor.gradient_checkpointing=true"
-    tokens = fitted([recomputed], gpus("GPU", 80, 1))
+    tokens = fitted([recomputed], gpus("GPU", 80, 1)).max_tokens_per_micro_batch
     samples = [PlannedSequence(prompt, 1024, 4096) for prompt in range(64) for _ in range(8)]
 
     def computed(most):
@@ -94,11 +95,22 @@ def test_micro_batches_are_as_large_as_the_gpu_allows_and_share_prompts():
         return sum(4096 * len(batch) + 1024 * len({samples[i].prompt for i in batch}) for batch in batches)
 
     assert computed(tokens) <= 2_200_000 < 2_600_000 < computed(4096)
-    assert 8192 <= fitted([recomputed, "actor.selective_checkpointing=true"], gpus("GPU", 80, 1)) < tokens
-    assert fitted([recomputed], gpus("GPU", 40, 1)) < tokens
+    selective = fitted([recomputed, "actor.selective_checkpointing=true"], gpus("GPU", 80, 1))
+    assert 8192 <= selective.max_tokens_per_micro_batch < tokens
+    assert fitted([recomputed], gpus("GPU", 40, 1)).max_tokens_per_micro_batch < tokens
 
 
 def test_micro_batches_that_were_written_or_are_a_cpus_stay_as_they_are():
-    assert fitted(["actor.max_tokens_per_micro_batch=5000"], gpus("GPU", 80, 1)) == 5000
+    assert fitted(["actor.max_tokens_per_micro_batch=5000"], gpus("GPU", 80, 1)).max_tokens_per_micro_batch == 5000
     config = load_config(TrainConfig, None, ["train_dataset.path=addition", "device=cpu"]).config
     assert fitting(config, round_machine()) == config.actor and config.actor.micro_batch_tokens == 4096
+
+
+def test_gradients_are_summed_with_each_micro_batch_where_whole_ones_do_not_fit():
+    keys = ["actor.backend=fsdp:d8", "actor.gradient_checkpointing=true"]
+    large = replace(LLAMA_8B, layers=80, hidden=8192, intermediate=28672, heads=64)
+    small, whole, written = (
+        fitted([*keys, *more], gpus("GPU", 180, 8), shape)
+        for shape, more in ((LLAMA_8B, []), (large, []), (large, ["actor.gradient_sync=step"]))
+    )
+    assert [small.gradient_sync, whole.gradient_sync, written.gradient_sync] == [None, "micro_batch", "step"]

@@ -60,6 +60,7 @@ FIXED = ("rollout.dtype",)
 OTHER_DEFAULTS = {
     "actor.max_tokens_per_micro_batch": (4096, None),
     "actor.compile": (False, None),
+    "actor.gradient_sync": ("step", None),
     "rollout.min_group_size": (1, None),
     "rollout.engine.kv_cache_gib": (2.0, None),
     "rollout.engine.prefill_chunk_tokens": (1024, None),

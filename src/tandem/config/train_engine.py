@@ -87,8 +87,9 @@ class TrainEngineConfig:
     """Attention with context parallelism (c): `all_to_all` exchanges heads for tokens, `gather` collects keys and
     values; auto takes `all_to_all` if the heads can be divided."""
 
-    gradient_sync: Literal["step", "micro_batch"] = "step"
-    """When ranks sum gradients: once a step, or after each micro-batch, which sends more and needs less memory."""
+    gradient_sync: Literal["step", "micro_batch"] | None = None
+    """When ranks sum gradients: once a step, or after each micro-batch, which sends more and needs less memory. null: once a
+    step, unless the plan of the run says that this does not fit the GPUs."""
 
     logprob_chunk_tokens: int = 1024
     """Number of tokens whose logits are in memory at a time when log-probabilities are computed; four times as many in

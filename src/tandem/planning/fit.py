@@ -86,20 +86,29 @@ def planner(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) 
 
 
 def fitting(config: BaseConfig, machine: Machine, plan_with: Replan | None = None) -> TrainEngineConfig:
-    """The actor, with the largest micro-batches with which the plan of the run fits these GPUs, where it leaves them open.
+    """The actor, with what it leaves open as the plan of the run fits these GPUs: gradients that are summed with each
+    micro-batch where they do not fit whole, and the largest micro-batches.
 
-    They follow from the configuration and the size of the GPU, not from what happens to be free: every rank, `tandem plan`
-    and a run that goes on find the same number, and cut batches alike.
+    Both follow from the configuration and the size of the GPU, not from what happens to be free: every rank, `tandem plan`
+    and a run that goes on find the same, and cut batches alike.
     """
-    if config.actor.max_tokens_per_micro_batch is not None or machine.kind == "cpu":
-        return config.actor
+    actor, settings = config.actor, dict[str, Any]()
+    if machine.kind == "cpu":
+        return actor
     plan_with = plan_with or planner(config, machine, read_shape)
+    if actor.gradient_sync is None:
+        plan = plan_with({})
+        model = plan.job.actor
+        if model.fsdp and model.parts > 1 and not model.sync_each and not plan.fits:
+            settings["gradient_sync"] = "micro_batch"
 
     def fits(tokens: int) -> bool:
-        return tokens == MICRO_BATCH_TOKENS or plan_with({"actor.max_tokens_per_micro_batch": tokens}).fits
+        changes = settings | {"max_tokens_per_micro_batch": tokens}
+        return tokens == MICRO_BATCH_TOKENS or plan_with({f"actor.{key}": value for key, value in changes.items()}).fits
 
-    found = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]  # smaller ones need less
-    return replace(config.actor, max_tokens_per_micro_batch=found)
+    if actor.max_tokens_per_micro_batch is None:  # smaller ones need less
+        settings["max_tokens_per_micro_batch"] = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]
+    return replace(actor, **settings)
 
 
 def holders(plan: Plan, device: int) -> str:

@@ -95,7 +95,7 @@ def open_spread(
         fill(model)
         return model, Replica(model, dtype, pieces)
     # gradients go to host memory only once they are reduced: with each micro-batch, else the GPU would hold them all
-    sync = "micro_batch" if config.offload else config.gradient_sync
+    sync = "micro_batch" if config.offload else config.gradient_sync or "step"
     return model, Sharded(model, layers, dtype, shards, pieces, fill, sync, config.offload)
 
 
