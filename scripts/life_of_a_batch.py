@@ -74,7 +74,7 @@ CONFIGURATION = [
         "src/tandem/flow/services.py",
         "Makes rewards, workflows, and the services that they ask for by argument name (`api/services.py`), once.",
     ),
-    ("src/tandem/flow/parts.py", "Reads the rows; makes the loader and the executor."),
+    ("src/tandem/flow/parts.py", "Reads the rows, and says what context they need; makes the loader and the executor."),
     ("src/tandem/flow/process.py", "Device, threads and process group."),
     ("src/tandem/trainers/opening.py", "Opens the run: its process, folder and tracker."),
     ("src/tandem/lifecycle/summary.py", "Opens the run folder, and says what a run came to."),

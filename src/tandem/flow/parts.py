@@ -1,26 +1,37 @@
 """The objects of a run, made from its configuration: each function makes one, so that a script can take them one by one."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure
 from tandem.api.samples import Group
 from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
-from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.arithmetic import evaluation_gconfig, max_head_offpolicyness, workflow_of
 from tandem.config.data import INDEX, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import kinds_of
 from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
 from tandem.data.rows import normalise
 from tandem.data.table import Reading
+from tandem.engines.inference.check import context_of
 from tandem.roles.components import Choice
+from tandem.rollout.chat import chat_of
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+
+ROUNDED = 256
+"""A server's commands differ less often, so that one that is kept can be taken over."""
 
 
 @dataclass(frozen=True)
@@ -147,3 +158,29 @@ def make_rollout(
         team=team,
         generators=generators,
     )
+
+
+def with_room(config: TrainConfig, device: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, folder: Path) -> TrainConfig:
+    """The configuration with `rollout.engine.max_model_len`: the longest prompt and answer, rounded up, at most the model's
+    context. As it is where somebody has set it, where a workflow makes its prompts turn by turn, and for the engine on a
+    CPU, which keeps nothing of that size."""
+    rollout, engine = config.rollout, config.rollout.engine
+    plain = device == "cpu" and kinds_of(rollout.backend, rollout.fleet) == {"embedded"}
+    if plain or engine.max_model_len is not None or workflow_of(config).name != "rlvr":
+        return config
+    asked = ((rows.train.rows, config.gconfig), (rows.valid, evaluation_gconfig(config)))
+    most = max(longest_prompt(config, some, tokenizer) + sampling.max_new_tokens for some, sampling in asked)
+    room = min(-(-most // ROUNDED) * ROUNDED, context_of(engine, folder))
+    return replace(config, rollout=replace(rollout, engine=replace(engine, max_model_len=room)))
+
+
+def longest_prompt(config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the longest prompt; 0 without rows. Rows of which the chat template makes none are dropped later."""
+    most, around = 0, None
+    for size, number in sorted(((len(str(row).encode()), i) for i, row in enumerate(rows)), reverse=True):
+        if around is not None and size + around <= most:  # no token is less than a byte
+            break
+        with suppress(DataFailure):
+            found = len(chat_of(tokenizer, rows[number], config.system_prompt, config.chat_template_kwargs).prompt_ids)
+            most, around = max(most, found), found if around is None else min(around, found)
+    return most

@@ -25,12 +25,11 @@ from tandem.flow.collector import keep_from_collector
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
-from tandem.flow.parts import Rows, make_loader, make_rollout
+from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
-from tandem.flow.room import with_room
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import ModelGroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, make_parts

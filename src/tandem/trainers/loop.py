@@ -69,7 +69,8 @@ def run_training(
     if dry_run and (absent := to_be_fetched(plan)):
         return announce_absent(resolved, plan, absent)
     sized = with_micro_batches(resolved.config)
-    plan, config = plan_run(sized), replace(config, actor=sized.actor)
+    if sized is not resolved.config:
+        plan, config = plan_run(sized), replace(config, actor=sized.actor)
     with contextlib.ExitStack() as stack:
         rows, parts = stack.enter_context(prepare(config, plan))
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
