@@ -286,10 +286,11 @@ def pretended_gpu() -> Iterator[Waits]:
     event, torch.cuda.Event = torch.cuda.Event, _Event
     stream, torch.cuda.current_stream = torch.cuda.current_stream, lambda device=None: None
     attend, paged_kernel.attend = paged_kernel.attend, _attend
+    takes, paged_kernel.takes = paged_kernel.takes, lambda dim: True
     try:
         with _Functions(dispatch), dispatch:
             yield waits
     finally:
-        paged_kernel.attend = attend
+        paged_kernel.attend, paged_kernel.takes = attend, takes
         torch.cuda.Event, torch.cuda.current_stream = event, stream
         torch.cuda._lazy_init, torch.cuda.get_device_capability = start, ability

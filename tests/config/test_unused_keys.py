@@ -268,3 +268,12 @@ def test_nothing_is_taken_for_stalled_before_a_batch_or_an_episode_may_give_up()
     assert stalled_after_s(load(*short, "recover.stalled_after_s=1000")) == 1000.0
     assert stalled_after_s(load(*short, "recover.stalled_after_s=null")) is None
     assert stalled_after_s(load("recover.stalled_after_s=5", cls=SFTConfig)) == 5.0
+
+
+def test_a_key_of_an_older_version_at_its_default_is_read_over(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("train_dataset: {path: addition}\nrollout: {engine: {cuda_graphs: null}}\n")
+    assert load_config(TrainConfig, file).config.rollout.engine.max_running is None
+    file.write_text("train_dataset: {path: addition}\nrollout: {engine: {cuda_graphs: true}}\n")
+    with pytest.raises(ConfigError, match="unknown key rollout.engine.cuda_graphs"):
+        load_config(TrainConfig, file)

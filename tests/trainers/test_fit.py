@@ -11,7 +11,7 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.shape import Shape
-from tandem.planning.fit import check_fit, fitting, planner
+from tandem.planning.fit import check_fit, fitting
 from tandem.planning.machine import gpus
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
@@ -82,7 +82,7 @@ LONG = ["gconfig.n_samples=8", "gconfig.max_new_tokens=4096", "rollout.batch_siz
 
 def fitted(keys, machine, shape=QWEN_1_5B):
     config = load_config(TrainConfig, None, [*RL, *LONG, *keys]).config
-    return fitting(config, machine, planner(config, machine, lambda path: shape))
+    return fitting(config, machine, lambda path: shape)
 
 
 def test_micro_batches_are_as_large_as_the_gpu_allows_and_share_prompts():

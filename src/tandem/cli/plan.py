@@ -45,6 +45,7 @@ from tandem.planning.report import Report
 from tandem.trainers.lengths import Known, known_lengths
 
 DOES_NOT_FIT = 1
+DOES_NOT_RUN = "Time of a step: not measured, for the run does not fit"
 NOT_MEASURED = "Time of a step: --measure runs three steps here and says how long each part of them takes"
 
 
@@ -91,9 +92,9 @@ def make_report(arguments: argparse.Namespace) -> Report:
         changed = decide(load_config(kind, file, [*given, *overrides(settings)])).config
         return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
 
-    config = replace(config, actor=fitting(config, machine, plan_with))
-    if config.actor.max_tokens_per_micro_batch is not None:
-        given = [f"actor.max_tokens_per_micro_batch={config.actor.max_tokens_per_micro_batch}", *given]
+    config = replace(config, actor=fitting(config, machine, read))
+    chosen = {f"actor.{key}": getattr(config.actor, key) for key in ("max_tokens_per_micro_batch", "gradient_sync")}
+    given = [*overrides({key: value for key, value in chosen.items() if value is not None}), *given]
     plan = plan_with({})
     change = nearest(plan, config, plan_with)
     timed = measure(arguments.kind, arguments.arguments) if arguments.measure and plan.fits else {}
@@ -106,7 +107,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
-        time=describe(timed, steps) if timed else NOT_MEASURED if arguments.device is None else "",
+        time=describe(timed, steps) if timed else "" if arguments.device else NOT_MEASURED if plan.fits else DOES_NOT_RUN,
         measured=timed,
     )
 

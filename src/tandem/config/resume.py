@@ -62,6 +62,7 @@ OTHER_DEFAULTS = {
     "actor.compile": (False, None),
     "actor.gradient_sync": ("step", None),
     "rollout.min_group_size": (1, None),
+    "rollout.engine.max_running": (128, None),
     "rollout.engine.kv_cache_gib": (2.0, None),
     "rollout.engine.prefill_chunk_tokens": (1024, None),
 }

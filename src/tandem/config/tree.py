@@ -73,6 +73,8 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Ke
     types = field_types(kind)
     place = place.inside(name)
     if name not in types:
+        if isinstance(value, Scalar) and (place.key, value.value) in GONE:
+            return
         raise _unknown(place, rest, value)
     if section(types[name]) is not None:
         if name == "algorithm" and not rest and isinstance(value, Scalar) and value.value is not None:
@@ -90,6 +92,9 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Ke
         tree[name] = _value(types[name], value, place)
         place.record()
 
+
+GONE = (("rollout.engine.cuda_graphs", None),)
+"""Keys of older versions with their defaults, which the config.yaml of a run has that began with one of them."""
 
 NO_TURNS = (
     "`tandem sft` and `tandem reward` have one model, which each step needs as a whole, so nothing could take turns in one "

@@ -30,6 +30,9 @@ from tandem.roles.components import Choice
 from tandem.rollout.chat import chat_of
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 
+MOST_ROWS = 20_000
+"""With more, nobody looks for the longest prompt: tokenising all of them would take minutes at each start."""
+
 ROUNDED = 256
 """A server's commands differ less often, so that one that is kept can be taken over."""
 
@@ -166,7 +169,7 @@ def with_room(config: TrainConfig, device: str, rows: Rows, tokenizer: PreTraine
     CPU, which keeps nothing of that size."""
     rollout, engine = config.rollout, config.rollout.engine
     plain = device == "cpu" and kinds_of(rollout.backend, rollout.fleet) == {"embedded"}
-    if plain or engine.max_model_len is not None or workflow_of(config).name != "rlvr":
+    if plain or engine.max_model_len is not None or workflow_of(config).name != "rlvr" or len(rows.train.rows) > MOST_ROWS:
         return config
     asked = ((rows.train.rows, config.gconfig), (rows.valid, evaluation_gconfig(config)))
     most = max(longest_prompt(config, some, tokenizer) + sampling.max_new_tokens for some, sampling in asked)

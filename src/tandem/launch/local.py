@@ -428,7 +428,7 @@ def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:
 def _interface() -> str:
     """The network interface over which ranks exchange tensors on CPUs."""
     # one machine: nothing has to be reached from outside, whatever its host name resolves to
-    return os.environ.get(IFNAME, "lo" if sys.platform == "linux" else "lo0")
+    return os.environ.get(IFNAME) or ("lo" if sys.platform == "linux" else "lo0")
 
 
 def check_interface() -> None:

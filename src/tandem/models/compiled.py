@@ -20,7 +20,12 @@ def compiles(config: TrainEngineConfig, device: torch.device) -> bool:
         return config.compile
     refused = config.selective_checkpointing or config.backend.startswith("deepspeed:zero3")
     exact = torch.are_deterministic_algorithms_enabled()
-    return device.type == "cuda" and not (refused or exact) and has_triton() and _has(os.environ.get("CC"), "gcc", "clang")
+    return device.type == "cuda" and not (refused or exact) and has_triton() and has_compiler()
+
+
+def has_compiler() -> bool:
+    """True if there is the C compiler that Triton needs."""
+    return _has(os.environ.get("CC"), "gcc", "clang")
 
 
 def _has(*names: str | None) -> bool:

@@ -22,10 +22,10 @@ from tandem.config.load import load_config, to_yaml
 from tandem.config.train_engine import MICRO_BATCH_TOKENS, TrainEngineConfig
 from tandem.models.shape import Shape, read_shape
 from tandem.planning.items import GIB
-from tandem.planning.job import Lengths, job_of
+from tandem.planning.job import Job, Lengths, job_of
 from tandem.planning.machine import Machine, gpus
 from tandem.planning.plan import Plan, make_plan
-from tandem.planning.remedy import Replan, nearest, overrides
+from tandem.planning.remedy import nearest, overrides
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,11 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
     Raises:
         ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
     """
-    plan_with = planner(config, machine, read)
+    read = functools.cache(read)
+
+    def plan_with(settings: dict[str, Any]) -> Plan:
+        return make_plan(_job(_changed(config, settings), machine, read), machine)
+
     plan = plan_with({})
     worst = max(range(plan.devices), key=plan.certain_gib)
     certain, there = plan.certain_gib(worst), machine.memory_gib
@@ -72,20 +76,14 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
     return plan
 
 
-def planner(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Callable[[dict[str, Any]], Plan]:
-    """The plan of a run whose data nobody has read, with some keys replaced."""
-    read = functools.cache(read)
-
-    def plan_with(settings: dict[str, Any]) -> Plan:
-        changed = _changed(config, settings)
-        written = getattr(changed, "gconfig", None)
-        longest = written.max_new_tokens if written is not None else max(1, changed.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
-        return make_plan(job_of(changed, machine, Lengths(PROMPT_TOKENS, longest), read), machine)
-
-    return plan_with
+def _job(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Job:
+    """The job of a run whose data nobody has read."""
+    written = getattr(config, "gconfig", None)
+    longest = written.max_new_tokens if written is not None else max(1, config.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
+    return job_of(config, machine, Lengths(PROMPT_TOKENS, longest), read)
 
 
-def fitting(config: BaseConfig, machine: Machine, plan_with: Replan | None = None) -> TrainEngineConfig:
+def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> TrainEngineConfig:
     """The actor, with what it leaves open as the plan of the run fits these GPUs: gradients that are summed with each
     micro-batch where they do not fit whole, and the largest micro-batches.
 
@@ -95,16 +93,24 @@ def fitting(config: BaseConfig, machine: Machine, plan_with: Replan | None = Non
     actor, settings = config.actor, dict[str, Any]()
     if machine.kind == "cpu":
         return actor
-    plan_with = plan_with or planner(config, machine, read_shape)
+    read = functools.cache(read)
+
+    def planned(tokens: int) -> Plan:
+        changed = replace(actor, **settings | {"max_tokens_per_micro_batch": tokens})
+        job = _job(replace(config, actor=changed), machine, read)
+        # a batch that fills its micro-batches: nobody knows how long the prompts are
+        each = -(-tokens // (job.lengths.prompt + job.trained * job.lengths.longest))
+        full = each * max(model.ranks * model.mini_batches for model in job.models)
+        return make_plan(replace(job, groups=max(job.groups, full)), machine)
+
+    def fits(tokens: int) -> bool:
+        return tokens == MICRO_BATCH_TOKENS or planned(tokens).fits
+
     if actor.gradient_sync is None:
-        plan = plan_with({})
+        plan = planned(actor.micro_batch_tokens)
         model = plan.job.actor
         if model.fsdp and model.parts > 1 and not model.sync_each and not plan.fits:
             settings["gradient_sync"] = "micro_batch"
-
-    def fits(tokens: int) -> bool:
-        changes = settings | {"max_tokens_per_micro_batch": tokens}
-        return tokens == MICRO_BATCH_TOKENS or plan_with({f"actor.{key}": value for key, value in changes.items()}).fits
 
     if actor.max_tokens_per_micro_batch is None:  # smaller ones need less
         settings["max_tokens_per_micro_batch"] = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]

@@ -3,6 +3,7 @@
 One thread drives it (`EngineCore.step`); only `stage` may run in another at the same time.
 """
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -66,6 +67,8 @@ class EngineCore:
         a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
         self._max_model_len = config.max_model_len or a.max_position_embeddings
         compute = compute_dtype(dtype, device)
+        if deterministic:  # before CUDA's first product here
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.cache = make_cache(a, config, compute, device)
         passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len)
         self.slots = Slots(places(config), a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)

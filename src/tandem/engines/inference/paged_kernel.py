@@ -13,6 +13,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._triton import has_triton
+
+from tandem.models.compiled import has_compiler
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -24,6 +27,11 @@ _TILE_BYTES = 16384
 """Keys, or values, that a program loads at a time."""
 
 _NO_WINDOW = 1 << 30
+
+
+def takes(dim: int) -> bool:
+    """True if the kernels can be compiled here, for heads of so many numbers."""
+    return 16 <= dim <= 256 and has_triton() and has_compiler()
 
 
 def attend(

@@ -4,6 +4,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
+from tandem.engines.inference import paged_kernel
 from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, PrefillSpan
 from tandem.engines.inference.decoder import Decoder
 from tandem.engines.inference.fused_weights import FusedWeights
@@ -84,7 +85,7 @@ class Passes:
         prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
         if self._compiled is not None:
             self._plan = RowAttention(self._compiled, self.kernel, rows, own, prompts, starts)
-        elif self._device.type == "cuda":
+        elif self._device.type == "cuda" and paged_kernel.takes(self.kernel.head_dim):
             self._plan = PagedDecode(self.kernel, rows, prompts, own, starts)
         else:
             self._plan = DecodePlan(self.kernel, rows, prompts, own, starts, self.decoder.windows)
