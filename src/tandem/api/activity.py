@@ -66,7 +66,10 @@ def within(phase: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A block in which the main thread waits for something that others do."""
+    """A block in which the main thread waits for something that others do; of other threads nothing is noted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before, ACTIVITY.waits = ACTIVITY.waits, what
     try:
         yield
