@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def attend(queries, keys, values, table, addresses, longest, window, scale, softcap):
-    """What `paged_kernel.attend` does, with the same arguments."""
+    """Does the same as `paged_kernel.attend`, with the same arguments."""
     for i, head, own in _heads(keys, table):
         for new, first in zip((keys, values), addresses.tolist(), strict=True):
             memory(first, own, head, keys)[own[3] - 1] = new[i, head]
@@ -45,7 +45,7 @@ def flash(queries, keys, values, table, addresses, longest, window, scale, softc
 
 
 def visible(queries, keys, table, addresses, window, out):
-    """Of each row and key head: queries, the keys and values that they see, and the place of the result."""
+    """Queries, the keys and values that they see, and the place of the result, for each row and key head."""
     for i, head, own in _heads(keys, table):
         prompt = table.T[i, :4].tolist()
         k, v = (

@@ -57,7 +57,7 @@ REFUSED = {
     "Tensor.scatter_reduce": "scatter_reduce scatter_reduce_",
     "Tensor.resize_": "resize_",
 }
-"""What has no fixed order on a GPU, by the names of torch's documentation → its operations."""
+"""Functions without a fixed order on a GPU, by their names in torch's documentation → their operations."""
 
 ONLY_IF = {
     "bincount": lambda args: len(args) > 1 and args[1] is not None,  # weights
@@ -115,7 +115,7 @@ class OnGpu(torch.Tensor):
 
 
 class Waits:
-    """What the host waited for, by the place in the source."""
+    """Counts the waits of the host, by the place in the source."""
 
     def __init__(self):
         self.places: Counter[str] = Counter()
@@ -143,7 +143,7 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self.waits, self.pinned = waits, set()
         self.inside = False
-        """Whether C++ makes tensors beside those that it is given, on what it takes for their device."""
+        """True if C++ makes tensors beside those that it is given, on what it takes for their device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -212,14 +212,14 @@ class _Dispatch(TorchDispatchMode):
 
 
 def _is_home(func, args, kwargs) -> bool:
-    """Whether an operation copies from the device to the host."""
+    """True if an operation copies from the device to the host."""
     if func is aten._to_copy.default:
         return kwargs.get("device") is not None and not _is_gpu(kwargs["device"]) and isinstance(args[0], OnGpu)
     return func is aten.copy_.default and isinstance(args[1], OnGpu) and not isinstance(args[0], OnGpu)
 
 
 class _Functions(TorchFunctionMode):
-    """What does not reach the dispatcher."""
+    """Functions that do not reach the dispatcher."""
 
     def __init__(self, dispatch: _Dispatch):
         super().__init__()

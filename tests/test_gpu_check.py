@@ -110,6 +110,7 @@ def test_a_run_that_is_killed_has_left_all_results_so_far(tmp_path, number):
 def test_a_check_without_time_is_named_and_has_not_failed(tmp_path):
     process = started(tmp_path, "first hangs last", "--minutes", "0.08")
     assert process.wait(120) == 0, (tmp_path / "said").read_text()
+    assert "2 not run to their end: give more --minutes" in (tmp_path / "said").read_text()
     page = (tmp_path / "out/results.md").read_text()
     assert "the time of all checks was over" in page and "| begun | yes | yes | yes |" in page and "Not run: last." in page
 

@@ -119,7 +119,10 @@ def run_all(checks: Sequence[Check], place: tuple[Any, ...], seconds: float) -> 
         rows = [json.loads(line) for line in results.read_text().splitlines()]
         (out / "results.md").write_text(page(rows, checks), encoding="utf-8")
     failed = sum(row.get("good") is False or row.get("ended", "done").startswith(("killed", "died")) for row in rows)
+    left = len(checks) - sum(row.get("ended", "").startswith(("done", "killed", "died")) for row in rows)
     print(f"Written: {out / 'results.md'}\n{failed} failed")
+    if left:
+        print(f"{left} not run to their end: give more --minutes")
     return min(failed, 100)
 
 

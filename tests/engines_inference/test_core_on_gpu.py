@@ -9,6 +9,7 @@ from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference import paged_kernel
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.drawing import draw_most_probable, draw_tokens, running_sums
 from tandem.engines.inference.paged import PackedPrefill
@@ -74,6 +75,20 @@ def test_a_gpu_draws_what_the_cpu_draws_and_makes_the_host_wait_once_for_each_dr
         assert {name.partition(" in ")[2].rpartition(":")[0] for name in found} <= {"upload.py:wait"}, found
         assert sum(found.values()) <= 2
     assert min(sum(found.values()) for found in of_steps) <= 1
+
+
+def test_without_a_compiler_for_the_decode_kernel_a_gpu_draws_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(paged_kernel, "has_triton", lambda: True)
+    monkeypatch.setattr(paged_kernel, "has_compiler", lambda: True)
+    assert [paged_kernel.takes(dim) for dim in (8, 64, 256, 512)] == [False, True, True, False]
+    monkeypatch.setattr(paged_kernel, "has_compiler", lambda: False)
+    takes, folder = paged_kernel.takes, tiny_model_folder(tmp_path)
+    assert not takes(64)
+    on_cpu, _ = answers(folder, ODD, torch.device("cpu"))
+    with pretended_gpu():
+        paged_kernel.takes, paged_kernel.attend = takes, None  # a call of it would fail; both are put back behind the block
+        on_gpu, _ = answers(folder, ODD, GPU)
+    assert {i: tokens for i, (tokens, _) in on_gpu.items()} == {i: tokens for i, (tokens, _) in on_cpu.items()}
 
 
 def test_a_deterministic_engine_has_no_operation_that_torch_refuses_on_a_gpu(tmp_path):

@@ -47,7 +47,7 @@ def run_all(folder, out, ranks):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What one process found, and what each of two found."""
+    """The findings of one process, and those of each of two."""
     out = tmp_path_factory.mktemp("ranks")
     folder = tiny_model_folder(out, "smollm")
     one, two = alone_and_on_two(run_all, folder, out, out=out)

@@ -120,7 +120,7 @@ def test_a_step_equals_a_padded_reference_without_our_code(folder, batch, whole)
 
 
 def test_moments_decay_as_the_optimizers_options_say(folder, batch, whole):
-    """Which the first step does not show: there the moments are the gradient's own."""
+    """The first step does not show it: there the moments are the gradient's own."""
     engine = engine_on(folder, beta1=0.3, beta2=0.5, eps=1e-3)
     for _ in range(2):
         engine.train_batch(batch, weighted_nll, entropy=True)

@@ -39,10 +39,10 @@ def rows_of(train, valid=()):
     return Rows(SimpleNamespace(rows=[row(text) for text in train]), [row(text) for text in valid])
 
 
-def room(folder, rows, *items, device="cuda:0"):
+def room(folder, rows, *items, device="cuda:0", asked=()):
     """`max_model_len` with which the engine is made."""
     config = load_config(TrainConfig, None, [f"actor.path={folder}", "train_dataset.path=addition", *items]).config
-    return with_room(config, device, rows, tiny_tokenizer(), folder).rollout.engine.max_model_len
+    return with_room(config, device, rows, tiny_tokenizer(), folder, asked).rollout.engine.max_model_len
 
 
 def words_of(command, name):
@@ -70,6 +70,9 @@ def test_a_server_gets_the_longest_prompt_and_answer_at_most_the_models_context(
     assert longer == 2304, "an answer of an evaluation may be longer"
     assert room(folder, rows, *sampling, "rollout.engine.max_model_len=900") == 900
     assert room(folder, rows, *sampling, "workflow=multi_turn") is None
+    assert room(folder, rows, *sampling, asked={"tokenizer"}) is not None
+    assert room(folder, rows, *sampling, asked={"tokenizer", "engine"}) is None, "a judge may ask it about longer texts"
+    assert room(folder, rows_of(["short"] * 20_001), *sampling) is None, "nobody waits for so many to be made into tokens"
     assert room(folder, rows, *sampling, device="cpu") is None
     assert room(folder, rows, *sampling, "rollout.backend=tandem:d1", device="cpu") is not None
 

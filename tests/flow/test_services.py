@@ -321,3 +321,11 @@ def test_services_are_closed_in_reverse_also_after_one_that_fails_to_close(caplo
     services.close()
     assert closed == ["three", "two", "one"]
     assert "a Closes did not close: OSError: gone" in caplog.text  # the work is done: no reason to fail the run
+
+
+def test_what_somebody_was_given_is_known():
+    with Services(engine="the engine", tokenizer="its tokenizer") as services:
+        services.make("reward=first", lambda tokenizer: tokenizer, {})
+        assert services.asked == {"tokenizer"}
+        services.make("judge=second", lambda engine, tokenizer: engine, {})
+        assert services.asked == {"engine", "tokenizer"}

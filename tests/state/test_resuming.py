@@ -1,6 +1,7 @@
 """The same command goes on; another one is refused with every difference, or changes what may change."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -142,12 +143,15 @@ def test_a_key_that_an_older_version_did_not_know_had_its_default(cut_off):
         reopened(cut_off, config("deterministic=true"))
 
 
-def test_a_default_that_an_older_version_had_otherwise_is_no_reason_to_refuse(cut_off):
-    (cut_off / "config.yaml").write_text(to_yaml(config("rollout.min_group_size=1")))
+@pytest.mark.parametrize(
+    ("key", "before", "other"), [("rollout.min_group_size", 1, 2), ("rollout.engine.max_running", 128, 64)]
+)
+def test_a_default_that_an_older_version_had_otherwise_is_no_reason_to_refuse(cut_off, key, before, other):
+    (cut_off / "config.yaml").write_text(to_yaml(config(f"{key}={before}")))
     (changed,) = may_go_on(config())(cut_off).changed
-    assert str(changed) == "rollout.min_group_size: 1 → null"
-    with pytest.raises(ConfigError, match=r"rollout\.min_group_size: 1 → 2\nadd --override"):
-        may_go_on(config("rollout.min_group_size=2"))(cut_off)
+    assert str(changed) == f"{key}: {before} → null"
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}: {before} → {other}\nadd --override"):
+        may_go_on(config(f"{key}={other}"))(cut_off)
 
 
 def test_a_finished_run_is_only_made_longer_and_by_override(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
@@ -13,6 +14,7 @@ from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.shape import Shape
 from tandem.planning.fit import check_fit, fitting
 from tandem.planning.machine import gpus
+from tests.tiny import tiny_config
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
 RL = ["train_dataset.path=addition", "actor.path=m", "device=cuda", "actor.dtype=bfloat16", "rollout.dtype=bfloat16"]
@@ -114,3 +116,30 @@ def test_gradients_are_summed_with_each_micro_batch_where_whole_ones_do_not_fit(
         for shape, more in ((LLAMA_8B, []), (large, []), (large, ["actor.gradient_sync=step"]))
     )
     assert [small.gradient_sync, whole.gradient_sync, written.gradient_sync] == [None, "micro_batch", "step"]
+
+
+def test_micro_batches_fit_whatever_prompts_come_and_the_plan_has_those_of_the_run(tmp_path, monkeypatch, capsys):
+    machine = gpus("GPU", 40, 1)
+    folder = tmp_path / "model"
+    tiny_config("llama", hidden_size=1536, intermediate_size=8960, num_hidden_layers=28).save_pretrained(folder)
+    keys = [f"actor.path={folder}", *RL[:1], "actor.dtype=bfloat16", "gconfig.max_new_tokens=64", "gconfig.n_samples=4"]
+    config = load_config(TrainConfig, None, [*keys, "rollout.batch_size=2"]).config
+    run = fitting(config, machine)
+    assert run.max_tokens_per_micro_batch < 40960, "a step of short prompts has far fewer tokens, and would fit at once"
+    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    for prompt in (50, 4000):
+        given = [*keys, "rollout.batch_size=2", "--prompt-tokens", str(prompt)]
+        main(["plan", *given])
+        assert f"at most {run.max_tokens_per_micro_batch} tokens each" in capsys.readouterr().out
+
+
+def test_the_plan_sums_gradients_as_the_run_will(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "model"
+    tiny_config("llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32).save_pretrained(folder)
+    machine = gpus("GPU", 18, 8)
+    keys = [f"actor.path={folder}", "train_dataset.path=addition", "actor.backend=fsdp:d8", "actor.dtype=bfloat16"]
+    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    keys += ["actor.gradient_checkpointing=true", "batch_size=256"]
+    assert fitting(load_config(SFTConfig, None, keys).config, machine).gradient_sync == "micro_batch"
+    assert main(["plan", *keys, "--for", "sft"]) == 0 and "It fits" in capsys.readouterr().out
+    assert main(["plan", *keys, "actor.gradient_sync=step", "--for", "sft"]) == 1

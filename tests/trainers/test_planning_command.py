@@ -398,9 +398,13 @@ def test_three_steps_of_the_run_itself_are_timed_if_they_fit(fits, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
 
+    keys += ["evaluate.every_steps=1", "checkpoint.every_steps=1", "rollout.verify.every_steps=1"]
+
     assert main(["plan", *keys, "total_train_steps=50", "threads=1", "--measure", "--json"]) == (0 if fits else 1)
 
-    measured = json.loads(capfd.readouterr().out)["measured"]
+    said = capfd.readouterr()
+    measured = json.loads(said.out)["measured"]
+    assert ("step 3/50" in said.err) == fits and "eval" not in said.err, "evaluations are not timed"
     assert sorted(tmp_path.rglob("*")) == before
     assert bool(measured) == fits
     if fits:

@@ -26,7 +26,8 @@ def test_a_save_that_can_be_finished_in_time_outlives_another_rank(takes_s, save
     assert run_ranks(command, 2) == 1
     lasted = time.time() - float((folder / "died").read_text())  # the fault did happen
     assert takes_s == 600 or lasted > 2
-    assert (folder / "left").exists()  # by itself: nobody had to kill it
+    assert lasted < FAIL_S + TERM_S  # by itself: nobody had to kill it, which takes longer
+    assert (folder / "left").exists()
     assert not (folder / "curves.png").exists()  # a picture would take the time that is left
     assert [path.name for path in checkpoints(folder / "checkpoints")] == saved
     assert newest_valid(folder / "checkpoints", None).path.name == saved[-1]

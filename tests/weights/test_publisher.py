@@ -466,7 +466,7 @@ def test_an_engine_that_was_killed_ends_the_stream_at_once(folder):
 
 
 class Reads(NamedTuple):
-    """What `channel_for` looks at."""
+    """The facts that `channel_for` looks at."""
 
     capabilities: frozenset[str]
 

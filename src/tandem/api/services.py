@@ -222,6 +222,9 @@ class Services:
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
         self._given = {"services": self, **given}
         self._made: dict[str, Any] = {}
+        self.asked: set[str] = set()
+        """Names that some factory was given by now."""
+
         self._asking: list[str] = []
         self._stack = contextlib.ExitStack()
 
@@ -253,6 +256,7 @@ class Services:
             ConfigError: see `check`.
         """
         asked, read = self.check(who, factory, knobs, more, skip=skip)
+        self.asked.update(asked)
         return {name: more[name] if name in more else self.get(name) for name in asked} | read
 
     def check(

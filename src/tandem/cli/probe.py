@@ -14,10 +14,10 @@ STEPS = 3
 """The first one warms up; the others are measured."""
 
 QUIET = ("checkpoint.every_steps=null", "checkpoint.at_end=false", "tracking.sinks=[]", "evaluate.every_steps=null")
-"""A probe saves nothing, tells nobody, and evaluates nothing."""
+"""So a probe saves nothing, evaluates nothing and opens no sink."""
 
 PARTS = ("generate", "rows", "score", "train", "update_weights", "switch")
-"""Those `time/NAME_s` that are parts of every step."""
+"""The parts of a step, by their names in the metrics: `time/NAME_s`."""
 
 
 class ProbeFailed(TandemError):
@@ -34,7 +34,7 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory(prefix="tandem-probe-") as folder:
         given = [*arguments, *QUIET, f"run.root={folder}"]
-        if command in ("train", "distill"):  # the first steps would prove their delivery, which most do not
+        if command in ("train", "distill"):  # the first steps prove their delivery, and most others do not
             given.append("rollout.verify.every_steps=null")
         program = [sys.executable, "-P", "-m", "tandem", command, *given, "--until", str(STEPS)]
         code = subprocess.run(program, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode

@@ -33,8 +33,9 @@ new lengths. Their own 1,024 hold more than a step uses again."""
 MEMORY = {
     "PYTORCH_ALLOC_CONF": Setting("expandable_segments:True", also=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"))
 }
-"""Torch's blocks on a GPU grow in place. Micro-batches of ever new lengths would else leave holes that the next
-does not fit into, until memory runs out. vLLM's sleep does not work with it, so servers do not get it (`of_others`)."""
+"""Torch's blocks on a GPU grow in place. Otherwise micro-batches of ever new lengths leave holes that the
+next one does not fit into, until memory runs out. vLLM cannot sleep with this setting, so servers do not get it
+(`of_others`)."""
 
 SETTINGS = WAITING | CACHES | MEMORY
 

@@ -12,7 +12,8 @@ class EmbeddedEngineConfig:
     """The built-in inference engine."""
 
     max_running: int | None = None
-    """Sequences decoded together in one step; null takes 128, and of a vLLM or SGLang server its own limit."""
+    """Sequences decoded together in one step; null: 128 in the embedded engine; a vLLM or SGLang server
+    takes its own limit."""
 
     kv_cache_gib: float | None = None
     """Memory for keys and values. When it is full, requests wait, and the latest may give way (`rollout/preempted`). null
@@ -24,9 +25,9 @@ class EmbeddedEngineConfig:
     on a CPU and 8192 on a GPU."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and completion together. null takes the model's context length; where servers are started, and
-    on a GPU, the longest prompt of the data plus `gconfig.max_new_tokens` if `workflow=rlvr`, else for vLLM what its cache
-    holds."""
+    """Most tokens of prompt and completion together. null: the model's context length. For servers that the run
+    starts, and on a GPU, it is the longest prompt of the data plus `gconfig.max_new_tokens`, if `workflow=rlvr`, there are
+    at most 20,000 rows, and no service asks the engine itself; a vLLM server otherwise takes what its cache holds."""
 
     keep_kv_on_update: bool = False
     """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights."""

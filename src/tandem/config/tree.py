@@ -94,7 +94,8 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Ke
 
 
 GONE = (("rollout.engine.cuda_graphs", None),)
-"""Keys of older versions with their defaults, which the config.yaml of a run has that began with one of them."""
+"""Keys that are gone, with their last default. The config.yaml of an older run still has them; at this value they are
+ignored."""
 
 NO_TURNS = (
     "`tandem sft` and `tandem reward` have one model, which each step needs as a whole, so nothing could take turns in one "

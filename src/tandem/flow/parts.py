@@ -31,7 +31,7 @@ from tandem.rollout.chat import chat_of
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 
 MOST_ROWS = 20_000
-"""With more, nobody looks for the longest prompt: tokenising all of them would take minutes at each start."""
+"""With more rows than this, nobody looks for the longest prompt: to tokenise all would take minutes at each start."""
 
 ROUNDED = 256
 """A server's commands differ less often, so that one that is kept can be taken over."""
@@ -163,16 +163,27 @@ def make_rollout(
     )
 
 
-def with_room(config: TrainConfig, device: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, folder: Path) -> TrainConfig:
+def with_room(
+    config: TrainConfig,
+    device: str,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    asked: Collection[str] = (),
+) -> TrainConfig:
     """The configuration with `rollout.engine.max_model_len`: the longest prompt and answer, rounded up, at most the model's
-    context. As it is where somebody has set it, where a workflow makes its prompts turn by turn, and for the engine on a
-    CPU, which keeps nothing of that size."""
+    context. ``asked``: names of services that were given to somebody.
+
+    It stays as it is if it is set, if prompts do not all stand in the rows (another workflow, or a service that asks the
+    engine itself), if there are too many rows to look at, and for the engine on a CPU, which keeps nothing of that size.
+    """
     rollout, engine = config.rollout, config.rollout.engine
     plain = device == "cpu" and kinds_of(rollout.backend, rollout.fleet) == {"embedded"}
-    if plain or engine.max_model_len is not None or workflow_of(config).name != "rlvr" or len(rows.train.rows) > MOST_ROWS:
+    unknown = workflow_of(config).name != "rlvr" or "engine" in asked or len(rows.train.rows) > MOST_ROWS
+    if plain or unknown or engine.max_model_len is not None:
         return config
-    asked = ((rows.train.rows, config.gconfig), (rows.valid, evaluation_gconfig(config)))
-    most = max(longest_prompt(config, some, tokenizer) + sampling.max_new_tokens for some, sampling in asked)
+    given = ((rows.train.rows, config.gconfig), (rows.valid, evaluation_gconfig(config)))
+    most = max(longest_prompt(config, some, tokenizer) + sampling.max_new_tokens for some, sampling in given)
     room = min(-(-most // ROUNDED) * ROUNDED, context_of(engine, folder))
     return replace(config, rollout=replace(rollout, engine=replace(engine, max_model_len=room)))
 

@@ -227,7 +227,7 @@ class Residency:
                     self._engine.wake((part.what,))  # type: ignore[union-attr, arg-type]
 
     def _give_all_back(self) -> None:
-        """Before servers on the devices of all ranks take memory, on rank 0's word: every rank gives back what it keeps."""
+        """Every rank gives back what it keeps, before servers on the devices of all ranks take memory."""
         with self._team.together():
             give_back()
 

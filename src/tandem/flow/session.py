@@ -206,7 +206,7 @@ def open_session(
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
             stack.callback(parts.close)
-            roomy = with_room(config, process.device, rows, parts.tokenizer, folder)
+            roomy = with_room(config, process.device, rows, parts.tokenizer, folder, parts.services.asked)
             engine = make_engine(roomy, process, folder, run)
             parts.services.get("engine").start(engine)
             if engine is not None:

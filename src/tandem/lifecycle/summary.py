@@ -118,7 +118,7 @@ def open_run(
             tracker = Tracker(
                 run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config), notes=notes
             )
-            # a launcher that ends this rank gives it seconds, which a picture takes: the next start draws it
+            # A launcher that ends this rank gives it a few seconds, and a picture would take them. The next start draws it.
             stack.callback(lambda: tracker.close(draw=failed_elsewhere() is None))
             print(f"Run folder: {run.path}. Loading {config.actor.path} …", flush=True)
     return run, tracker

@@ -92,7 +92,7 @@ def trim_heap() -> None:
 
 
 def give_back() -> None:
-    """The same, and on a GPU the blocks that torch keeps: they are other processes' when it returns."""
+    """Trims the heap, and on a GPU gives back the blocks that torch keeps, so that other processes can have them."""
     trim_heap()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # a block that a kernel still reads is not given

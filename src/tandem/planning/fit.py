@@ -98,8 +98,8 @@ def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] =
     def planned(tokens: int) -> Plan:
         changed = replace(actor, **settings | {"max_tokens_per_micro_batch": tokens})
         job = _job(replace(config, actor=changed), machine, read)
-        # a batch that fills its micro-batches: nobody knows how long the prompts are
-        each = -(-tokens // (job.lengths.prompt + job.trained * job.lengths.longest))
+        # Two full micro-batches on each rank: nobody knows how long the prompts are, and gradients lie between the two.
+        each = 2 * -(-tokens // (job.lengths.prompt + job.trained * job.lengths.longest))
         full = each * max(model.ranks * model.mini_batches for model in job.models)
         return make_plan(replace(job, groups=max(job.groups, full)), machine)
 

@@ -2,7 +2,6 @@
 
 import platform
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +15,9 @@ from tandem.state.machine import machine as described
 CONTEXT_GIB, SLACK = 0.6, 0.2
 """A CUDA context with its libraries, and the caching allocator's holes, see `Machine.slack`. Assumed."""
 
-PROCESS_GIB, WORKER_GIB, DEEPSPEED_GIB = 0.44, 0.06, 0.3
-"""Resident memory of processes on a CPU, measured once with torch 2.13: a trainer after the first step of a tiny model, a
-reward worker, and what DeepSpeed adds to a trainer that imports it."""
+PROCESS_GIB, WORKER_GIB = 0.44, 0.06
+"""Resident memory of processes on a CPU, measured once with torch 2.13: a trainer after the first step of a tiny model, to
+which DeepSpeed adds nothing that can be seen, and a reward worker."""
 
 HEAP_GIB, ENGINE_HEAP_GIB = 0.20, 0.21
 """Freed memory that heaps keep on a CPU (`tandem.models.allocator`), see `holes`. Fitted to five of the runs of
@@ -53,9 +52,6 @@ class Machine:
     engine_heap_gib: float = 0.0
     """The same of an embedded engine, in that process or its own."""
 
-    deepspeed_gib: float = 0.0
-    """Memory that DeepSpeed adds to a process that imports it."""
-
     threads: int = 1
     sources: tuple[str, ...] = ()
     """The sources of the figures."""
@@ -82,7 +78,6 @@ def this_machine(*, device: str = "auto", threads: int | None = None) -> Machine
         worker_gib=WORKER_GIB,
         heap_gib=HEAP_GIB,
         engine_heap_gib=ENGINE_HEAP_GIB,
-        deepspeed_gib=0.0 if find_spec("deepspeed") is None else DEEPSPEED_GIB,
         threads=cores,
         sources=("what the system reports; processes and heaps as measured once, see docs/planning.md",),
     )

@@ -246,8 +246,6 @@ def kv_cache(job: Job, generator: Generator) -> float:
 def _processes(job: Job, machine: Machine, room: Room) -> Iterator[MemoryItem]:
     generator = job.generator
     yield room.item("process", "interpreter and libraries", machine.process_gib * GIB)
-    if any(model.layout.zero is not None for model in job.models):
-        yield room.item("process", "DeepSpeed", machine.deepspeed_gib * GIB)
     if machine.kind == "cpu":
         yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
     if generator is not None and generator.foreign is None and generator.own_process:

@@ -88,15 +88,13 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
 
 
 def with_micro_batches(config: C) -> C:
-    """The configuration, its micro-batches as large as the GPUs of this machine allow, see `fitting`."""
+    """The configuration with micro-batches and `gradient_sync` as the GPUs of this machine allow, see `fitting`."""
     device = choose_device(config)
     return config if device == "cpu" else replace(config, actor=fitting(config, memory_here(device)))
 
 
 def check_gpus(config: BaseConfig) -> Plan | None:
-    """`check_fit` for the GPUs of this machine. On a CPU nothing is asked, and nothing returned: the system may swap, and
-    `tandem plan` measures what processes take there.
-    """
+    """`check_fit` for the GPUs of this machine. On a CPU nothing is asked, and nothing returned: the system may swap."""
     device = choose_device(config)
     return None if device == "cpu" else check_fit(config, memory_here(device))
 

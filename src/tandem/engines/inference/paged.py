@@ -49,7 +49,7 @@ class PagedDecode:
         self._find()
 
     def _find(self) -> None:
-        """Asks anew at each step: a slab that has grown since has other tensors."""
+        """Looks the addresses up again, because a slab that has grown has other tensors."""
         both = [[[one.data_ptr() for one in tensors] for tensors in (s.keys, s.values)] for s in self._slabs]
         self._addresses = upload(torch.tensor(both).permute(2, 1, 0).contiguous(), self._kernel.device)  # [layers, 2, slabs]
 

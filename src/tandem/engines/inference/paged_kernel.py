@@ -30,7 +30,7 @@ _NO_WINDOW = 1 << 30
 
 
 def takes(dim: int) -> bool:
-    """True if the kernels can be compiled here, for heads of so many numbers."""
+    """True if the kernels can be compiled here, for heads of ``dim`` numbers."""
     return 16 <= dim <= 256 and has_triton() and has_compiler()
 
 

@@ -24,7 +24,8 @@ def memory_now() -> tuple[int, int]:
 
 
 def own_words(words: Sequence[str], memory: Callable[[], tuple[int, int]] = memory_now) -> list[str]:
-    """The words as SGLang reads them: as many bytes, whatever is free now. Ends the process where they are not free."""
+    """The words of the command as SGLang reads them: our share of the memory becomes the share of what is free now that has
+    as many bytes. Exits if these are not free."""
     if MEMORY_SHARE not in words:
         return list(words)
     at = words.index(MEMORY_SHARE)
