@@ -56,7 +56,7 @@ def publish(publisher: WeightPublisher) -> dict[str, float]:
     began = time.process_time()
     report = publisher.publish()
     spent = time.process_time() - began
-    return report | {"cpu_s": spent, "extra": (resident("VmHWM:") - before) / report["bytes"]}
+    return report | {"cpu_s": spent, "extra": (resident("VmHWM:") - before) / (report["weights/delivered_mib"] * 2**20)}
 
 
 async def measure(engine: InferenceEngine, publisher: WeightPublisher, running: int, updates: int) -> list[dict[str, float]]:

@@ -24,7 +24,7 @@ def main(overrides: list[str]) -> None:
         for step in range(1, run.steps + 1):
             with timer("generate"):  # several answers to each question, every one judged by the reward
                 batch = rollout.prepare_batch(loader, workflow)
-            proof = verifier.verify_if_due(batch, step)  # which weights made these tokens? they are scored again
+            proof = verifier.verify_if_due(batch)  # which weights made these tokens? they are scored again
 
             with timer("train"):
                 batch = actor.compute_proximal(batch)

@@ -26,7 +26,7 @@ def main(overrides: list[str]) -> None:
         for step in range(1, run.steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(session.loader, session.workflow)
-            proof = session.verifier.verify_if_due(batch, step)  # which weights made these tokens? they are scored again
+            proof = session.verifier.verify_if_due(batch)  # which weights made these tokens? they are scored again
 
             with timer("train"), session.meter:
                 if reference is not None:
@@ -35,7 +35,7 @@ def main(overrides: list[str]) -> None:
                 batch = actor.compute_advantages(batch)
                 metrics = actor.ppo_update(batch)
                 if reference is not None:
-                    reference.refresh_if_due(session.trainer, actor.version)
+                    reference.refresh_if_due()
 
             with timer("update_weights"):
                 publisher.publish()

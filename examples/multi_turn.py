@@ -55,7 +55,7 @@ def main(overrides: list[str]) -> None:
         for step in range(1, run.steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(session.loader, session.workflow)  # groups of this file's episodes
-            proof = session.verifier.verify_if_due(batch, step)
+            proof = session.verifier.verify_if_due(batch)
 
             with timer("train"):
                 if reference is not None:
@@ -64,7 +64,7 @@ def main(overrides: list[str]) -> None:
                 batch = actor.compute_advantages(batch)
                 metrics = actor.ppo_update(batch)
                 if reference is not None:
-                    reference.refresh_if_due(session.trainer, actor.version)
+                    reference.refresh_if_due()
 
             with timer("update_weights"):
                 publisher.publish()

@@ -31,14 +31,14 @@ def main(overrides: list[str]) -> None:
         for step in range(1, run.steps + 1):
             with timer("generate"):  # answers, and when the last of them ends, the reward model's score of each
                 batch = rollout.prepare_batch(loader, workflow)
-            proof = verifier.verify_if_due(batch, step)  # which weights made these tokens? they are scored again
+            proof = verifier.verify_if_due(batch)  # which weights made these tokens? they are scored again
 
             with timer("train"):
                 batch = reference.compute_logprobs(batch)  # how probable was each token before any training?
                 batch = critic.compute_values(batch)  # which score is to be expected, before each token?
                 batch = actor.compute_proximal(batch)  # only if something reads it: one optimizer step a batch needs none
                 batch = actor.compute_advantages(batch)  # how much better than expected was each token?
-                metrics = actor.rest(batch) if critic.warming_up else actor.ppo_update(batch)
+                metrics = actor.ppo_update(batch)  # rests while the critic warms up
                 metrics |= critic.update(batch)
 
             with timer("update_weights"):  # verified, then the engine's next version

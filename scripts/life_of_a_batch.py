@@ -64,7 +64,7 @@ CONFIGURATION = [
     ("src/tandem/trainers/loop.py", "Makes the plan of the run, prepares, opens, and loops; for every kind of training."),
     (
         "src/tandem/flow/plan.py",
-        "Decides which models there are and which stages run; resolves the names of the algorithm (`roles/parts.py`).",
+        "Decides which models there are, and so who a step can call (`calls.py`); the stages are the trace of the step.",
     ),
     (
         "src/tandem/trainers/start.py",
@@ -118,9 +118,9 @@ HEADER = """# The life of a batch
 
 <!-- Made by `python scripts/life_of_a_batch.py`; edit that file instead. -->
 
-From prompt to gradient: the files in the order in which a batch meets them. The loop that calls them is `step` in
-[`trainers/loop.py`](../src/tandem/trainers/loop.py); the words are those of [concepts.md](concepts.md). A file in brackets
-is one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
+From prompt to gradient: the files in the order in which a batch meets them. What calls them is `learn_from_rewards` in
+[`flow/step.py`](../src/tandem/flow/step.py), twenty lines of verbs; the words are those of [concepts.md](concepts.md). A
+file in brackets is one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
 """
 
 START = """## From the command to the loop

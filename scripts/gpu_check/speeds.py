@@ -175,9 +175,9 @@ def updates(place: Place) -> Iterator[Line]:
         finally:
             publisher.close()
             engine.close()
-        names = ("prepare_s", "pause_s", "recompute_s", "update_weights_s")
+        names = [f"time/{part}_s" for part in ("prepare", "pause", "recompute", "update_weights")]
         told = ", ".join(f"{name} {statistics.median(row[name] for row in rows) * 1e3:.1f} ms" for name in names)
-        what = f"an update, {placement}, {running} running, {rows[0]['bytes'] / 1e6:.0f} MB"
+        what = f"an update, {placement}, {running} running, {rows[0]['weights/delivered_mib']:.0f} MiB"
         yield Line(what, told + cuda_only.peak(place.device))
 
 

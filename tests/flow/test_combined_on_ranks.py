@@ -38,7 +38,7 @@ def collected(out, ranks):
     batches = []
     with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
         for _ in range(2):
-            batches.append(session.runner.call(session.plan.stages[0]))
+            batches.append(session.rollout.prepare_batch(session.loader, session.workflow))
             session.rollout.end_step()
         names = ("reward", "rewards/even", "rewards/model", "rewards/points", "token_rewards", "loss_mask")
         return [{name: batch[name] for name in names} for batch in batches], session.scorer.combination.state_dict()
@@ -55,7 +55,7 @@ def judged(out, ranks):
     config = load_config(TrainConfig, None, [*items, f"reward={MINE}:even + {alone} + {pairs}"]).config
     process, rows = Process("cpu", 1, dist.get_rank() if ranks > 1 else 0, ranks), open_rows(config)
     with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
-        batch = session.runner.call(session.plan.stages[0])
+        batch = session.rollout.prepare_batch(session.loader, session.workflow)
         asked = [session.scorer.roles[name].written.client.issued for name in ("judge", "compare")]
         return {name: batch[name] for name in ("reward", "rewards/even", "rewards/judge", "rewards/compare")}, asked
 
@@ -69,7 +69,7 @@ def awaited(out, ranks):
     config = load_config(TrainConfig, None, [*items, f"reward={MINE}:even + 0.5*model(path={out / 'judge'})"]).config
     process, rows = Process("cpu", 1, dist.get_rank() if ranks > 1 else 0, ranks), open_rows(config)
     with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
-        batch = session.runner.call(session.plan.stages[0])
+        batch = session.rollout.prepare_batch(session.loader, session.workflow)
         own = not isinstance(session.scorer.roles["model"].engine, TeamEngine)
         return {name: batch[name] for name in ("reward", "rewards/even", "rewards/model")}, own
 

@@ -42,12 +42,7 @@ def config_of(out, knobs, more):
 
 def one_step(session):
     """The batch of the update, and all metrics but those of clocks."""
-    batch, metrics = None, {}
-    for stage in session.plan.step:
-        if stage.kind in ("collect", "pass"):
-            batch = session.runner.call(stage, *([] if batch is None else [batch]))
-        else:
-            metrics |= session.runner.call(stage, *([] if stage.kind == "deliver" else [batch]))
+    batch, metrics = session.step()
     session.rollout.end_step()
     metrics |= session.rollout.metrics()
     return dict(batch.items()), {name: value for name, value in metrics.items() if not name.startswith(CLOCKS)}

@@ -13,8 +13,8 @@ from tandem.api.samples import Group, Sample, Trajectory
 from tandem.api.team import Team
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.flow.conductor import Conductor
 from tandem.flow.plan import plan_run
-from tandem.flow.run import Runner
 from tandem.flow.scoring import ModelGroupScorer, ModelReader, ScoreRole
 from tandem.flow.writing import Judged, WritingRole
 from tandem.rewards.combination import Combination
@@ -24,26 +24,17 @@ TOKENIZER = tiny_tokenizer()
 CHAT = [{"role": "user", "content": "3 + 4?"}]
 
 
-class Hand(Runner):
+class Hand(Conductor):
     """Models whose verdicts a test writes; keeps what they are shown."""
 
     def __init__(self, verdict):
         self.verdict, self.shown = verdict, []
 
-    def call(self, stage, shown):
+    def call(self, stage, work, shown):
         self.shown.append(shown)
         return self.verdict(shown)
 
     def prepare(self, name):
-        pass
-
-    def learn(self, work, forget=()):
-        pass
-
-    def get(self, handle):
-        return handle
-
-    def free(self, handle):
         pass
 
 

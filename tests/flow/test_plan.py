@@ -11,17 +11,16 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig
-from tandem.flow.declarations import added, declaration, weights_to
+from tandem.flow.conductor import LocalConductor
 from tandem.flow.draw import draw_plan, mermaid, text
 from tandem.flow.parts import open_rows
 from tandem.flow.plan import plan_run
 from tandem.flow.process import start_process
-from tandem.flow.run import LocalRunner
 from tandem.flow.session import open_session
 from tandem.planning.job import Lengths, job_of
 from tandem.trainers.loop import step
 from tandem.trainers.script import open_training
-from tests.matrix.cells import stages_called
+from tests.matrix.cells import stages_called, step_of
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, round_machine
 
@@ -109,16 +108,16 @@ def test_a_critic_that_nothing_asks_for_is_refused():
 def run_a_step(config, plan, monkeypatch):
     """The fields that each pass of a real step added, by the name of its stage."""
     gained = {}
-    call = LocalRunner.call
+    call = LocalConductor.call
 
-    def recorded(self, stage, *handles):
-        result = call(self, stage, *handles)
+    def recorded(self, stage, work, *handles):
+        result = call(self, stage, work, *handles)
         if stage.kind in ("pass", "collect"):
             before = set(handles[0].keys()) if stage.kind == "pass" else set()
             gained[stage.name] = set(result.keys()) - before
         return result
 
-    monkeypatch.setattr(LocalRunner, "call", recorded)
+    monkeypatch.setattr(LocalConductor, "call", recorded)
     run = training_config(config) if isinstance(config, DistillConfig) else config
     with open_session(run, start_process(run), open_rows(run), 1, "run", plan) as session:
         step(session)
@@ -152,9 +151,9 @@ def test_a_step_runs_the_passes_of_the_plan_in_order_and_each_adds_what_it_says(
 
     gained = run_a_step(config, plan, monkeypatch)
 
-    assert set(declaration(plan, plan.stage("generate")).adds) <= gained.pop("generate")
+    assert set(plan.stage("generate").declared.adds) <= gained.pop("generate")
     assert list(gained) == names(plan.passes)
-    assert all(set(added(plan, stage)) <= gained[stage.name] for stage in plan.passes)
+    assert all(set(stage.added) <= gained[stage.name] for stage in plan.passes)
 
 
 PAIRS = "train_dataset.path=addition_pairs"
@@ -175,10 +174,10 @@ def test_what_learns_from_rows_runs_the_stages_that_the_planner_counts(model, tm
     config = load_config(kind, None, small).config
     plan = plan_run(config)
     with open_training(config) as (run, session):
-        called = stages_called(session.runner)
+        called = stages_called(session.conductor)
         metrics = [step(session)[0] | run.evaluate_if_due(session, number) for number in (1, 2)]
-    assert called == [*plan.step, plan.stage("evaluate")] * 2
-    passes = [(stage.name, stage.awake[0]) for stage in plan.step if stage.kind == "pass"]
+    assert called == [*step_of(plan), plan.stage("evaluate")] * 2
+    passes = [(stage.name, stage.awake[0]) for stage in plan.stages if stage.kind == "pass"]
     assert passes == [*job_of(config, round_machine(), Lengths(8, 4), lambda _: HAND).passes]
     assert all({"loss", "eval/loss", "tokens_per_s/train"} <= found.keys() for found in metrics)
 
@@ -236,22 +235,22 @@ def test_every_example_whose_loop_stands_in_the_script_is_compared_with_its_plan
 def test_every_stage_declares_what_it_reads_and_earlier_stages_have_added_that(kind, keys):
     plan, there = plan_of(*keys, kind=kind), set()
     for stage in plan.stages:
-        declared = declaration(plan, stage)
-        assert declared is not None and set(declared.reads) <= there, stage.name
+        declared = stage.declared
+        assert set(declared.reads) <= there, stage.name
         there |= {*declared.adds, *declared.may_add}
-    states = {stage.name: declaration(plan, stage) for stage in plan.stages}
+    states = {stage.name: stage.declared for stage in plan.stages}
     assert all("weights" in states[name].reads_state for name in ("publish", "evaluate", "save", "verify") if name in states)
 
 
 def test_the_picture_and_the_flowchart_show_where_weights_go():
     plan = plan_of("algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=5")
-    assert [(stage.name, receiver) for stage, receiver in weights_to(plan)] == [
+    assert [(stage.name, receiver) for stage, receiver in plan.weights_to] == [
         ("refresh", "reference"),
         ("publish", "engine"),
     ]
     words = [text.get_text() for text in draw_plan(plan).axes[0].texts]
     assert words.count("weights") == 2 == mermaid(plan).count('==>|"weights"|')
-    assert draw_plan(plan_of(kind=SFTConfig)).axes[0].texts and not list(weights_to(plan_of(kind=SFTConfig)))
+    assert draw_plan(plan_of(kind=SFTConfig)).axes[0].texts and not list(plan_of(kind=SFTConfig).weights_to)
 
 
 def test_text_and_flowchart_name_every_model_and_stage_and_the_fields_between_them():

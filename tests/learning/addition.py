@@ -19,12 +19,12 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.evaluation import evaluate
+from tandem.flow.conductor import Conductor
 from tandem.flow.parts import open_rows
-from tandem.flow.plan import Stage
 from tandem.flow.process import start_process
-from tandem.flow.run import Runner
 from tandem.flow.services import check_names
 from tandem.flow.session import open_session
+from tandem.flow.stages import Stage
 from tandem.roles.samples import with_fields
 from tandem.trainers.loop import step
 
@@ -112,19 +112,20 @@ class Curve:
         return len(self.batches)
 
 
-class ShuffledRewards:
-    """A runner whose batches have their rewards dealt out anew among all samples: nothing is left to learn from."""
+class ShuffledRewards(Conductor):
+    """Its batches have their rewards dealt out anew among all samples: nothing is left to learn from."""
 
-    def __init__(self, runner: Runner, seed: int):
-        self._runner = runner
+    def __init__(self, conductor: Conductor, seed: int):
+        self._conductor = conductor
         self._draw = torch.Generator().manual_seed(seed)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+    def prepare(self, name: str) -> None:
+        """See `Conductor`."""
+        self._conductor.prepare(name)
 
-    def call(self, stage: Stage, *handles: Any) -> Any:
-        """See `Runner`. One answer is one sequence in this task."""
-        batch = self._runner.call(stage, *handles)
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any) -> Any:
+        """See `Conductor`. One answer is one sequence in this task."""
+        batch = self._conductor.call(stage, work, *arguments)
         if stage.kind != "collect":
             return batch
         order = torch.randperm(len(batch["reward"]), generator=self._draw)
@@ -156,7 +157,7 @@ def learn(
     with ExitStack() as stack:
         session = stack.enter_context(open_session(config, process, rows, total_steps(config, len(rows.train)), "learning"))
         if shuffled:
-            session = dataclasses.replace(session, runner=ShuffledRewards(session.runner, seed))
+            session = dataclasses.replace(session, conductor=ShuffledRewards(session.conductor, seed))
 
         def measure(number: int) -> None:
             curve.measured[number] = evaluate(config, session, rows)["eval/accuracy"]

@@ -285,8 +285,10 @@ def test_it_learns_what_is_rewarded(folder):
 
 
 def test_a_resting_actor_counts_a_version_and_leaves_its_weights(folder):
-    actor, batch = tiny_actor(folder), rollout_batch([[(1.0, 2), (0.0, 3)], [(1.0, 1), (1.0, 1)]])
-    before = weights_of(actor)
-    assert actor.rest(actor.compute_advantages(batch)) == {"groups/without_spread": 0.5}
-    assert actor.version == 1
-    assert moved(before, weights_of(actor)) == 0
+    rests = iter([True, False])
+    actor = tiny_actor(folder, actor={"resting": lambda: next(rests), "max_head_offpolicyness": 1})
+    batch = rollout_batch([[(1.0, 2), (0.0, 3)], [(1.0, 1), (1.0, 1)]])
+    before, ready = weights_of(actor), actor.compute_advantages(batch)
+    assert actor.ppo_update(ready) == {"groups/without_spread": 0.5, "actor/rests": 1.0}
+    assert actor.version == 1 and moved(before, weights_of(actor)) == 0
+    assert actor.ppo_update(ready)["actor/rests"] == 0.0 and moved(before, weights_of(actor)) > 0

@@ -24,9 +24,11 @@ def test_a_refresh_copies_the_weights_bit_for_bit_and_later_steps_leave_them(fol
     initial = {name: tensor.clone() for name, tensor in weights_of(reference.engine).items()}
 
     actor.train_batch(batch, weighted_nll)
-    assert not reference.refresh_if_due(actor, 1)
-    assert same(initial, weights_of(reference.engine))
-    assert reference.refresh_if_due(actor, 2)
+    versions = iter([1, 2])
+    reference.follow(actor, lambda: next(versions))
+    reference.refresh_if_due()
+    assert same(initial, weights_of(reference.engine)) and reference.refreshed == 0
+    reference.refresh_if_due()
     assert reference.refreshed == 2
     assert same(weights_of(actor), weights_of(reference.engine))
     assert torch.equal(reference.compute_logprobs(batch)["reference_logprobs"], actor.forward(batch).logprobs)
@@ -36,14 +38,22 @@ def test_a_refresh_copies_the_weights_bit_for_bit_and_later_steps_leave_them(fol
 
 
 def test_without_an_interval_it_never_follows(folder):
-    reference = Reference(engine_on(folder))
-    assert not any(reference.refresh_if_due(engine_on(folder), version) for version in range(4))
+    reference, actor = Reference(engine_on(folder)), engine_on(folder)
+    actor.train_batch(random_batch((5, 7)), weighted_nll)
+    initial = {name: tensor.clone() for name, tensor in weights_of(reference.engine).items()}
+    reference.follow(actor, lambda: 2)
+    reference.refresh_if_due()
+    assert same(initial, weights_of(reference.engine)) and reference.refreshed == 0
 
 
 def test_another_model_is_refused_by_the_tensor_that_does_not_fit(folder, tmp_path):
     small = engine_on(tiny_model_folder(tmp_path, hidden_size=16))
+    reference = Reference(engine_on(folder), refresh_every_steps=1)
+    with pytest.raises(ConfigError, match="follows no actor"):
+        reference.refresh_if_due()
+    reference.follow(small, lambda: 1)
     with pytest.raises(ConfigError, match="cannot be copied into this model"):
-        Reference(engine_on(folder), refresh_every_steps=1).refresh_if_due(small, 1)
+        reference.refresh_if_due()
     engine = engine_on(folder)
     with pytest.raises(ConfigError, match="were not given"):
         engine.load_weights(list(engine.weights())[:-1])

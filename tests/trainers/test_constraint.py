@@ -57,12 +57,14 @@ def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_within_bounds():
 
 
 def test_samples_outside_statistics_do_not_count_and_those_without_cost_cost_nothing():
-    constraint = Constraint(ConstraintConfig(cost="harmful", limit=0.5, step_size=1.0, multiplier=1.0))
+    rests = iter([False, True, False, False])
+    config = ConstraintConfig(cost="harmful", limit=0.5, step_size=1.0, multiplier=1.0)
+    constraint = Constraint(config, resting=lambda: next(rests))
     batch = batch_of([1.0, 0.0, float("nan"), 9.0], [1.0, 2.0, 4.0, 0.0], in_statistics=[True, True, True, False])
     assert constraint.follow(batch) == {"constraint/cost": 0.5, "constraint/multiplier": 1.0}
     assert constraint.penalise(batch)["reward"].tolist() == [0.0, 1.0, 2.0, -4.5]
     assert batch["reward"].tolist() == [1.0, 2.0, 4.0, 0.0]
-    assert constraint.follow(batch_of([1.0, 1.0]), rests=True)["constraint/multiplier"] == 1.0
+    assert constraint.follow(batch_of([1.0, 1.0]))["constraint/multiplier"] == 1.0
     assert constraint.follow(batch_of([1.0, 1.0]))["constraint/multiplier"] == 1.5
     assert "constraint/cost" not in constraint.follow(batch_of([float("nan")]))
 

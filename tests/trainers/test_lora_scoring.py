@@ -19,15 +19,15 @@ BATCH = random_batch((30, 40, 30), seed=5)
 def test_what_rounding_leaves_of_an_adapter_is_measured_and_told_once(tmp_path, caplog):
     world = World(tiny_model_folder(tmp_path), "bfloat16")
     verifier = Verifier(world.scorer, VerifyConfig(every_steps=None), None, torch.bfloat16)
-    assert verifier.verify_if_due(BATCH, 1) == {}  # B is 0
+    assert verifier.verify_if_due(BATCH) == {}  # B is 0
     world.learn(1)
     adapter, served = world.trainer.adapter, Scorer(world.trainer, world.archive, torch.float32, Team(), rounds=False)
-    small = verifier.verify_if_due(BATCH, 2)["gap/adapter_surviving"]
-    verifier.verify_if_due(BATCH, 2)
+    small = verifier.verify_if_due(BATCH)["gap/adapter_surviving"]
+    verifier.verify_if_due(BATCH)
     assert 0 <= small < 0.5 and len(caplog.records) == 1 and "rollout.dtype=float32" in caplog.text
     assert adapter.surviving(torch.float32) > 0.9 and served.surviving() is None
     world.trainer.load_weights([(name, 30 * tensor.clone()) for name, tensor in adapter.weights()])
-    large = verifier.verify_if_due(BATCH, 3)["gap/adapter_surviving"]
+    large = verifier.verify_if_due(BATCH)["gap/adapter_surviving"]
     assert 0.95 < large < 1.05 and len(caplog.records) == 1
 
 

@@ -66,8 +66,9 @@ FORGOTTEN = {
     "trainer.holder._parameters": "what the model computes with, made from the masters",
     "critic.engine.holder._parameters": "likewise",
     "reference.engine.holder._parameters": "likewise",
-    "rollout._scorer.runner._residency._timer": "measures time",
-    "rollout._scorer.runner._residency._models": "the engines of models, which are parts or frozen",
+    "rollout._scorer.conductor._residency._timer": "measures time",
+    "rollout._scorer.conductor._residency._models": "the engines of models, which are parts or frozen",
+    "reference._followed": "the actor's engine, which is a part",
     "publisher._engines": "see the engine in STATELESS",
     "publisher.channel": "where tensors lie until the engine has taken them",
 }

@@ -107,8 +107,12 @@ def test_after_publishing_the_engine_generates_with_the_new_weights_and_says_so(
         assert engine.version == publisher.version == publisher.history[number + seed]
         assert set(response.versions) == {engine.version.number} == {number + seed}
         torch.testing.assert_close(torch.tensor(response.logprobs), score(trainer.model, response), atol=1e-4, rtol=0)
-        assert metrics["bytes"] == sum(t.nbytes for t in trainer.model.state_dict().values())
-        assert metrics["update_weights_s"] >= metrics["prepare_s"] + metrics["pause_s"] + metrics["recompute_s"] > 0
+        assert metrics["weights/delivered_mib"] * 2**20 == sum(t.nbytes for t in trainer.model.state_dict().values())
+        assert (
+            metrics["time/update_weights_s"]
+            >= sum(metrics[f"time/{part}_s"] for part in ("prepare", "pause", "recompute"))
+            > 0
+        )
     assert publisher.history[number + 1].digest != publisher.history[number + 2].digest
     assert engine.version.run == "test"
 
@@ -293,7 +297,7 @@ def test_the_slowest_engine_counts_and_one_that_stays_behind_is_closed():
     engines = Staged(0.25), Staged(0.5), Staged(0.0, commit=WeightUpdateFailed("no memory"))
     publisher = publisher_of(*engines)
     metrics = publisher.publish()
-    assert (metrics["pause_s"], metrics["recompute_s"]) == (0.5, 1.0)
+    assert (metrics["time/pause_s"], metrics["time/recompute_s"]) == (0.5, 1.0)
     assert [engine.dead for engine in engines] == [False, False, True]
     del engines[2].faults["commit"]
     publisher.publish()

@@ -10,11 +10,11 @@ from tandem.api.failures import DataFailure
 from tandem.api.samples import Group, Sample
 from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Answer, Ask, answer_of, failure_answer
+from tandem.flow.conductor import LocalConductor
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_model, open_scores
-from tandem.flow.run import LocalRunner
 from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.session import make_scorer
 from tandem.tracking.statistics import PhaseTimer
@@ -58,9 +58,8 @@ def open_scorer(
     process = Process(device, threads)
     residency = Residency(None, Path(), PhaseTimer(), open_model)
     roles = open_scores(config, plan, process, tokenizer, residency)
-    runner = LocalRunner(lambda stage: contextlib.nullcontext(), residency)
-    runner.learn({planned.stage: roles[planned.name].score for planned in plan.staged})
-    return make_scorer(config, plan, roles, runner, process.team)
+    conductor = LocalConductor(lambda stage: contextlib.nullcontext(), residency)
+    return make_scorer(config, plan, roles, conductor, process.team)
 
 
 def paths_of(plan: RunPlan) -> Mapping[str, str]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.flow.declarations import added, weights_to
 from tandem.flow.plan import Resident, RunPlan
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ def text(plan: RunPlan) -> str:
     models = ", ".join(f"{resident.name} ({form(plan, resident)})" for resident in plan.residents)
     rows = [("stage", "call", "adds", "needs", "when")]
     for stage in plan.stages:
-        needs, fields = ", ".join(stage.awake), ", ".join(added(plan, stage))
+        needs, fields = ", ".join(stage.awake), ", ".join(stage.added)
         rows.append((stage.name, f"{stage.role}.{stage.call}", fields, needs, stage.when or "each step"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -47,7 +46,7 @@ def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
         when = f"<br/>{stage.when}" if stage.when else ""
         yield f'{number[stage.name]}["{stage.name}<br/><i>{stage.role}.{stage.call}</i>{when}"]'
     for before, after in zip(plan.stages, plan.stages[1:], strict=False):
-        fields = ", ".join(added(plan, before))
+        fields = ", ".join(before.added)
         label = f'|"{fields}"| ' if fields else ""
         yield f"{number[before.name]} -->{label}{number[after.name]}"
     for resident in plan.residents:
@@ -55,7 +54,7 @@ def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
         for stage in plan.stages:
             if resident.name in stage.awake:
                 yield f"{resident.name} -.- {number[stage.name]}"
-    for stage, receiver in weights_to(plan):
+    for stage, receiver in plan.weights_to:
         yield f'{number[stage.name]} ==>|"weights"| {receiver}'
 
 
@@ -89,10 +88,10 @@ def draw_plan(plan: RunPlan) -> "Figure":
             axes.plot([4.6, 7.2], [-row, middle[name]], color="#7aa6c2", linewidth=1, zorder=0)
         if row + 1 < height:
             axes.annotate("", (2.4, -row - 0.68), (2.4, -row - 0.32), arrowprops={"arrowstyle": "->", "color": "#555555"})
-            fields = ", ".join(added(plan, stage))
+            fields = ", ".join(stage.added)
             axes.text(2.55, -row - 0.5, fields, fontsize=8, color="#555555", verticalalignment="center")
     rows = {stage.name: row for row, stage in enumerate(plan.stages)}
-    for stage, receiver in weights_to(plan):
+    for stage, receiver in plan.weights_to:
         arrow = {"arrowstyle": "-|>", "color": "#c05a1a", "linewidth": 2.5}
         axes.annotate("", (7.2, middle[receiver]), (4.6, -rows[stage.name]), arrowprops=arrow)
         between = (-rows[stage.name] + middle[receiver]) / 2

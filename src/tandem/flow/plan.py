@@ -1,12 +1,12 @@
 """From a configuration to the models of a run and the stages of a step.
 
-This is the only place that decides which models exist and which stages run, in which order. The session makes what the
-plan names, the loop runs its stages, `tandem plan` counts them, `--dry-run` and `tandem graph` show them. Making a plan
+This is the only place that decides which models exist, and so who can be called; the stages are the trace of the step. The
+session makes what the plan names, `tandem plan` counts the stages, `--dry-run` and `tandem graph` show them. Making a plan
 opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +24,31 @@ from tandem.config.recipes import sum_of
 from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.flow.calls import (
+    ACTOR,
+    CONSTRAINT,
+    CRITIC,
+    EVALUATOR,
+    LANGUAGE_MODEL,
+    NEXT_BATCH,
+    PREFERENCE,
+    PREPARE_BATCH,
+    PUBLISHER,
+    RECORDER,
+    REFERENCE,
+    REWARD_MODEL,
+    SAVER,
+    SHARED_CRITIC,
+    STUDENT,
+    TEACHER,
+    VERIFIER,
+    score_stage,
+)
 from tandem.flow.mid_episode import awaited, beside_episodes
 from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
+from tandem.flow.stages import Role, Stage, trace
+from tandem.flow.step import learn_from_preferences, learn_from_rewards, learn_from_rows
 from tandem.models.adapter_beside import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
 from tandem.rewards.model import ModelReward
@@ -34,6 +56,8 @@ from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 
 Head = Literal["lm", "scalar", "both", "text"]
+Step = Callable[..., tuple[Any, dict[str, float]]]
+"""See `tandem.flow.step`."""
 
 
 @dataclass(frozen=True)
@@ -89,35 +113,6 @@ class Resident:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One step's call of a role.
-
-    Example: ``Stage("values", "critic", "compute_values", kind="pass", time="train", awake=("critic",))``
-    """
-
-    name: str
-    role: str
-    """The object whose method is called: a resident's role, or `rollout`, `verifier`, `publisher`, `evaluator`, `saver`."""
-
-    call: str
-    """The method, which declares the fields that it reads and adds (`tandem.api.stage`) if it takes a batch."""
-
-    kind: Literal["collect", "score", "check", "pass", "update", "deliver", "keep"]
-    """`collect` gives the batch. `score` gives numbers to sequences, inside of collecting: it comes between the end of the
-    episodes and the filter of groups. `pass` takes a batch and returns it with more fields. `update` takes one, trains, and
-    returns metrics, as `check` and `deliver` do."""
-
-    time: str
-    """The metric that it counts towards, as ``time/<time>_s``."""
-
-    awake: tuple[str, ...] = ()
-    """The residents that it needs on the devices."""
-
-    when: str = ""
-    """The steps at which it runs, in words; empty if at each."""
-
-
-@dataclass(frozen=True)
 class PlannedScore:
     """A term of one reward, or of those of several data sets, that needs a model."""
 
@@ -150,6 +145,12 @@ class RunPlan:
 
     residents: tuple[Resident, ...]
     stages: tuple[Stage, ...]
+    roles: tuple[Role, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """Those whose stages they are."""
+
+    step: Step | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Calls them; None where nothing trains."""
+
     greedy_baseline: bool = False
     """Each prompt gets a greedy sample beside the others, which is compared with and not trained on."""
 
@@ -210,22 +211,23 @@ class RunPlan:
         return tuple(stage for stage in self.stages if stage.kind in ("score", "pass") and stage.awake)
 
     @property
-    def step(self) -> tuple[Stage, ...]:
-        """The stages of a step that the loop calls one after another; those of scores are part of collecting."""
-        return tuple(stage for stage in self.stages if stage.kind not in ("score", "keep"))
+    def weights_to(self) -> Iterator[tuple[Stage, str]]:
+        """The stages that bring weights to another model, each with the model that takes them over."""
+        return ((stage, stage.awake[-1]) for stage in self.stages if stage.kind == "deliver")
 
 
-def plan_run(config: BaseConfig) -> RunPlan:
-    """The plan of a configuration.
+def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
+    """The plan of a configuration. ``step``: of a script that trains with rewards; None: that of `tandem.flow.step`.
 
     Raises:
-        ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, or a model sits where
-            it cannot.
+        ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, a model sits where it
+            cannot, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
     """
     if isinstance(config, DistillConfig):
         plan = _distillation(config)
     elif isinstance(config, TrainConfig):
         plan = _reinforcement(config)
+        plan = plan if step is None else _by(step, plan)
     elif isinstance(config, PreferenceConfig):
         plan = _preference(config)
     elif isinstance(config, SFTConfig | RewardModelConfig):
@@ -276,34 +278,79 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     check_rewards(config.reward, constraint, sums, stepwise, advantage, of_tokens=parts.credit.of_tokens)
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
-    rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
+    warmup = critic.warmup_steps
+    rests = {"ppo_update": f"the actor rests in the first {warmup} steps"} if warmup else {}
     proximal = teacher is not None or parts.needs_proximal(config.algorithm, updates)
-    stages = [
-        Stage("generate", "rollout", "prepare_batch", "collect", "generate", generating, _collecting(config, judges)),
-        *_scoring(scores),
+    collects = {"prepare_batch": _collecting(config, judges)}
+    score_stages = tuple(_scoring(scores))
+    roles = [
+        Role("rollout", PREPARE_BATCH, generating, when=collects, inner=score_stages),
         *_verification(config),
-        *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
-        *([_pass("values", "critic", "compute_values", "critic" if "critic" in names else "actor")] if values else []),
-        *([_pass("proximal", "actor", "compute_proximal", "actor")] if proximal else []),
-        *([_pass("teacher", "teacher", "compute_logprobs", "teacher")] if teacher is not None else []),
-        *(_penalty(config) if constraint is not None else ()),
-        Stage("advantages", "actor", "compute_advantages", "pass", "train"),
-        Stage("update", "actor", "ppo_update", "update", "train", ("actor",), rests),
-        *([Stage("update values", "critic", "update", "update", "train", ("critic",))] if "critic" in names else []),
-        *([Stage("fit of values", "critic", "update", "check", "train")] if critic.shared and values else []),
-        *(_refresh(resident) for resident in residents if resident.refresh_every_steps),
-        Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
-        *_keeping(config, generating, residents),
+        Role("actor", ACTOR if teacher is None else STUDENT, ("actor",), when=rests, constants={"needs_proximal": proximal}),
+        *(_reference_role(resident) for resident in residents if resident.name == "reference"),
+        *([Role("critic", CRITIC, ("critic",))] if "critic" in names else []),
+        *([Role("critic", SHARED_CRITIC, ("actor",))] if values and "critic" not in names else []),
+        *([Role("teacher", TEACHER, ("teacher",))] if teacher is not None else []),
+        *([_penalty(warmup)] if constraint is not None else []),
+        Role("publisher", PUBLISHER, ("actor", "engine")),
     ]
     every = (*share_trunks(residents, config.device), Resident("engine", generating=ranks))
-    return RunPlan(
+    return _traced(
+        config,
+        learn_from_rewards,
+        roles,
+        generating,
         every,
-        tuple(stages),
         greedy_baseline="greedy" in asked,
         scores=scores,
         sums=sums,
         reward=config.reward,
         algorithm=parts,
+    )
+
+
+def _traced(
+    config: BaseConfig, step: Step, roles: list[Role], asked: tuple[str, ...], residents: tuple[Resident, ...], **more: Any
+) -> RunPlan:
+    """The plan whose stages are the trace of a step, and what follows it. ``asked``: what an evaluation needs awake."""
+    trained = tuple(resident.name for resident in residents if resident.trained)
+    changing = tuple(resident.name for resident in residents if resident.changes)
+    after = tuple(_following(config, trained, asked, changing))
+    stages = (*trace(step, roles), *(role.stage(call) for role in after for call in role.calls))
+    return RunPlan(residents, stages, (*roles, *after), step, **more)
+
+
+def _by(step: Step, plan: RunPlan) -> RunPlan:
+    """The plan with the step of a script."""
+    after = (stage for stage in plan.stages if stage.kind == "keep")
+    own = dataclasses.replace(plan, stages=(*trace(step, plan.roles), *after), step=step)
+    check_passes(plan, {stage.name for stage in own.passes})
+    return own
+
+
+def check_passes(plan: RunPlan, passes: Collection[str]) -> None:
+    """Passes if a loop that makes these passes makes all of the plan's.
+
+    Raises:
+        ConfigError: it leaves some out; names them.
+    """
+    missing = [f"{stage.name} ({stage.role}.{stage.call})" for stage in plan.passes if stage.name not in passes]
+    if missing:
+        raise ConfigError(
+            f"this configuration needs passes that the script's loop does not make: {', '.join(missing)}; use `tandem "
+            "train`, which makes all of them, or change algorithm.*"
+        )
+
+
+def _reference_role(resident: Resident) -> Role:
+    every = resident.refresh_every_steps
+    return Role(
+        "reference",
+        REFERENCE,
+        ("reference",),
+        others={"refresh_if_due": ("actor", "reference")},
+        when={"refresh_if_due": f"every {every} steps"},
+        constants={"refreshes": bool(every)},
     )
 
 
@@ -335,7 +382,7 @@ def plan_scores(config: TrainConfig, specs: Sequence[str]) -> RunPlan:
 def _scoring(scores: Iterable[PlannedScore]) -> Iterator[Stage]:
     for one in scores:
         if not one.in_episodes:
-            yield Stage(one.stage, one.name, "score", "score", "score", (one.resident,))
+            yield score_stage(one.stage, one.name, one.resident)
 
 
 def _scores(config: TrainConfig, specs: Iterable[str], taken: set[str]) -> Scores:
@@ -419,11 +466,9 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
     return tuple(ordered.values())
 
 
-def _penalty(config: TrainConfig) -> Iterator[Stage]:
+def _penalty(warmup: int) -> Role:
     """The multiplier follows the mean cost of the batch, and then weighs the costs."""
-    rests = f"λ rests in the first {config.critic.warmup_steps} steps" if config.critic.warmup_steps else ""
-    yield Stage("multiplier", "constraint", "follow", "check", "train", when=rests)
-    yield Stage("penalty", "constraint", "penalise", "pass", "train")
+    return Role("constraint", CONSTRAINT, when={"follow": f"λ rests in the first {warmup} steps"} if warmup else {})
 
 
 def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
@@ -468,56 +513,39 @@ def _preference(config: PreferenceConfig) -> RunPlan:
     actor = Resident("actor", config.actor, trained=True)
     residents = (actor, _reference(config)) if loss.needs_reference else (actor,)
     both = tuple(resident.name for resident in residents)
-    stages = (
-        Stage("rows", "batches", "next_batch", "collect", "rows"),
-        *([_pass("reference", "learner", "compute_reference", "reference")] if loss.needs_reference else []),
-        *([Stage("baseline", "learner", "compute_baseline", "pass", "train", both)] if loss.needs_baseline else []),
-        Stage("update", "learner", "train_preference", "update", "train", ("actor",)),
-        *_keeping(config, both, residents),
-    )
-    return RunPlan(residents, stages, paired=loss.is_paired)
+    awake = {"compute_reference": ("reference",), "compute_baseline": both}
+    needs = {"needs_reference": loss.needs_reference, "needs_baseline": loss.needs_baseline}
+    roles = [Role("batches", NEXT_BATCH), Role("learner", PREFERENCE, ("actor",), others=awake, constants=needs)]
+    return _traced(config, learn_from_preferences, roles, both, residents, paired=loss.is_paired)
 
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
-    method = f"train_{config.supervision}" if isinstance(config, RewardModelConfig) else "train_lm"
-    actor = Resident("actor", config.actor, "lm" if method == "train_lm" else "scalar", trained=True)
-    stages = (
-        Stage("rows", "batches", "next_batch", "collect", "rows"),
-        Stage("update", "learner", method, "update", "train", ("actor",)),
-        *_keeping(config, ("actor",), (actor,)),
-    )
-    return RunPlan((actor,), stages, paired=method in ("train_pairs", "train_safety"))
+    kind = config.supervision if isinstance(config, RewardModelConfig) else None
+    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True)
+    learner = Role("learner", LANGUAGE_MODEL if kind is None else REWARD_MODEL[kind], ("actor",))
+    roles = [Role("batches", NEXT_BATCH), learner]
+    return _traced(config, learn_from_rows, roles, ("actor",), (actor,), paired=kind in ("pairs", "safety"))
 
 
-def _pass(name: str, role: str, call: str, resident: str) -> Stage:
-    return Stage(name, role, call, "pass", "train", (resident,))
-
-
-def _refresh(reference: Resident) -> Stage:
-    when = f"every {reference.refresh_every_steps} steps"
-    return Stage("refresh", "reference", "refresh_if_due", "deliver", "train", ("actor", "reference"), when)
-
-
-def _verification(config: TrainConfig) -> Iterator[Stage]:
+def _verification(config: TrainConfig) -> Iterator[Role]:
     every = config.rollout.verify.every_steps
     if every is not None:
-        when = f"steps 1 and 3, then every {every}"
-        yield Stage("verify", "verifier", "verify_if_due", "check", "verify", ("actor",), when)
+        yield Role("verifier", VERIFIER, ("actor",), when={"verify_if_due": f"steps 1 and 3, then every {every}"})
 
 
-def _keeping(config: BaseConfig, awake: tuple[str, ...], residents: Iterable[Resident]) -> Iterator[Stage]:
-    """The stages that follow a step. ``awake``: what an evaluation needs."""
-    trained = tuple(resident.name for resident in residents if resident.trained)
-    changing = tuple(resident.name for resident in residents if resident.changes)
+def _following(
+    config: BaseConfig, trained: tuple[str, ...], asked: tuple[str, ...], changing: tuple[str, ...]
+) -> Iterator[Role]:
+    """The roles that are called after a step. ``trained`` and ``changing``: residents; ``asked``: those that an evaluation
+    needs."""
     if config.deterministic:
-        yield Stage("record", "recorder", "record", "keep", "save", trained)
+        yield Role("recorder", RECORDER, trained)
     every, wish = config.evaluate.every_steps, config.checkpoint
     if every is not None:
-        when = f"before step 1, every {every} steps, at the end"
-        yield Stage("evaluate", "evaluator", "evaluate", "keep", "evaluate", awake, when)
+        yield Role("evaluator", EVALUATOR, asked, when={"evaluate": f"before step 1, every {every} steps, at the end"})
     if wish.every_steps is not None or wish.at_end:
         whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
-        yield Stage("save", "saver", "save", "keep", "save", changing, ", ".join(filter(None, whens)))
+        yield Role("saver", SAVER, changing, when={"save": ", ".join(filter(None, whens))})
 
 
 def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:

@@ -18,8 +18,9 @@ from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.data.encoding import ChatEncoder, Encoded
-from tandem.flow.plan import PlannedScore, RunPlan, Stage
-from tandem.flow.run import Runner
+from tandem.flow.conductor import Conductor
+from tandem.flow.plan import PlannedScore, RunPlan
+from tandem.flow.stages import Stage
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.flow.writing import Judged, WritingRole
 from tandem.rewards.combination import Combination, Scored, is_open
@@ -201,12 +202,12 @@ class ModelGroupScorer:
         plan: RunPlan,
         roles: dict[str, ScoreRole | WritingRole],
         combination: Combination,
-        runner: Runner,
+        conductor: Conductor,
         team: Team,
         min_group_size: int | None,
     ):
         """``roles``: by the names of the scores; no other hand keeps the models of those that go (`change`)."""
-        self.plan, self.roles, self.combination, self.runner, self.team = plan, roles, combination, runner, team
+        self.plan, self.roles, self.combination, self.conductor, self.team = plan, roles, combination, conductor, team
         self.min_group_size = min_group_size
         self._log = FailureLog()
 
@@ -215,8 +216,6 @@ class ModelGroupScorer:
 
     def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole], *, again: bool) -> None:
         """From now on the rewards are those of another plan. ``again``: see `Combination.change`."""
-        work = {planned.stage: roles[planned.name].score for planned in plan.staged}
-        self.runner.learn(work, forget=[planned.stage for planned in self.plan.staged])
         stay = [role.engine for role in roles.values()]
         self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
         self.plan = plan
@@ -260,7 +259,7 @@ class ModelGroupScorer:
 
     def generate_again(self) -> None:
         """Implements `ModelGroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
-        self.runner.prepare("generate")
+        self.conductor.prepare("generate")
 
     def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure | Sample]]) -> None:
         role = self.roles[planned.name]
@@ -285,7 +284,7 @@ class ModelGroupScorer:
 
         if not self.team.share(read):
             return
-        values = iter(self.runner.call(stage, self.team.share(lambda: pack(sequences))).tolist())
+        values = iter(self.conductor.run(stage, role, self.team.share(lambda: pack(sequences))).tolist())
         for one in asked:  # ranks other than 0 have asked nothing
             count = len(one.tokens[planned.name]) if planned.score.per_step else 1
             one.values[planned.name] = list(islice(values, count))
@@ -300,7 +299,7 @@ class ModelGroupScorer:
         groups = [Group(tuple(one.sample for one in some), data=some[0].row) for some in scored]
         if not self.team.share(lambda: len(groups)):
             return
-        verdicts = iter(self.runner.call(stage, groups))
+        verdicts = iter(self.conductor.run(stage, role, groups))
         for samples, some in zip(judged, asked, strict=True):
             for (j, one), verdict in zip(some.items(), next(verdicts) if some else (), strict=True):
                 samples[j] = _with_verdict(one, planned.name, verdict)

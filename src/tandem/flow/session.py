@@ -1,7 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,18 +22,19 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.keeping import Keeping
 from tandem.flow.balance import make_balance
 from tandem.flow.collector import keep_from_collector
+from tandem.flow.conductor import Conductor, LocalConductor
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
-from tandem.flow.plan import RunPlan, Stage, plan_run
+from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
-from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import ModelGroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
+from tandem.flow.stages import Stage
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
 from tandem.flow.training import Made, TrainingSession
@@ -69,7 +70,7 @@ STATELESS = {
     "teacher": "is frozen",
     "meter": "measures time",
     "timer": "likewise",
-    "runner": "calls stages, and remembers nothing",
+    "conductor": "calls stages, and remembers nothing",
     "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
     "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
     "team": "is the ranks that there are",
@@ -80,9 +81,6 @@ STATELESS = {
 @dataclass(frozen=True)
 class Session(TrainingSession):
     """Everything that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
-
-    roles: Mapping[str, Any]
-    """The objects whose methods are the stages of the plan, by `Stage.role`; those of rewards are the scorer's."""
 
     trainer: TrainEngine
     """The actor's engine."""
@@ -142,14 +140,20 @@ class Session(TrainingSession):
         return of_all_ranks(self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()})))
 
     @property
+    def given(self) -> Mapping[str, Any]:
+        """The rows, and who plays their episodes."""
+        return {"loader": self.loader, "workflow": self.workflow}
+
+    @property
     def models(self) -> Models:
         """The actor, a critic with a model of its own, and the tokenizer."""
-        return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.runner.prepare, "save"))
+        return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.conductor.prepare, "save"))
 
     def wake_by_method(self) -> None:
         """From now on each method that a stage of the plan names first wakes the models that the stage needs, under a limit:
         for a script, which calls the methods itself."""
-        for stage in self.plan.step if self.residency.plan is not None else ():
+        stages = (stage for stage in self.plan.stages if stage.kind not in ("score", "keep"))
+        for stage in stages if self.residency.plan is not None else ():
             role = self.roles[stage.role]
             setattr(role, stage.call, self.residency.awake_for(stage.name, getattr(role, stage.call)))
 
@@ -215,16 +219,19 @@ def open_session(
         trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, parts.tokenizer, residency)
         parts.models.start(scores, process.device)
         actor = make_actor(config, trainer, reference, critic, plan.algorithm)
+        if reference is not None:
+            reference.follow(trainer, lambda: actor.version)
         archive, verifier = make_proof(config, process, trainer, parts.tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         residency.deliver_by(publisher.deliver_again)
+        verifier.follow(lambda: publisher.version.number)
         with process.team.together():
             start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
-            runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
-            scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
+            conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency)
+            scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, conductor, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         keep_from_collector(stack)
@@ -233,16 +240,14 @@ def open_session(
             "reference": reference,
             "critic": critic,
             "teacher": teacher,
-            "constraint": make_constraint(config, plan),
+            "constraint": make_constraint(config, plan, critic),
             "rollout": rollout,
             "verifier": verifier,
             "publisher": publisher,
         }
         there = {name: role for name, role in roles.items() if role is not None}
         own = (there, trainer, parts, loader, engine, meter, scorer)
-        session = Session(plan, timer, residency, runner, process.team, *own)
-        runner.learn(_work(session))
-        yield session
+        yield Session(plan, timer, residency, conductor, process.team, *own)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
@@ -261,43 +266,6 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
     meter.begins(stage.time)
     with timer(stage.time):
         yield
-
-
-def _work(session: Session) -> dict[str, Callable[..., Any]]:
-    """The function behind each stage of the plan: the method of its role, or what calls it with more than the batch."""
-    roles = {**session.roles, **session.scorer.roles}
-    stages = [stage for stage in session.plan.stages if stage.kind != "keep"]
-    more = _with_more(session)
-    return {stage.name: more.get(stage.name) or getattr(roles[stage.role], stage.call) for stage in stages}
-
-
-def _with_more(session: Session) -> dict[str, Callable[..., Any]]:
-    """The stages whose method takes more than the batch, or rests while the critic warms up."""
-    roles, actor, critic = session.roles, session.actor, session.critic
-
-    def update(batch: TensorDict) -> dict[str, float]:
-        if critic is None:
-            return actor.ppo_update(batch)
-        if critic.warming_up:
-            return actor.rest(batch) | {"actor/rests": 1.0}
-        return actor.ppo_update(batch) | {"actor/rests": 0.0}
-
-    def publish() -> dict[str, float]:
-        published = session.publisher.publish()
-        return {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
-
-    def refresh() -> dict[str, float]:
-        roles["reference"].refresh_if_due(session.trainer, actor.version)
-        return {}
-
-    return {
-        "generate": lambda: session.rollout.prepare_batch(session.loader, session.workflow),
-        "verify": lambda batch: session.verifier.verify_if_due(batch, session.publisher.version.number + 1),
-        "multiplier": lambda batch: roles["constraint"].follow(batch, rests=critic is not None and critic.warming_up),
-        "update": update,
-        "refresh": refresh,
-        "publish": publish,
-    }
 
 
 Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, Scores]
@@ -324,16 +292,20 @@ def open_models(
     return trainer, reference, critic, teacher, scores
 
 
-def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runner, team: Team) -> ModelGroupScorer:
+def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, conductor: Conductor, team: Team) -> ModelGroupScorer:
     """The scorer, which adds the terms of the reward that need a model or the whole batch."""
     combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
-    return ModelGroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
+    return ModelGroupScorer(plan, roles, combination, conductor, team, config.rollout.min_group_size)
 
 
-def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:
-    """The constraint, which keeps a cost at or below its limit; None if no term of the reward is a cost."""
+def make_constraint(config: TrainConfig, plan: RunPlan, critic: Critic | SharedCritic | None) -> Constraint | None:
+    """The constraint, which keeps a cost at or below its limit; None if no term of the reward is a cost. It rests while the
+    critic warms up."""
     cost = config.constraint.cost
-    return None if cost is None else Constraint(config.constraint, everywhere=is_everywhere(plan, cost))
+    if cost is None:
+        return None
+    resting = None if critic is None else lambda: critic.warming_up
+    return Constraint(config.constraint, everywhere=is_everywhere(plan, cost), resting=resting)
 
 
 def is_everywhere(plan: RunPlan, cost: str) -> bool:
@@ -365,6 +337,7 @@ def make_actor(
         max_new_tokens=config.gconfig.max_new_tokens,
         seed=config.seed,
         parts=parts,
+        resting=None if critic is None else lambda: critic.warming_up,
     )
 
 

@@ -12,10 +12,11 @@ from tandem.api.samples import Dropped, Group
 from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.weights import WeightVersion
+from tandem.flow.conductor import Conductor
 from tandem.flow.critic import Models
 from tandem.flow.plan import RunPlan
 from tandem.flow.residency import Residency
-from tandem.flow.run import Runner
+from tandem.flow.stages import handles
 from tandem.rollout.ledger import Ledger
 from tandem.tracking.statistics import PhaseTimer
 
@@ -31,14 +32,36 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingSession(ABC):
-    """The objects of a run, as the loop sees them: the stages of the plan, and the runner that calls them."""
+    """The objects of a run, as the loop sees them."""
 
     plan: RunPlan
     timer: PhaseTimer
     residency: Residency
-    runner: Runner
+    conductor: Conductor
+    """Calls the stages of the plan."""
+
     team: Team
     """All ranks."""
+
+    roles: dict[str, Any]
+    """The objects whose methods are the stages of the plan, by `Role.name`; those of rewards are the scorer's."""
+
+    def step(self) -> tuple[TensorDict, dict[str, float]]:
+        """Trains one step; returns the batch with all its fields, and metrics. Collective."""
+        assert self.plan.step is not None, "a plan that trains has a step"
+        run = handles(self.plan.roles, self.conductor.of(self.roles), **self.given)
+        batch, metrics = self.plan.step(run)
+        return batch, metrics
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """What the step reads besides the roles."""
+        return {}
+
+    def keep(self, name: str, *arguments: Any) -> Any:
+        """Calls the stage of this name, which follows a step; None if the plan has none. Collective."""
+        stage = self.plan.stage(name)
+        return None if stage is None else self.conductor.run(stage, self.roles[stage.role], *arguments)
 
     @property
     @abstractmethod

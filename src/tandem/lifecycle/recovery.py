@@ -220,5 +220,5 @@ def recovery_of(
             file = stack.enter_context(LedgerFile(run.path / FILE))
             ledger = DurableLedger(session.ledger, file, progress)
     parts = parts_of(session, progress, tracker, ledger, device)
-    prepare = lambda part: session.runner.prepare(LOADS.get(part, part))  # noqa: E731
+    prepare = lambda part: session.conductor.prepare(LOADS.get(part, part))  # noqa: E731
     return Recovery(run, parts, progress, session.team, ledger=ledger, still=session.standing_still, prepare=prepare)

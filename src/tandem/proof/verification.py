@@ -7,7 +7,7 @@ the difference, and the cause if it is a missing update or a wrong version.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -95,21 +95,25 @@ class Verifier:
         self._scorer, self._config, self._tokenizer, self._dtype = scorer, config, tokenizer, dtype
         self._keeps_kv, self._hot_first_token, self._seed = keeps_kv, hot_first_token, seed
         self._warned = False
+        self._version: Callable[[], int] = lambda: 0
         self._schedule, self._confirmations, self._missed = schedule or Schedule(config, eta=1), confirmations, 0
         self._pool: deque[Evidence] = deque(maxlen=POOL)
         self._undecided = 0
         self.tolerance = config.tolerance or TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
-    def verify_if_due(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """``gap/*`` of the batch of this step, made when ``step - 1`` updates were published; where none is due only what
-        rounding leaves of an adapter.
+    def follow(self, version: Callable[[], int]) -> None:
+        """``version``: the number of updates that were published so far."""
+        self._version = version
+
+    def verify_if_due(self, batch: TensorDict) -> dict[str, float]:
+        """``gap/*`` of the batch of this step; where no verification is due only what rounding leaves of an adapter.
 
         Raises:
             DeliveryDisproved: other weights, temperature or tokens than are stamped; names a missing update or the
                 version that made them, where one fits.
         """
-        rounded = self._rounded()
-        return rounded | (self.verify(batch, step - 1) if self._schedule.is_due(step) else {})
+        rounded, version = self._rounded(), self._version()
+        return rounded | (self.verify(batch, version) if self._schedule.is_due(version + 1) else {})
 
     def state_dict(self) -> dict[str, Any]:
         """The evidence that has not decided yet, and the suspicion; the versions to compare with are the publisher's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,11 +45,13 @@ class Actor:
         seed: int = 0,
         version: int = 0,
         parts: AlgorithmParts | None = None,
+        resting: Callable[[], bool] | None = None,
     ):
         """``max_head_offpolicyness``: η, the most versions that a token may be behind. ``reference``: needed where KL is
         measured. ``shared_critic``: the second head of this engine's model, which learns with the first. ``max_new_tokens``:
         what `constant` and `overlong` take where their knob is not set. ``seed``: of the order of mini-batches over several
         epochs. ``version``: updates that the weights have had before. ``parts``: of ``algorithm``, if it is resolved.
+        ``resting``: true while weights stay as they are, because a critic warms up; None: never.
 
         Raises:
             ConfigError: a part of the algorithm is not known, or lacks what it needs.
@@ -57,7 +59,7 @@ class Actor:
         self.engine, self.algorithm, self.config = engine, algorithm, config
         self.max_head_offpolicyness, self.seed, self.version = max_head_offpolicyness, seed, version
         self.reference, self.shared_critic = reference, shared_critic
-        self.kl_coefficient = algorithm.kl.coefficient
+        self.kl_coefficient, self._resting = algorithm.kl.coefficient, resting
         self._warned = False
         if algorithm.kl.coefficient > 0 and reference is None:
             raise ConfigError(
@@ -83,6 +85,7 @@ class Actor:
         return self.config.mini_batches * self.config.epochs_per_batch
 
     @stage(
+        "proximal",
         reads=("input_ids", "loss_mask", "temperature"),
         may_add=("proximal_logprobs", "entropy"),
         reads_state=("weights",),
@@ -97,6 +100,7 @@ class Actor:
         return with_fields(batch, proximal_logprobs=outputs.logprobs, entropy=outputs.entropy)
 
     @stage(
+        "advantages",
         reads=("loss_mask", "reward", "group_id", "sample_id", "stop_reason", "in_statistics"),
         adds=("advantages", "dropped", "shaped_reward"),
         may_read=(
@@ -144,6 +148,7 @@ class Actor:
         return drops if self._tokens is None else drops | self._tokens.drops(batch, self.version)
 
     @stage(
+        "update",
         reads=(
             "input_ids",
             "loss_mask",
@@ -176,11 +181,16 @@ class Actor:
         """The optimizer steps of one batch; returns metrics.
 
         Without any advantage, KL or entropy term, weights stay as they are to the bit and ``step_without_signal`` is 1.
+        While a critic warms up ``actor/rests`` is 1: nothing is trained, and the version counts on.
 
         Raises:
             BatchError: a stage before this one was left out.
             NonFinite: too many steps in a row were not finite.
         """
+        rests = {} if self._resting is None else {"actor/rests": float(self._resting())}
+        if rests.get("actor/rests"):
+            self.version += 1
+            return reward_metrics(batch, shaped=bool(self._credit.shaping)) | rests
         self._require(batch, "proximal_logprobs", self.needs_proximal, "compute_proximal(batch)")
         self._require(batch, "reference_logprobs", self.algorithm.kl.in_loss, "reference.compute_logprobs(batch)")
         objective = replace(self._objective, version=self.version, kl_coefficient=self.kl_coefficient)
@@ -205,12 +215,7 @@ class Actor:
         metrics |= reward_metrics(batch, shaped=bool(self._credit.shaping)) | dropped_metrics(batch, self._drops(batch))
         metrics |= self._follow_kl(batch)
         self.version += 1
-        return metrics | {"step_without_signal": float(without_signal)}
-
-    def rest(self, batch: TensorDict) -> dict[str, float]:
-        """In place of `ppo_update` while a critic warms up: weights and optimizer stay as they are, the version counts."""
-        self.version += 1
-        return reward_metrics(batch, shaped=bool(self._credit.shaping))
+        return metrics | {"step_without_signal": float(without_signal)} | rests
 
     def _follow_kl(self, batch: TensorDict) -> dict[str, float]:
         """Moves the coefficient towards the wished KL; the metrics are the KL of a sample, and the coefficient used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.algorithms.constraint import lagrangian, next_multiplier
@@ -20,9 +20,11 @@ class Constraint:
     Batches are global: each rank calls the same methods with the same batch, and comes to the same λ.
     """
 
-    def __init__(self, config: ConstraintConfig, *, everywhere: bool = True):
-        """``everywhere``: every row is judged by a reward with this cost; else whole batches may be without it."""
+    def __init__(self, config: ConstraintConfig, *, everywhere: bool = True, resting: Callable[[], bool] | None = None):
+        """``everywhere``: every row is judged by a reward with this cost; else whole batches may be without it.
+        ``resting``: true while λ stays as it is, because the actor does; None: never."""
         self.config, self.multiplier, self.everywhere = config, config.multiplier, everywhere
+        self._resting = resting
 
     def state_dict(self) -> dict[str, Any]:
         return {"multiplier": self.multiplier}
@@ -30,10 +32,10 @@ class Constraint:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.multiplier = float(state["multiplier"])
 
-    @stage(reads=("sample_id", "in_statistics"), may_read=("replayed",))
-    def follow(self, batch: TensorDict, *, rests: bool = False) -> dict[str, float]:
+    @stage("multiplier", reads=("sample_id", "in_statistics"), may_read=("replayed",))
+    def follow(self, batch: TensorDict) -> dict[str, float]:
         """Moves λ by the mean cost of the new samples that enter statistics; returns both. Replayed ones, of an earlier
-        policy, have moved it before. ``rests``: λ stays as it is, because the actor does."""
+        policy, have moved it before."""
         first = samples_of(batch).first
         costs = self._costs(batch)[first]
         counts = batch["in_statistics"][first] & ~costs.isnan()
@@ -43,7 +45,7 @@ class Constraint:
         if not len(costs):  # no new row of the batch has this cost
             return {"constraint/multiplier": self.multiplier}
         mean, config = float(costs.mean()), self.config
-        if not rests:
+        if self._resting is None or not self._resting():
             self.multiplier = next_multiplier(
                 self.multiplier,
                 mean,
@@ -54,7 +56,7 @@ class Constraint:
             )
         return {"constraint/cost": mean, "constraint/multiplier": self.multiplier}
 
-    @stage(reads=("reward",), adds=("reward",), may_read=("token_rewards",), may_add=("token_rewards",))
+    @stage("penalty", reads=("reward",), adds=("reward",), may_read=("token_rewards",), may_add=("token_rewards",))
     def penalise(self, batch: TensorDict) -> TensorDict:
         """The batch with J = (R − λ·C) / (1 + λ) as its ``reward``. Samples whose reward has no such part cost nothing."""
         fields = {"reward": lagrangian(batch["reward"], self._costs(batch).nan_to_num(), self.multiplier)}

@@ -25,7 +25,12 @@ class Values:
 
     engine: TrainEngine
 
-    @stage(reads=("input_ids", "loss_mask", "stop_reason"), adds=("values", "bootstrap_value"), reads_state=("weights",))
+    @stage(
+        "values",
+        reads=("input_ids", "loss_mask", "stop_reason"),
+        adds=("values", "bootstrap_value"),
+        reads_state=("weights",),
+    )
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Adds ``values [T]``: before each token, so 0 at the first of a sequence, which nothing precedes; and
         ``bootstrap_value [N]``: after the last token where the trajectory was cut by its length, else 0."""
@@ -69,6 +74,7 @@ class Critic(Values):
         return self.updates < self.config.warmup_steps
 
     @stage(
+        "update values",
         reads=("input_ids", "loss_mask", "values", "returns", "dropped", "in_loss", "group_id"),
         reads_state=("weights", "optimizer"),
         writes_state=("weights", "optimizer"),
@@ -123,6 +129,7 @@ class SharedCritic(Values):
 
         return both
 
+    @stage("fit of values", reads=("loss_mask", "values", "returns", "in_loss"))
     def update(self, batch: TensorDict) -> dict[str, float]:
         """Nothing is left to learn after the actor's update; says how well the values foretold the returns."""
         return _fit(select(batch, batch["in_loss"]))

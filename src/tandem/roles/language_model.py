@@ -20,6 +20,7 @@ class LanguageModel:
         self.engine = engine
 
     @stage(
+        "update",
         reads=("input_ids", "loss_mask"),
         may_read=("temperature",),
         reads_state=("weights", "optimizer"),

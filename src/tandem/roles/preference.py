@@ -52,12 +52,17 @@ class PreferenceLearner:
                 "PreferenceLearner(…, reference=Reference(engine)), or choose simpo or orpo"
             )
 
-    @stage(reads=("input_ids", "loss_mask", "temperature"), may_add=("reference_logprobs",), reads_state=("weights",))
+    @stage(
+        "reference",
+        reads=("input_ids", "loss_mask", "temperature"),
+        may_add=("reference_logprobs",),
+        reads_state=("weights",),
+    )
     def compute_reference(self, batch: TensorDict) -> TensorDict:
         """Adds ``reference_logprobs``."""
         return self._reference.compute_logprobs(batch) if self.needs_reference else batch
 
-    @stage(reads=("input_ids", "loss_mask", "temperature"), may_add=("baseline",), reads_state=("weights",))
+    @stage("baseline", reads=("input_ids", "loss_mask", "temperature"), may_add=("baseline",), reads_state=("weights",))
     def compute_baseline(self, batch: TensorDict) -> TensorDict:
         """Adds ``baseline``: KTO's z under the weights of now, from prompts with other rows' completions."""
         if not self.needs_baseline:
@@ -77,6 +82,7 @@ class PreferenceLearner:
         return with_fields(batch, baseline=z.expand(num_sequences(batch)).contiguous())
 
     @stage(
+        "update",
         reads=("input_ids", "loss_mask", "chosen"),
         may_read=("temperature", "unit_id", "reference_logprobs", "baseline"),
         reads_state=("weights", "optimizer"),

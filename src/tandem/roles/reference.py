@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.api.engines import TrainEngine
@@ -27,19 +27,29 @@ class Reference:
             raise ConfigError("the base of an adapter stays as it is; give a reference with a refresh an engine of its own")
         self.engine, self.refresh_every_steps, self.base = engine, refresh_every_steps, base
         self.refreshed = 0  # version of the actor's weights that it holds
+        self._followed: tuple[TrainEngine, Callable[[], int]] | None = None
 
-    @stage(reads_state=("weights",), writes_state=("weights",))
-    def refresh_if_due(self, actor: TrainEngine, version: int) -> bool:
-        """After the actor's update number ``version``: copies its weights if a refresh is due; says whether. Collective.
+    def follow(self, actor: TrainEngine, version: Callable[[], int]) -> None:
+        """From now on a refresh takes the weights of ``actor``. ``version``: the number of its updates so far."""
+        self._followed = actor, version
+
+    @stage("refresh", reads_state=("weights",), writes_state=("weights",))
+    def refresh_if_due(self) -> dict[str, float]:
+        """After an update of the actor that it follows: copies its weights if a refresh is due. Returns no metrics.
+        Collective.
 
         Raises:
-            ConfigError: the actor's model has other tensors than the reference.
+            ConfigError: the actor's model has other tensors than the reference, or there is none.
         """
-        if not self.refresh_every_steps or version % self.refresh_every_steps:
-            return False
-        self.engine.load_weights(actor.weights())
-        self.refreshed = version
-        return True
+        if not self.refresh_every_steps:
+            return {}
+        if self._followed is None:
+            raise ConfigError("this reference follows no actor; call reference.follow(actor.engine, lambda: actor.version)")
+        actor, version = self._followed[0], self._followed[1]()
+        if version % self.refresh_every_steps == 0:
+            self.engine.load_weights(actor.weights())
+            self.refreshed = version
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Its state; without a refresh the weights are those that it was made with."""
@@ -50,7 +60,9 @@ class Reference:
             self.engine.load_state_dict(state["engine"])
         self.refreshed = int(state["refreshed"])
 
-    @stage(reads=("input_ids", "loss_mask", "temperature"), adds=("reference_logprobs",), reads_state=("weights",))
+    @stage(
+        "reference", reads=("input_ids", "loss_mask", "temperature"), adds=("reference_logprobs",), reads_state=("weights",)
+    )
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:
         """Adds ``reference_logprobs``, at each trajectory's temperature."""
         adapter = self.engine.adapter if self.base else None

@@ -25,6 +25,7 @@ class RewardModel:
         self.engine = engine
 
     @stage(
+        "update",
         reads=("input_ids", "loss_mask", "chosen", "unit_id", "margin"),
         reads_state=("weights", "optimizer"),
         writes_state=("weights", "optimizer"),
@@ -46,6 +47,7 @@ class RewardModel:
         return self.engine.eval_batch(_weighted_pairs(batch), _pair_loss)
 
     @stage(
+        "update",
         reads=("input_ids", "loss_mask", "chosen", "safe", "unit_id"),
         reads_state=("weights", "optimizer"),
         writes_state=("weights", "optimizer"),
@@ -67,6 +69,7 @@ class RewardModel:
         return self.engine.eval_batch(_weighted_pairs(batch), _safety_loss)
 
     @stage(
+        "update",
         reads=("input_ids", "loss_mask", "step_end", "step_right"),
         reads_state=("weights", "optimizer"),
         writes_state=("weights", "optimizer"),

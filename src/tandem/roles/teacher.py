@@ -20,7 +20,7 @@ class Teacher:
     def __init__(self, engine: TrainEngine):
         self.engine = engine
 
-    @stage(reads=("input_ids", "loss_mask", "temperature"), adds=("teacher_logprobs",), reads_state=("weights",))
+    @stage("teacher", reads=("input_ids", "loss_mask", "temperature"), adds=("teacher_logprobs",), reads_state=("weights",))
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:
         """Adds ``teacher_logprobs``: how probable the student's tokens are to the teacher, at their temperature."""
         return with_fields(batch, teacher_logprobs=self.engine.forward(batch).logprobs)
@@ -48,6 +48,7 @@ class Student:
         self.actor.load_state_dict(state)
 
     @stage(
+        "proximal",
         reads=("input_ids", "loss_mask", "temperature"),
         adds=("proximal_logprobs", "entropy"),
         reads_state=("weights",),
@@ -59,6 +60,7 @@ class Student:
         return with_fields(batch, proximal_logprobs=outputs.logprobs, entropy=outputs.entropy)
 
     @stage(
+        "advantages",
         reads=("loss_mask", "reward", "proximal_logprobs", "teacher_logprobs"),
         adds=("advantages", "dropped", "shaped_reward"),
         may_read=("expired",),

@@ -1,6 +1,6 @@
-"""The loop of every kind of training: the stages of the plan, step after step, and what comes between two steps.
+"""The loop of every kind of training: step after step (`tandem.flow.step`), and what comes between two steps.
 
-Consumes what the first stage of the plan collects; produces the checkpoints and metrics of a run folder. A step waits for
+Consumes what the first stage of a step collects; produces the checkpoints and metrics of a run folder. A step waits for
 its batch; nothing else waits. Evaluation and saving do not stop generation.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from tensordict import TensorDict
@@ -87,31 +88,17 @@ def run_training(
         late, tokenizer = models.late_writer, models.save_tokenizer
         saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
         record = partial(record_weights, team, run.folder, models.named_weights)
-        session.runner.learn({"record": record, "save": saving.save})
+        session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
         summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
         return end_run(summary, run.folder, run.steps)
 
 
 def step(session: TrainingSession) -> tuple[dict[str, float], TensorDict]:
-    """generate → reward → advantage → loss → update → publish, or rows → reference → update, as the plan of the run lists
-    them; returns all metrics, and the batch with all its fields."""
-    run = session.runner
-    batch, metrics = None, {}
-    for stage in session.plan.step:
-        match stage.kind:
-            case "collect":
-                batch = run.call(stage)
-            case "pass":
-                batch = run.call(stage, batch)
-            case "check" | "update":
-                metrics |= run.get(run.call(stage, batch))
-            case "deliver":
-                metrics |= run.get(run.call(stage))
+    """Trains one step and ends it; returns all metrics, and the batch with all its fields."""
+    batch, metrics = session.step()
     found = session.end_step()
-    trained = run.get(batch)
-    metrics["tokens_per_s/train"] = int(trained["cu_seqlens"][-1]) / max(session.timer.seconds("train"), 1e-9)
-    run.free(batch)
-    return found | metrics, trained
+    metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(session.timer.seconds("train"), 1e-9)
+    return found | metrics, batch
 
 
 def loop(
@@ -126,7 +113,6 @@ def loop(
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them. ``control``: takes
     changes of the run."""
     timer, tracker, progress = session.timer, run.tracker, recovery.progress
-    after = {stage.name: stage for stage in session.plan.stages if stage.kind == "keep"}
     checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
     if checkpoint is None:
@@ -148,8 +134,8 @@ def loop(
                     tracker.record(number, *session.made(None))
                 raise
         saving.persist(partial(recovery.commit, number))
-        if "record" in after:
-            saving.persist(partial(session.runner.call, after["record"], number))
+        if session.plan.stage("record") is not None:
+            saving.persist(partial(session.keep, "record", number))
         found = run.evaluate_if_due(session, number)
         progress.keep_accuracy(number, found)
         metrics |= found | timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
@@ -161,7 +147,7 @@ def loop(
         asked = oversight.asked() and number < last
         leaving = asked or number == last < run.steps
         if saving.is_due(number, leaving=leaving):  # after the line of this step, which a run that goes on does not repeat
-            session.runner.call(after["save"], number, metrics, leaving)
+            session.keep("save", number, metrics, leaving)
         if asked:
             oversight.leave()
     return Summary(run.folder.path if run.folder else None, progress.step, metrics, saving.finish(), progress.evaluations)

@@ -46,10 +46,8 @@ class Run(Generic[C]):
     def evaluate_if_due(self, session: TrainingSession, step: int) -> dict[str, float]:
         """The figures of the validation rows by metric name; empty if `evaluate.every_steps` asks for none at this step
         (0 is before the first), and where ranks other than 0 know none. Collective."""
-        stage = self.plan.stage("evaluate")
-        if stage is None or not is_evaluation_due(self.config.evaluate.every_steps, step, self.steps):
-            return {}
-        found: dict[str, float] = session.runner.get(session.runner.call(stage))
+        due = is_evaluation_due(self.config.evaluate.every_steps, step, self.steps)
+        found: dict[str, float] = session.keep("evaluate") if due else {}
         return found
 
     def log(

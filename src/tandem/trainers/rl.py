@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from tandem.config.experiment import TrainConfig
@@ -45,5 +46,5 @@ def run_session(resolved: Resolved[Any], config: TrainConfig, **how: Any) -> Sum
 def open_learning(run: Run[TrainConfig], parts: EpisodeParts) -> Iterator[Session]:
     """The session of a run, which can evaluate."""
     with open_session(run.config, run.process, run.rows, run.steps, run.id, run.plan, parts) as session:
-        session.runner.learn({"evaluate": partial(evaluate, run.config, session, run.rows)})
+        session.roles["evaluator"] = SimpleNamespace(evaluate=partial(evaluate, run.config, session, run.rows))
         yield session

@@ -8,7 +8,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig, RewardModelConfig, may_sleep
-from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.plan import Step, check_passes, plan_run
 from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
 from tandem.flow.state_parts import sleep_plan_here
@@ -23,7 +23,7 @@ RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig
 
 @overload
 def open_training(
-    config: TrainConfig, *, passes: Collection[str] | None = None
+    config: TrainConfig, *, passes: Collection[str] | None = None, step: Step | None = None
 ) -> AbstractContextManager[tuple[Run[TrainConfig], Session]]: ...
 
 
@@ -31,12 +31,15 @@ def open_training(
 def open_training(config: RowConfig) -> AbstractContextManager[tuple[Run[Any], RowSession]]: ...
 
 
-def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) -> AbstractContextManager[tuple[Any, Any]]:
+def open_training(
+    config: BaseConfig, *, passes: Collection[str] | None = None, step: Step | None = None
+) -> AbstractContextManager[tuple[Any, Any]]:
     """Opens a run and its models; on leaving everything is closed, and the run folder says how the run ended.
 
     The *run* has the folder and the tracker: `run.steps`, `run.log`, `run.save_if_due`. The *session* has the models and
     what feeds them. What cannot work is refused before there is a run folder, as by the commands. ``passes``: those that the
-    script's loop makes before the update, by their names in `plan_run(config)`; None: whatever the plan has. Under
+    script's loop makes before the update, by their names in `plan_run(config)`; None: whatever the plan has. ``step``: the
+    script's own, which `session.step()` calls with the run's handles; the graph of the run is its trace. Under
     `memory_limit_gib` each method that a stage of the plan names wakes its models; call no other methods of their engines.
 
     Example::
@@ -46,16 +49,18 @@ def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) 
                 …
 
     Raises:
-        ConfigError: anything about the configuration; or it needs a pass that is not among ``passes``.
+        ConfigError: anything about the configuration; or it needs a pass that is not among ``passes``, or not in ``step``.
     """
-    return _reinforcement(config, passes) if isinstance(config, TrainConfig) else _rows(config)
+    return _reinforcement(config, passes, step) if isinstance(config, TrainConfig) else _rows(config)
 
 
 @contextmanager
-def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Iterator[tuple[Run[TrainConfig], Session]]:
+def _reinforcement(
+    config: TrainConfig, passes: Collection[str] | None, step: Step | None
+) -> Iterator[tuple[Run[TrainConfig], Session]]:
     resolved = decided(Resolved(config, {}))
     config = with_micro_batches(resolved.config)
-    plan = plan_run(config)
+    plan = plan_run(config, step)
     if passes is not None:
         check_passes(plan, passes)
     with prepare(config, plan) as (rows, parts):
@@ -63,7 +68,8 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
         check_gpus(config)
         with start_run(config, rows, plan, recorded=resolved.config) as run, open_learning(run, parts) as session:
             log_choice(resolved, run.process)
-            session.wake_by_method()
+            if step is None:
+                session.wake_by_method()
             yield run, session
 
 
@@ -79,17 +85,3 @@ def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
     check_gpus(config)
     with prepare_rows(recipe, config, plan) as (rows, tokenizer), start_run(config, rows, plan, recorded=recorded) as run:
         yield run, open_row_session(recipe, run, tokenizer)
-
-
-def check_passes(plan: RunPlan, passes: Collection[str]) -> None:
-    """Passes if a loop that makes these passes makes all of the plan's.
-
-    Raises:
-        ConfigError: it leaves some out; names them.
-    """
-    missing = [f"{stage.name} ({stage.role}.{stage.call})" for stage in plan.passes if stage.name not in passes]
-    if missing:
-        raise ConfigError(
-            f"this configuration needs passes that the script's loop does not make: {', '.join(missing)}; use `tandem "
-            "train`, which makes all of them, or change algorithm.*"
-        )

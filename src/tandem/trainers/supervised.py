@@ -24,12 +24,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.load import Resolved
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
+from tandem.flow.conductor import LocalConductor
 from tandem.flow.critic import Models
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device
 from tandem.flow.residents import check_models, open_reference
-from tandem.flow.run import LocalRunner
 from tandem.flow.session import make_residency
 from tandem.flow.training import TrainingSession
 from tandem.lifecycle.summary import Summary
@@ -158,8 +158,11 @@ class RowSession(TrainingSession):
     """The frozen policy; None if nothing compares with one."""
 
     batches: BatchMaker
-    learner: Any
-    """The role that is trained."""
+
+    @property
+    def learner(self) -> Any:
+        """The role that is trained."""
+        return self.roles["learner"]
 
     @cached_property
     def valid(self) -> TensorDict:
@@ -226,12 +229,11 @@ def open_row_session(recipe: Recipe, run: Run[Any], tokenizer: PreTrainedTokeniz
     reference = open_reference(plan, process, engine, residency.open)
     loader = Loader(run.rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
-    learner = recipe.learner(engine, config, reference)
-    runner = LocalRunner(lambda stage: timer(stage.time), residency)
-    own = (run, tokenizer, engine, reference, batches, learner)
-    session = RowSession(plan, timer, residency, runner, process.team, *own)
-    roles = {"batches": batches, "learner": learner, "evaluator": session}
-    runner.learn({stage.name: getattr(roles[stage.role], stage.call) for stage in plan.stages if stage.role in roles})
+    roles = {"batches": batches, "learner": recipe.learner(engine, config, reference)}
+    conductor = LocalConductor(lambda stage: timer(stage.time), residency)
+    own = (run, tokenizer, engine, reference, batches)
+    session = RowSession(plan, timer, residency, conductor, process.team, roles, *own)
+    roles["evaluator"] = session
     return session
 
 

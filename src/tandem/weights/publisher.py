@@ -90,9 +90,9 @@ class WeightPublisher:
     def publish(self) -> dict[str, float]:
         """Delivers the trainer's weights as the next version.
 
-        Returns seconds: ``prepare_s`` (stream, digests, transfer, verification; generation goes on), ``pause_s`` (nothing
-        is generated), ``recompute_s`` (keys and values of running requests, under the new weights), ``update_weights_s``
-        (all of it), and ``bytes`` delivered. With several engines the slowest counts.
+        Returns metrics: ``time/prepare_s`` (stream, digests, transfer, verification; generation goes on), ``time/pause_s``
+        (nothing is generated), ``time/recompute_s`` (keys and values of running requests, under the new weights),
+        ``time/update_weights_s`` (all of it), and ``weights/delivered_mib``. With several engines the slowest counts.
 
         Raises:
             WeightUpdateFailed: no engine took it; all serve the version before, and the next `publish` may succeed.
@@ -126,10 +126,10 @@ class WeightPublisher:
         self._version = self._history[number] = version
         self._keep(number, None if self._streams else delivery.source)
         return {
-            "prepare_s": prepared - began,
-            **report,
-            "update_weights_s": time.perf_counter() - began,
-            "bytes": float(delivery.num_bytes),
+            "time/prepare_s": prepared - began,
+            **{f"time/{name}": seconds for name, seconds in report.items()},
+            "time/update_weights_s": time.perf_counter() - began,
+            "weights/delivered_mib": delivery.num_bytes / 2**20,
         }
 
     def deliver_again(self) -> None:

@@ -1,0 +1,50 @@
+"""Calls the stages of a step where their models are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tandem.flow.residency import Residency
+from tandem.flow.stages import Stage
+
+Around = Callable[[Stage], AbstractContextManager[Any]]
+"""A block for the time of a stage, which measures it."""
+
+
+class Conductor(ABC):
+    """Calls stages, and wakes what they need."""
+
+    @abstractmethod
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a stage, which is ``work``, on the arguments. Collective."""
+
+    @abstractmethod
+    def prepare(self, name: str) -> None:
+        """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
+
+    def of(self, objects: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function that handles call, where roles are these objects."""
+        return lambda role, call, *arguments: self.run(role.stage(call), objects[role.name], *arguments)
+
+    def run(self, stage: Stage, of: Any, *arguments: Any) -> Any:
+        """Calls the method that a stage is, of its role."""
+        return self.call(stage, getattr(of, stage.call), *arguments)
+
+
+class LocalConductor(Conductor):
+    """Everything in this process, at once. The time of a stage counts towards `Stage.time`."""
+
+    def __init__(self, around: Around, residency: Residency):
+        """``residency``: wakes what a stage needs."""
+        self._around, self._residency = around, residency
+
+    def prepare(self, name: str) -> None:
+        """Wakes what sleeps of it."""
+        self._residency.enter(name)
+
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls it here and now, and measures it."""
+        self._residency.enter(stage.name)
+        with self._around(stage), self._residency.making(stage.name):
+            return work(*arguments)
