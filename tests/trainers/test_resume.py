@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tests.trainers.killing import INSTANTS
 from tests.zygote import Zygote
 
-MODULES = ("tests.trainers.killing", "tandem.trainers.rl", "tandem.trainers.sft", "tandem.trainers.preference")
 CLOCK = ("time", "tokens_per_s/", "memory/", "time/")
 
 SAVED_EACH_STEP = [
@@ -25,12 +24,6 @@ SAVED_EACH_STEP = [
 OF_LOOP = [name for name in INSTANTS if "recovery" not in name]
 OF_SAVES_WAITED_FOR = [(name, "false") for name, (module, *_) in INSTANTS.items() if module == "tandem.state.checkpoint"]
 OF_RECOVERY = [name for name in INSTANTS if "recovery" in name]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(*MODULES) as zygote:
-        yield zygote
 
 
 class Runs:
