@@ -444,7 +444,10 @@ def rows_of(folder):
         pytest.param(
             ["async_training=true", "rollout.max_head_offpolicyness=2", "gconfig.max_new_tokens=32"], marks=pytest.mark.slow
         ),
-        ["async_training=true", "rollout.weights.channel=disk", "rollout.max_head_offpolicyness=2"],
+        pytest.param(
+            ["async_training=true", "rollout.weights.channel=disk", "rollout.max_head_offpolicyness=2"],
+            marks=[pytest.mark.slow, pytest.mark.invariant],
+        ),
         pytest.param(["placement=decoupled", "rollout.weights.channel=collective"], marks=pytest.mark.slow),
         pytest.param(["rollout.dtype=bfloat16"], marks=pytest.mark.slow),
         pytest.param(
