@@ -38,7 +38,7 @@ def zygote():
 
 @pytest.fixture
 def overrides(model, tmp_path):
-    """A run of three steps on a tiny model, in a folder of the test's own."""
+    """A run of two steps on a tiny model, in a folder of the test's own."""
     return [
         f"run.root={tmp_path}",
         f"actor.path={model}",
@@ -52,7 +52,7 @@ def overrides(model, tmp_path):
         "train_dataset.path=addition",
         "valid_dataset.path=addition",
         "evaluate.every_steps=null",
-        "total_train_steps=3",
+        "total_train_steps=2",
         "tracking.plot_every_steps=null",
         f"reward={Path(__file__).parent / 'small_rewards.py'}:even",
         "threads=1",
