@@ -37,8 +37,8 @@ def zygote():
 
 
 @pytest.fixture
-def overrides(model, tmp_path):
-    """A run of two steps on a tiny model, in a folder of the test's own."""
+def overrides(model, tmp_path, request):
+    """A run of two steps, in slow tests three, on a tiny model, in a folder of the test's own."""
     return [
         f"run.root={tmp_path}",
         f"actor.path={model}",
@@ -52,7 +52,7 @@ def overrides(model, tmp_path):
         "train_dataset.path=addition",
         "valid_dataset.path=addition",
         "evaluate.every_steps=null",
-        "total_train_steps=2",
+        f"total_train_steps={3 if request.node.get_closest_marker('slow') else 2}",
         "tracking.plot_every_steps=null",
         f"reward={Path(__file__).parent / 'small_rewards.py'}:even",
         "threads=1",

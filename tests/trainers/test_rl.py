@@ -74,7 +74,13 @@ def rows(summary) -> list[dict]:
 
 
 def test_a_run_leaves_a_hugging_face_folder_curves_samples_and_metrics(overrides):
-    summary = run(overrides, "evaluate.every_steps=2", "checkpoint.every_steps=2", "tracking.plot_every_steps=10")
+    summary = run(
+        overrides,
+        "evaluate.every_steps=2",
+        "checkpoint.every_steps=2",
+        "tracking.plot_every_steps=10",
+        "total_train_steps=3",
+    )
 
     assert AutoModelForCausalLM.from_pretrained(summary.checkpoint).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(summary.checkpoint).chat_template
