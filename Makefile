@@ -6,6 +6,7 @@ TEST_WORKERS ?= 2
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS_TESTS ?= 1
+unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports again
 
 .PHONY: help setup train test test-all lint clean
 

@@ -60,7 +60,13 @@ def _varlen(*args, **settings):
     return OnGpu(varlen.by_torch(varlen_reference)(*(x.inner if isinstance(x, OnGpu) else x for x in args), **settings))
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("llama", False), ("gemma2", False), ("llama", True), ("mistral", True)])
+def slow(*values):
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.invariant])
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"), [("llama", False), slow("gemma2", False), slow("llama", True), ("mistral", True)]
+)
 def test_a_gpu_draws_what_the_cpu_draws_and_makes_the_host_wait_once_for_each_draw(tmp_path, kind, packed, monkeypatch):
     folder = tiny_model_folder(tmp_path, kind)
     on_cpu, _ = answers(folder, ODD, torch.device("cpu"))

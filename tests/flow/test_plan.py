@@ -139,6 +139,7 @@ def test_a_step_runs_the_passes_of_the_plan_in_order_and_each_adds_what_it_says(
         *(f"{role}.path={model}" for role in ["actor", *(keys if kind is DistillConfig else [])]),
         f"run.root={tmp_path}",
         "train_dataset.path=addition",
+        "reward=exact_number",  # the default one starts processes
         "rollout.batch_size=2",
         "gconfig.n_samples=2",
         "gconfig.max_new_tokens=4",

@@ -7,6 +7,10 @@ import pytest
 
 from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
+from tests.zygote import Zygote
+
+MODULES = ("killing", "supervising", "colocated")
+"""Files beside this one whose functions tests call in processes of their own; they import torch and the trainers."""
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +28,17 @@ def models(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def zygote():
+    """What it imports takes seconds: one for all files."""
+    trainers = (f"tandem.trainers.{name}" for name in ("rl", "sft", "preference", "reward", "distill"))
+    with Zygote(*(f"tests.trainers.{name}" for name in MODULES), *trainers) as zygote:
+        yield zygote
+
+
 @pytest.fixture
-def overrides(model, tmp_path):
-    """A run of three steps on a tiny model, in a folder of the test's own."""
+def overrides(model, tmp_path, request):
+    """A run of two steps, in slow tests three, on a tiny model, in a folder of the test's own."""
     return [
         f"run.root={tmp_path}",
         f"actor.path={model}",
@@ -40,7 +52,7 @@ def overrides(model, tmp_path):
         "train_dataset.path=addition",
         "valid_dataset.path=addition",
         "evaluate.every_steps=null",
-        "total_train_steps=3",
+        f"total_train_steps={3 if request.node.get_closest_marker('slow') else 2}",
         "tracking.plot_every_steps=null",
         f"reward={Path(__file__).parent / 'small_rewards.py'}:even",
         "threads=1",

@@ -19,6 +19,7 @@ def settings(model: Path, out: Path, *more: str) -> list[str]:
     items = [
         f"model={model}",
         f"data=[{DATA}/gsm8k]",
+        "reward=gsm8k",  # what these rows have by themselves, `math`, starts a process that imports for a second
         f"out={out}",
         "label=first",
         "max_rows=6",

@@ -6,7 +6,7 @@ from tandem.trainers import rl
 
 
 def test_the_choice_is_written_into_the_run_and_stands_when_it_goes_on(overrides, capfd):
-    asked = [*overrides, "device=cpu", "rollout.fleet.vllm_python=/x", "checkpoint.every_steps=1"]
+    asked = [*overrides, "device=cpu", "rollout.fleet.vllm_python=/x", "checkpoint.every_steps=1", "total_train_steps=3"]
     first = rl.train(load_config(TrainConfig, None, asked), until=1)
 
     assert "rollout.backend=embedded (auto: there is no GPU)" in (first.folder / "log.txt").read_text()

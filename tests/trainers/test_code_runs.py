@@ -22,7 +22,7 @@ from tandem.data.dataset import load_dataset
 from tandem.sandbox.choose import choose_sandbox
 from tandem.trainers.rl import train
 from tests.sandbox.machine import descendants
-from tests.trainers.test_resume import MODULES, SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, weights
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, weights
 from tests.zygote import Zygote, gone
 
 
@@ -95,29 +95,28 @@ def varied(code, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_killed_at_random_instants_ends_the_same_and_no_sandbox_outlives_it(varied, model, tmp_path):
-    with Zygote(*MODULES) as zygote:
-        runs = Runs(zygote, tmp_path, "rl", varied)
-        zygote.call("time:sleep", [0], tmp_path / "warm.log")
-        began = time.monotonic()
-        runs.go("whole")
-        whole, seconds = runs.folder("whole"), time.monotonic() - began
-        instants, watched = random.Random(18), Watched(zygote)
-        items, story, hits = [*runs.items, "trial_name=killed"], [], 0
-        folder, log = runs.folder("killed"), tmp_path / "killed.log"
-        while hits < KILLS:
-            instant, began = instants.uniform(0.2, 1.0) * seconds, time.monotonic()
-            status = watched.killed(items, log, instant)
-            story.append((instant, status, len(watched.last)))
-            assert status in (0, -signal.SIGKILL), (story, log.read_text())
-            hits += status == -signal.SIGKILL and bool(watched.last)
-            left = [pid for pid in watched.ever if not gone(pid, within_s=20)]
-            assert left == [], (story, [_command(pid) for pid in left])
-            if status == 0:
-                seconds = min(seconds, time.monotonic() - began)
-                _is_the_same(whole, folder)
-                shutil.rmtree(folder)  # the next kill hits a run that begins anew
-        runs.go("killed")
+def test_a_run_killed_at_random_instants_ends_the_same_and_no_sandbox_outlives_it(zygote, varied, model, tmp_path):
+    runs = Runs(zygote, tmp_path, "rl", varied)
+    zygote.call("time:sleep", [0], tmp_path / "warm.log")
+    began = time.monotonic()
+    runs.go("whole")
+    whole, seconds = runs.folder("whole"), time.monotonic() - began
+    instants, watched = random.Random(18), Watched(zygote)
+    items, story, hits = [*runs.items, "trial_name=killed"], [], 0
+    folder, log = runs.folder("killed"), tmp_path / "killed.log"
+    while hits < KILLS:
+        instant, began = instants.uniform(0.2, 1.0) * seconds, time.monotonic()
+        status = watched.killed(items, log, instant)
+        story.append((instant, status, len(watched.last)))
+        assert status in (0, -signal.SIGKILL), (story, log.read_text())
+        hits += status == -signal.SIGKILL and bool(watched.last)
+        left = [pid for pid in watched.ever if not gone(pid, within_s=20)]
+        assert left == [], (story, [_command(pid) for pid in left])
+        if status == 0:
+            seconds = min(seconds, time.monotonic() - began)
+            _is_the_same(whole, folder)
+            shutil.rmtree(folder)  # the next kill hits a run that begins anew
+    runs.go("killed")
     _is_the_same(whole, folder)
     rewards = {row["reward/mean"] for row in metrics(folder)}
     begun, ended = load_file(model / "model.safetensors"), weights(folder, 3)

@@ -160,27 +160,28 @@ def test_a_weight_of_0_takes_a_term_out_and_a_term_that_is_removed_is_gone(overr
     assert last["reward/mean"] == pytest.approx(last["rewards/even"])
 
 
-@pytest.mark.parametrize(
-    ("action", "value", "words"),
-    [
-        ("reward.weight", "mny=0.5", "did you mean 'many'"),
-        ("reward.add", "0.5*lenght", "did you mean 'length'"),
-        ("reward.add", "model(path=nowhere)", "nowhere"),
-        ("reward.add", f"{MINE}:Shortest", "this run began without one"),
-        ("reward.add", f"{MINE}:nothing", "nothing"),
-        ("reward.add", "reasoning_gym", "reasoning"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_and_the_run_is_as_if_nobody_had_asked(overrides, where, action, value, words):
+REFUSED = [
+    ("reward.weight", "mny=0.5", "did you mean 'many'"),
+    ("reward.add", "0.5*lenght", "did you mean 'length'"),
+    ("reward.add", "model(path=nowhere)", "nowhere"),
+    ("reward.add", f"{MINE}:Shortest", "this run began without one"),
+    ("reward.add", f"{MINE}:nothing", "nothing"),
+    ("reward.add", "reasoning_gym", "reasoning"),
+]
+"""Action, value, and words of the answer."""
+
+
+def test_what_cannot_be_done_is_refused_and_the_run_is_as_if_nobody_had_asked(overrides, where):
     resolved = config_of(overrides, "total_train_steps=2", f"reward={SMALL}:many")
     summary = train(resolved)
     quiet = outcome(summary.folder)
     shutil.rmtree(where)
     where.mkdir(parents=True)
-    name = ask(where, Change(action, value))
+    asked = {ask(where, Change(action, value)): words for action, value, words in REFUSED}
     train(resolved)
-    refused = json.loads((where / FOLDER / f"{name}.answer").read_text())["refused"]
-    assert words in refused and "Traceback" not in refused
+    for name, words in asked.items():
+        refused = json.loads((where / FOLDER / f"{name}.answer").read_text())["refused"]
+        assert words in refused and "Traceback" not in refused
     assert outcome(where) == quiet and not requests(where) and not changes(where)
 
 

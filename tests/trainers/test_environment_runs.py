@@ -9,7 +9,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.changes import Change
 from tandem.state.control import FOLDER, ask
-from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, zygote  # noqa: F401  a fixture
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics
 
 WORLDS = Path(__file__).parent / "dawdling_world.py"
 
@@ -34,7 +34,7 @@ def items(overrides, world, *more):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_of_slow_environments_is_the_same_to_the_bit_again_and_after_kills(zygote, overrides, tmp_path):  # noqa: F811
+def test_a_run_of_slow_environments_is_the_same_to_the_bit_again_and_after_kills(zygote, overrides, tmp_path):
     runs = Runs(zygote, tmp_path, "rl", items(overrides, "Dawdles", *SAVED_EACH_STEP, "workflow_args.turn_discount=0.9"))
     for trial in ("whole", "again"):
         runs.go(trial)

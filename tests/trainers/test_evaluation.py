@@ -75,7 +75,7 @@ def test_it_leaves_one_line_a_sample_and_a_result_by_data_set(whole):
         assert found["extraction_failed"] == sum(line["answer"] is None for line in own) / 12
         assert found["completion_length"] == sum(line["tokens"] for line in own) / 12
         assert set(found["measures"]) == {"accuracy", "pass@2", "maj@2"}
-        assert found["judged_by"] == "math"
+        assert found["judged_by"] == "gsm8k"
     assert set(results["mean"]) == {"accuracy", "pass@2", "maj@2"}
     for word in ("gsm8k", "svamp", "mean", "avg@2", "pass@2", "maj@2", "truncated", "no answer", "Intervals"):
         assert word in whole.text
@@ -279,7 +279,8 @@ PROGRAM = {
 @pytest.mark.parametrize("name", ["humaneval", "programs"])
 def test_programs_are_recognised_and_run_in_a_sandbox(model, tmp_path, name):
     data = written(tmp_path / name, PROGRAM)
-    found = evaluated(model, tmp_path, f"data=[{data}]", "gconfig.n_samples=3", "k=[1,2]").results["data"]["humaneval"]
+    keys = (f"data=[{data}]", "reward=null", "gconfig.n_samples=3", "k=[1,2]")
+    found = evaluated(model, tmp_path, *keys).results["data"]["humaneval"]
     assert found["judged_by"] == "code" and not found["failed"]
     assert {"accuracy", "pass@1", "pass@2"} <= set(found["measures"])
     own = tmp_path / "own.py"

@@ -29,7 +29,7 @@ def lines(folder):
 
 def reward_of(models):
     scalar = f"model(path={models}/first-judge, name=first)"
-    return f"reward=math + 0.5*{scalar} + 0.2*judge(model={models}/writer, max_tokens=16)"
+    return f"reward=gsm8k + 0.5*{scalar} + 0.2*judge(model={models}/writer, max_tokens=16)"
 
 
 def test_the_parts_are_the_scores_of_the_models_and_a_kill_loses_none_of_them(models, tmp_path):
@@ -61,7 +61,7 @@ def test_a_gate_of_a_rule_decides_which_answers_a_model_scores(models, tmp_path)
 
 
 def test_a_workflow_that_awaits_a_model_in_the_episode_gets_the_score_of_the_stage(models, tmp_path):
-    reward = f"reward=math + 0.5*model(path={models}/first-judge, name=first)"
+    reward = f"reward=gsm8k + 0.5*model(path={models}/first-judge, name=first)"
     staged = lines(evaluated(models / "policy", tmp_path / "staged", reward).folder)
     awaited = lines(evaluated(models / "policy", tmp_path / "awaited", reward, "workflow=multi_turn(max_turns=1)").folder)
     assert [line["text"] for line in awaited] == [line["text"] for line in staged]
@@ -86,9 +86,9 @@ def test_a_reward_model_that_was_trained_on_meanwhile_is_another_one(models, tmp
 
 
 def test_what_an_evaluation_leaves_out_is_said_and_a_class_that_is_not_there_refused(models, tmp_path, caplog):
-    reward = f"reward=math + rank(model={models}/writer) + 0.5*model(path={models}/first-judge, normalise=group)"
+    reward = f"reward=gsm8k + rank(model={models}/writer) + 0.5*model(path={models}/first-judge, normalise=group)"
     (line,) = {tuple(line["rewards"]) for line in lines(evaluated(models / "policy", tmp_path, reward).folder)}
-    assert line == ("math", "model")
+    assert line == ("gsm8k", "model")
     assert "reward 'rank' compares the samples of a prompt; an evaluation leaves it out" in caplog.text
     assert "reward 'model': an evaluation leaves normalise=group out" in caplog.text
     reward = f"reward=model(path={models}/first-judge, class_label=rude)"

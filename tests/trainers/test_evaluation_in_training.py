@@ -24,7 +24,7 @@ from tests.trainers.test_rl import rows, run
 
 def test_several_samples_give_pass_at_k_and_a_vote_in_each_evaluation(overrides):
     items = ["evaluate.every_steps=2", "evaluate.n_samples=4", "evaluate.max_rows=6", "reward=exact_number"]
-    summary = run(overrides, *items)
+    summary = run(overrides, *items, "total_train_steps=3")
     first = json.loads((summary.folder / "metrics.jsonl").read_text().splitlines()[0])
     for found in (first, rows(summary)[1], rows(summary)[2]):
         assert {"eval/accuracy", "eval/pass@2", "eval/pass@4", "eval/maj@4", "eval/extraction_failed"} <= found.keys()

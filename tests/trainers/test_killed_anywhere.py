@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from tests.trainers.killing import INSTANTS
 from tests.trainers.test_resume import (
-    MODULES,
     SAVED_EACH_STEP,
     Runs,
     assert_each_prompt_once,
@@ -30,7 +29,6 @@ from tests.trainers.test_resume import (
     plain,
     weights,
 )
-from tests.zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,12 +49,6 @@ HIT: dict[tuple[str, int], int] = {}
 
 IN_RECOVERY: dict[tuple[str, int], int] = {}
 """Chain → how many of them were at a named instant of recovery."""
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(*MODULES) as zygote:
-        yield zygote
 
 
 @pytest.fixture(scope="module")

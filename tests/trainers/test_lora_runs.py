@@ -18,7 +18,7 @@ from tandem.flow.process import start_process
 from tandem.flow.session import open_session
 from tandem.trainers import distill, preference, reward, rl, sft
 from tandem.trainers.loop import step
-from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, zygote  # noqa: F401
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]
 REWARDS = Path(__file__).parents[1] / "matrix/rewards.py"
@@ -120,7 +120,7 @@ def test_every_preset_takes_steps(preset, overrides):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_that_is_killed_goes_on_to_the_bit(zygote, overrides, tmp_path):  # noqa: F811
+def test_a_run_that_is_killed_goes_on_to_the_bit(zygote, overrides, tmp_path):
     items = [*overrides, *SAVED_EACH_STEP, *LORA, "algorithm.kl.coefficient=0.01", "rollout.verify.every_steps=2"]
     runs = Runs(zygote, tmp_path, "rl", [*items, "total_train_steps=4", "actor.dtype=bfloat16", "rollout.dtype=bfloat16"])
     runs.go("whole")
@@ -133,7 +133,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(zygote, overrides, tmp_path):  
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.parametrize("kind", ["sft", "reward"])
-def test_so_does_one_that_learns_from_rows_with_dropout(zygote, model, tmp_path, kind):  # noqa: F811
+def test_so_does_one_that_learns_from_rows_with_dropout(zygote, model, tmp_path, kind):
     data = TRAINERS[kind][2]
     items = [f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", f"train_dataset.path={data}", *LORA]
     items += ["train_dataset.size=20", "total_train_steps=4", "batch_size=8", "threads=1", *SAVED_EACH_STEP]

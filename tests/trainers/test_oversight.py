@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.test_resume import assert_same
-from tests.zygote import Zygote
 
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-MODULES = ("tests.trainers.supervising", "tandem.trainers.rl", "tandem.trainers.sft")
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(*MODULES) as zygote:
-        yield zygote
 
 
 @pytest.fixture

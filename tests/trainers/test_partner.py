@@ -20,7 +20,7 @@ from tandem.trainers.rl import train
 from tandem.trainers.script import open_training
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import SMOLLM2, round_machine
-from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, zygote  # noqa: F401  a fixture
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger
 
 TALKING = Path(__file__).parent / "talking.py"
 CLOCK = ("time", "tokens_per_s/", "memory/")
@@ -93,7 +93,7 @@ def test_a_deterministic_run_is_the_same_again_however_its_episodes_dawdle(overr
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_with_a_partner_that_is_killed_goes_on_to_the_bit(zygote, overrides, partner, tmp_path):  # noqa: F811
+def test_a_run_with_a_partner_that_is_killed_goes_on_to_the_bit(zygote, overrides, partner, tmp_path):
     runs = Runs(zygote, tmp_path, "rl", keys(overrides, partner, *SAVED_EACH_STEP))
     runs.go("whole")
     runs.go("killed", "after the optimizer step", 2)

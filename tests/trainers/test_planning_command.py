@@ -411,7 +411,7 @@ def test_three_steps_of_the_run_itself_are_timed_if_they_fit(fits, tmp_path, mon
         assert 0 < measured["generate_s"] + measured["train_s"] <= measured["step_s"] and measured["peak_gib"] > 0.1
 
 
-def test_steps_that_fail_are_no_measurement(tmp_path, capfd):
+def test_steps_that_fail_are_no_measurement(here, tmp_path, capfd):
     folder = tiny_model_folder(tmp_path)
     (tmp_path / "bad.py").write_text("def score(**_):\n    raise ValueError('no')\n")
     keys = [f"actor.path={folder}", "train_dataset.path=addition", f"reward={tmp_path}/bad.py:score", "threads=1"]

@@ -51,7 +51,7 @@ def test_a_run_changes_actor_and_critic_and_saves_both(overrides, model):
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is_to_the_bit(overrides, model):
     initial = load_file(model / "model.safetensors")
     more = ["critic.warmup_steps=2", "critic.optimizer.lr=0.01", "checkpoint.every_steps=1", "checkpoint.keep_last=null"]
-    summary = run(overrides, *more)
+    summary = run(overrides, *more, "total_train_steps=3")
     checkpoints = summary.folder / "checkpoints"
     actors = [load_file(checkpoints / f"step_{i}" / "model.safetensors") for i in (1, 2, 3)]
     critics = [load_file(checkpoints / f"step_{i}" / "critic" / "model.safetensors") for i in (1, 2, 3)]
@@ -111,7 +111,7 @@ def test_a_critic_with_another_tokenizer_is_refused(overrides, model, tmp_path):
         (["algorithm=grpo", "critic.optimizer.lr=0.1"], r"critic\.optimizer\.lr=0\.1 is not used"),
         (["critic.loss_weight=0.2"], r"critic\.loss_weight=0\.2 is for critic\.shared=true"),
         (["critic.shared=true", "critic.optimizer.lr=0.1"], r"optimizer\.lr=0\.1 is not used with critic\.shared=true"),
-        (["critic.warmup_steps=3"], r"critic\.warmup_steps must be below total_train_steps \(3\), got 3"),
+        (["critic.warmup_steps=2"], r"critic\.warmup_steps must be below total_train_steps \(2\), got 2"),
         (["critic.value_clip=0"], r"critic\.value_clip must be a number, above 0, got 0"),
         (["critic.mini_batches=9"], r"critic\.mini_batches must be at most rollout\.batch_size \(4\)"),
         (

@@ -16,8 +16,7 @@ from tandem.flow.services import asks_for_reward
 from tandem.sandbox.choose import choose_sandbox
 from tandem.trainers.rl import train
 from tests.sandbox.machine import processes_with
-from tests.trainers.test_resume import MODULES, SAVED_EACH_STEP, Runs, metrics, weights
-from tests.zygote import Zygote
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, metrics, weights
 
 PLAYER = """
 import json, os, sys, time, urllib.request
@@ -94,12 +93,12 @@ def test_an_evaluation_gives_a_program_its_own_deadline_and_knobs(model):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_no_program_outlives_a_run_that_is_killed_and_the_run_goes_on(played, tmp_path):
+def test_no_program_outlives_a_run_that_is_killed_and_the_run_goes_on(zygote, played, tmp_path):
     mark = f"600.{time.time_ns()}"
     waiting = tmp_path / "template" / "play.py"
     fork = f'import os\nif os.fork() == 0:\n    os.execvp("sleep", ["sleep", "{mark}"])\n'
     waiting.write_text(fork + PLAYER + "time.sleep(600)\n")
-    with Zygote(*MODULES) as zygote, ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread:
         runs = Runs(zygote, tmp_path, "rl", played)
         arguments = ["rl", [*runs.items, "trial_name=killed"], None]
         call = thread.submit(zygote.call, "tests.trainers.killing:train", arguments, tmp_path / "log", kill_after=9.0)

@@ -86,7 +86,9 @@ REFUSED = {
             ("actor.path={judge}", "sequence classifier"),
             ("actor.path={mute}", "no chat template"),
             ("actor.path=nowhere", "nowhere"),
-            ("actor.backend=fsdp:d1t3", "divided"),
+            pytest.param(  # three ranks, twice
+                "actor.backend=fsdp:d1t3", "divided", marks=[pytest.mark.slow, pytest.mark.invariant]
+            ),
             ("actor.backend=deepspeed:zero1:d1 actor.dtype=bfloat16", "stage 1"),
             ("actor.lora.rank=4 actor.lora.target_modules=[nothing]", "lora.target_modules"),
             ("rollout.engine.max_model_len=100000", "rollout.engine.max_model_len"),

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tests.trainers.killing import INSTANTS
 from tests.zygote import Zygote
 
-MODULES = ("tests.trainers.killing", "tandem.trainers.rl", "tandem.trainers.sft", "tandem.trainers.preference")
 CLOCK = ("time", "tokens_per_s/", "memory/", "time/")
 
 SAVED_EACH_STEP = [
@@ -25,12 +24,6 @@ SAVED_EACH_STEP = [
 OF_LOOP = [name for name in INSTANTS if "recovery" not in name]
 OF_SAVES_WAITED_FOR = [(name, "false") for name, (module, *_) in INSTANTS.items() if module == "tandem.state.checkpoint"]
 OF_RECOVERY = [name for name in INSTANTS if "recovery" in name]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(*MODULES) as zygote:
-        yield zygote
 
 
 class Runs:
@@ -181,17 +174,12 @@ def test_a_run_is_continued_by_its_folder_alone(zygote, model, tmp_path):
     assert_same(runs.folder("whole"), runs.folder("killed"), 3)
 
 
-def test_before_the_first_checkpoint_a_run_begins_anew_and_says_so(rl, whole):
+def test_a_run_without_a_checkpoint_begins_anew_and_a_damaged_one_is_skipped_by_name(rl, whole):
     rl.go("killed", "between state and manifest", 1)
-    rl.go("killed")
-    assert "was cut off before its first checkpoint: it begins anew at step 0" in (rl.root / "killed.log").read_text()
-    assert_same(whole, rl.folder("killed"), 4)
-    assert len((rl.folder("killed") / "metrics.lost-1.jsonl").read_text().splitlines()) == 2  # step 0 and step 1
-    assert ledger(whole) == ledger(rl.folder("killed"))
-
-
-def test_a_damaged_checkpoint_is_skipped_by_name_and_the_run_ends_the_same(rl, whole):
     rl.go("killed", "after the rename", 3)
+    assert "was cut off before its first checkpoint: it begins anew at step 0" in (rl.root / "killed.log").read_text()
+    assert len((rl.folder("killed") / "metrics.lost-1.jsonl").read_text().splitlines()) == 2  # step 0 and step 1
+
     path = rl.folder("killed") / "checkpoints/step_3/model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     rl.go("killed")

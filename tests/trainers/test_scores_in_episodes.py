@@ -47,18 +47,18 @@ def test_a_score_that_is_asked_while_the_run_closes_fails_at_once(monkeypatch):
 
 
 def test_an_episode_that_goes_on_by_a_reward_part_ends_the_run_unless_it_says_so(overrides, models):
-    keys = [f"reward=math + model(path={models}/judge)", "total_train_steps=1"]
+    keys = [f"reward=gsm8k + model(path={models}/judge)", "total_train_steps=1"]
     with pytest.raises(WrongWorkflow, match="generated again, and model of the reward is added only when the episode has"):
         train(resolved(overrides, *keys, f"workflow={models}/mine.py:AsksAgain"))
     summary = train(resolved(overrides, *keys, f"workflow={models}/mine.py:TakesPart", "trial_name=part"))
     assert all(sample["rewards"]["model"] != 0 for sample in samples_of(summary))
-    plain = train(resolved(overrides, "reward=math", f"workflow={models}/mine.py:AsksAgain", "trial_name=plain"))
+    plain = train(resolved(overrides, "reward=gsm8k", f"workflow={models}/mine.py:AsksAgain", "trial_name=plain"))
     assert plain.steps == 2  # all of this reward is there at once
 
 
 def test_a_reward_awaited_in_an_episode_is_that_of_the_stage_to_the_bit(overrides, models):
     keys = [
-        f"reward=math + 0.5*model(path={models}/judge)",
+        f"reward=gsm8k + 0.5*model(path={models}/judge)",
         "total_train_steps=1",
         "actor.max_tokens_per_micro_batch=1",  # in the stage too each conversation is then computed by itself
         "deterministic=true",

@@ -31,13 +31,13 @@ from tests.trainers.scoring import resolved, samples_of, steps
 def test_a_second_reward_model_a_teacher_penalty_and_a_judge_come_from_a_users_file(overrides, models):
     mine, other = models / "mine.py", models / "tiny-llama-1"
     spec = (
-        f"math + 0.5*model(path={models}/judge, name=helpful) + 2*model(path={models}/judge, name=again, center=1) "
+        f"gsm8k + 0.5*model(path={models}/judge, name=helpful) + 2*model(path={models}/judge, name=again, center=1) "
         f"+ 0.1*{mine}:StayClose(path={other}) + {mine}:Polite(path={other}) "
         f"+ 4*model(path={models}/judge, name=often, above=0)"
     )
     summary = train(resolved(overrides, f"reward={spec}", "evaluate.every_steps=2", "evaluate.max_rows=2"))
 
-    names = ["StayClose", "Polite", "helpful", "again", "often", "math"]
+    names = ["StayClose", "Polite", "helpful", "again", "often", "gsm8k"]
     for row in steps(summary)[1:]:
         assert row["reward/mean"] == pytest.approx(sum(row[f"rewards/{name}"] for name in names), abs=1e-6)
         assert abs(row["rewards/helpful"]) > 0.01

@@ -27,7 +27,6 @@ from tests.engines_train.adapters import lora_on
 from tests.engines_train.steps import random_batch
 from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import keys_of, outcome, rows
-from tests.zygote import Zygote
 
 NAMES = ("helpful", "harmless", "brief", "polite")
 TRUNK = "model.model."
@@ -227,16 +226,15 @@ def test_reward_models_that_the_command_trains_as_adapters_are_used_as_such(mode
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_that_is_killed_while_shared_weights_sleep_goes_on_to_the_bit(models, tmp_path):
+def test_a_run_that_is_killed_while_shared_weights_sleep_goes_on_to_the_bit(zygote, models, tmp_path):
     more = (tight(models, *ADAPTED), *ADAPTED, "checkpoint.every_steps=1", "total_train_steps=4")
     whole = train(config_of(tmp_path / "whole", models, *more))
     keys = keys_of(tmp_path / "killed", models, NAMES, *more)
     folder = tmp_path / "killed" / "tandem" / "trial"
-    with Zygote("tests.trainers.colocated") as zygote:
-        status = zygote.call("tests.trainers.colocated:train_and_die", [keys, 30], tmp_path / "log")
-        assert status == -signal.SIGKILL, (tmp_path / "log").read_text()
-        assert list((folder / "checkpoints").iterdir())  # it had come to a checkpoint
-        status = zygote.call("tests.trainers.colocated:train_and_die", [keys, 0], tmp_path / "log")
+    status = zygote.call("tests.trainers.colocated:train_and_die", [keys, 30], tmp_path / "log")
+    assert status == -signal.SIGKILL, (tmp_path / "log").read_text()
+    assert list((folder / "checkpoints").iterdir())  # it had come to a checkpoint
+    status = zygote.call("tests.trainers.colocated:train_and_die", [keys, 0], tmp_path / "log")
     assert status == 0, (tmp_path / "log").read_text()
     assert outcome(folder)["saved"] == outcome(whole.folder)["saved"]
     assert outcome(folder)["metrics"] == outcome(whole.folder)["metrics"]

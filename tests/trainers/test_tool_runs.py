@@ -9,7 +9,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
 from tests.trainers.calling import calling_model_folder
-from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, plain, zygote  # noqa: F401  a fixture
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, plain
 from tests.trainers.witness import assert_trained_as_sampled, witnessed_batch
 
 TOOLS = Path(__file__).parent / "calling.py"
@@ -48,7 +48,7 @@ def test_what_is_trained_is_what_the_engine_saw_and_made(tools, calling_model):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_run_whose_tools_dawdle_is_the_same_to_the_bit_again_and_after_kills(zygote, tools, tmp_path):  # noqa: F811
+def test_a_run_whose_tools_dawdle_is_the_same_to_the_bit_again_and_after_kills(zygote, tools, tmp_path):
     runs = Runs(zygote, tmp_path, "rl", [*tools, *SAVED_EACH_STEP])
     for trial in ("whole", "again"):
         runs.go(trial)
@@ -81,7 +81,7 @@ def test_chats_with_slow_tools_go_on_over_weight_updates(tools, tmp_path, backen
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_chats_under_way_when_a_run_is_killed_begin_anew_and_are_counted(zygote, tools, tmp_path):  # noqa: F811
+def test_chats_under_way_when_a_run_is_killed_begin_anew_and_are_counted(zygote, tools, tmp_path):
     slow = ["async_training=true", "rollout.max_head_offpolicyness=2", tarrying(tmp_path)]
     runs = Runs(zygote, tmp_path, "rl", [*tools, *slow, "checkpoint.every_steps=1", "total_train_steps=4"])
     runs.go("killed", "after the optimizer step", 3)
