@@ -109,3 +109,19 @@ def test_a_run_trains_all_replies_of_an_agent_and_those_that_it_judges(peer, fol
             assert "It is " in sample["completion"] and sample["completion"] in ends
             assert sample["reward"] == len(sample["completion"])
     assert untrained == {}
+
+
+def test_samples_that_a_framework_loses_to_cut_replies_are_counted_and_told(folder, tmp_path, monkeypatch, caplog):
+    """Strands Agents raises on them."""
+    (peer,) = (peer for peer in FRAMEWORKS if peer.name.startswith("Strands"))
+    count = itertools.count()
+
+    def script(prompt):  # the first reply is longer than it may be
+        return peer.script(prompt) if next(count) else "very " * 400
+
+    more = ["rollout.min_group_size=1", "total_train_steps=1"]
+    status, run, _ = trained(peer, folder, tmp_path, monkeypatch, script, *more)
+    (row,) = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert (status, row["samples/failed/program_failed_on_cut_reply"]) == (0, 1)
+    told = caplog.text
+    assert "its last reply had been cut at its length" in told and "raise gconfig.max_new_tokens" in told

@@ -187,7 +187,7 @@ def _exit_code(
 
 
 def _no_process(error: BaseException | None) -> str:
-    """What to type if an error, or one behind it, means that the user may start no more processes and threads."""
+    """Says what to type if an error, or one behind it, means that the user may start no more processes and threads."""
     while error is not None:
         if any(words in kind_and_text(error) for words in ("can't start new thread", os.strerror(errno.EAGAIN))):
             most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
