@@ -4,6 +4,7 @@
 
 ``hold_ms`` is the longest time for which the recorder's loop did not turn while so many agents send a chat of so many
 megabytes at once (a process of its own sends them), and ``idle_ms`` the same while nobody sends: what the machine adds.
+The time for which the loop waited for a core, because other programs had them all, does not count.
 ``normal_ms`` is the longest that a normal request waits beside ``--lists`` bodies of 8 MB of empty lists, sent to a server
 whose schema takes them; ``left_mib`` is the memory that stays. Prints one JSON object.
 """
@@ -13,6 +14,7 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -50,12 +52,17 @@ class Echo(Application):
         """Nothing waits."""
 
 
+def queued() -> float:
+    """Seconds that this thread has waited for a core so far."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 async def turns(gaps: list[float]) -> None:
-    """Notes how long each turn of the loop takes beyond its sleep."""
+    """Notes how long each turn of the loop takes beyond its sleep and its waits for a core."""
     while True:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), queued()
         await asyncio.sleep(0.001)
-        gaps.append(time.perf_counter() - began - 0.001)
+        gaps.append(time.perf_counter() - began - 0.001 - (queued() - before))
 
 
 async def measured(awaitable: object) -> tuple[object, float]:

@@ -1,7 +1,9 @@
 """What `tandem` says and how it exits."""
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.failures import EngineDied
 from tandem.cli.arguments import run_folder, split_arguments
 from tandem.cli.main import COMMANDS, main, run
 from tandem.config.errors import ConfigError, TandemError
@@ -217,3 +220,34 @@ def test_a_configuration_of_another_command_is_told_by_its_keys(command, capsys)
     assert "unknown key teacher.path" in said and "teacher belongs to `tandem distill` (or --for distill)" in said
     assert main([command, str(file), "no_such_key=1"]) == 2
     assert "no_such_key belongs" not in capsys.readouterr().err
+
+
+class Panic(BaseException):
+    """What a library in Rust raises."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("can't start new thread"), True),
+        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), True),
+        (Panic('IOError(Os { message: "Resource temporarily unavailable" })'), True),
+        (EngineDied("can't start new thread"), True),
+        (RuntimeError("another"), False),
+    ],
+    ids=["thread", "process", "Rust", "engine", "another"],
+)
+def test_a_limit_of_processes_ends_in_a_sentence_that_says_what_to_type(error, told, capsys):
+    def starts(_):
+        if isinstance(error, TandemError):
+            raise error
+        raise ValueError("before it") from error
+
+    if not told:
+        with pytest.raises(ValueError, match="before it"):
+            run(starts, Namespace(debug=False))
+        return
+    assert run(starts, Namespace(debug=False)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    assert f"`ulimit -u` is {most if most >= 0 else 'unlimited'}" in line and "Type `ulimit -u 4096`" in line

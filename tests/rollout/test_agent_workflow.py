@@ -12,6 +12,7 @@ import pytest
 
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
 from tandem.api.requests import StopReason
+from tandem.api.workflow import RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rollout.own import AgentWorkflow
 from tandem.rollout.recording.recorder import SessionRecorder
@@ -86,6 +87,36 @@ def test_the_agent_sends_the_reward_or_the_configured_one_judges_the_last_reply(
 
     with pytest.raises(DataFailure, match="two_rewards"):
         run(both)
+
+
+@pytest.mark.parametrize(("beside", "better"), [("9", 1), ("6", 0), ("no number", 0)])
+def test_an_episode_whose_best_rewarded_call_is_left_out_is_told(beside, better, caplog):
+    """The reward is the number in a reply; it raises where there is none, which costs the sample nothing."""
+
+    class Number(Constant):
+        async def __call__(self, *, completion, **given):
+            return RewardResult(float(completion))
+
+    async def agent(base_url, api_key, data):
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+        title = asyncio.create_task(ask(base_url, api_key, [user("a title?")]))
+        while engine.asked == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.gather(title, ask(base_url, api_key, data["messages"], tools=tools))
+        return own
+
+    def line(request, number):
+        return beside if "a title?" in engine.tokenizer.decode(request.input_ids) else "7"
+
+    for own, left_out in ((None, better), (0.5, 0)):
+        engine = ScriptedEngine(line, delay_s=lambda number: 0.2)
+        sample = run(agent, engine=engine, reward=Number())
+        assert (sample.reward, sample.metrics["rollout/recorded/side_calls"]) == (own or 7.0, 1)
+        assert sample.metrics["rollout/recorded/best_left_out"] == left_out
+    assert ("the best call of an episode is a side call" in caplog.text) == better
+    own, engine = None, ScriptedEngine(line, delay_s=lambda number: 0.2)
+    kept = run(agent, engine=engine, reward=Number(), side_calls="train")
+    assert kept.metrics["rollout/recorded/best_left_out"] == 0
 
 
 @pytest.mark.parametrize("wrong", ["good", {"accuracy": 1.0}, {"reward": 1.0, "colour": 2}, {"reward": None}, [1.0]])

@@ -143,6 +143,7 @@ ENDS = {
         "agent_exited_early",
     ),
     "raises": ("ask('x')\n1 / 0", {}, "program_failed"),
+    "raises after a reply that was cut at its length": ("ask('cut')\n1 / 0", {}, "program_failed_on_cut_reply"),
     "hangs": ("ask('x')\nimport time\ntime.sleep(60)", {"timeout_s": 1.0}, "program_timeout"),
     "never asks and never ends": ("while True: pass", {"timeout_s": 1.0}, "program_timeout"),
     "dies by a signal": ("ask('x')\nos.kill(os.getpid(), 11)", {}, "program_killed"),
@@ -158,7 +159,13 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_a_program_that_misbehaves_is_dropped_by_name_beside_one_that_does_not(walls, name):
     source, knobs, reason = ENDS[name]
-    engine = ScriptedEngine(lambda request, number: "four", delay_s=lambda number: 1.0 if "has the reply" in name else 0.0)
+    delay_s = 1.0 if "has the reply" in name else 0.0
+
+    def line(request, number):
+        cut = "user\ncut" in engine.tokenizer.decode(request.input_ids)
+        return ("four", StopReason.LENGTH) if cut else "four"
+
+    engine = ScriptedEngine(line, delay_s=lambda number: delay_s)
     (failure, sample), _ = (
         play(walls, [source, HELLO + POST], engine=engine, **{"timeout_s": 15.0} | knobs)
         if name

@@ -4,7 +4,10 @@ Commands are imported when they run, so that `tandem --help` and `tandem config`
 """
 
 import argparse
+import errno
+import os
 import pkgutil
+import resource
 import signal
 import sys
 import threading
@@ -17,7 +20,7 @@ from tandem import __version__
 from tandem.api.failures import RankFailed
 from tandem.cli.output import ReaderGone, command_output, survive_lost_output
 from tandem.config.coming_from import hint
-from tandem.config.errors import ConfigError, TandemError
+from tandem.config.errors import ConfigError, TandemError, kind_and_text
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import all_keys
 from tandem.config.nearest import nearest_keys, nearest_names
@@ -172,10 +175,29 @@ def _exit_code(
     except TandemError as error:
         if arguments.debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{_no_process(error)}", file=sys.stderr)
         if isinstance(error, ConfigError):
             return EXIT_CONFIG
         return EXIT_FINAL if has_launcher() and not error.may_pass else EXIT_FAILED
+    except BaseException as error:  # boundary: a library written in Rust panics where it gets no thread
+        if arguments.debug or not (reason := _no_process(error)):
+            raise
+        print(f"error: {kind_and_text(error)}{reason}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _no_process(error: BaseException | None) -> str:
+    """Says what to type if an error, or one behind it, means that the user may start no more processes and threads."""
+    while error is not None:
+        if any(words in kind_and_text(error) for words in ("can't start new thread", os.strerror(errno.EAGAIN))):
+            most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+            return (
+                f". No process or thread can be started: `ulimit -u` is {most if most >= 0 else 'unlimited'}, for all "
+                "programs of your user together, if the container (pids.max) does not allow fewer. Type `ulimit -u 4096` "
+                "before the command, or ask for fewer by threads=1"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def run_script(script: Callable[[list[str]], None]) -> NoReturn:

@@ -40,35 +40,40 @@ async def read_body(request: web.Request, schema: Schema, limits: ServerLimits, 
         raise Refusal(415, f"Content-Type must be application/json, got {request.content_type!r}")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Refusal(415, f"a body is sent as it is, got Content-Encoding {request.headers['Content-Encoding']!r}")
-    raw = await _read(request, limits, max_bytes)
-    if len(raw) < _LARGE_BYTES:
-        return parse(raw, schema, limits.max_depth)
-    read = parse if len(raw) <= _HUGE_BYTES else _parse_elsewhere
-    return await asyncio.get_running_loop().run_in_executor(_BESIDE, read, raw, schema, limits.max_depth)
+    pieces = await _read(request, limits, max_bytes)
+    if len(pieces[0]) < _LARGE_BYTES:
+        return parse(pieces[0], schema, limits.max_depth)
+    return await asyncio.get_running_loop().run_in_executor(_BESIDE, _parse_beside, pieces, schema, limits.max_depth)
 
 
-async def _read(request: web.Request, limits: ServerLimits, max_bytes: int) -> bytearray:
+async def _read(request: web.Request, limits: ServerLimits, max_bytes: int) -> list[bytearray]:
+    """The body in pieces of `_LARGE_BYTES` or a little more: to let one of megabytes grow would copy it again and again."""
     too_long = Refusal(413, f"the body must have at most {max_bytes} bytes", headers={"Connection": "close"})
     if (request.content_length or 0) > max_bytes:
         raise too_long
-    raw = bytearray()
+    pieces, size = [bytearray()], 0
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             async for chunk in request.content.iter_any():
-                raw += chunk
-                if len(raw) > max_bytes:
+                size += len(chunk)
+                if size > max_bytes:
                     raise too_long
+                if len(pieces[-1]) >= _LARGE_BYTES:
+                    pieces.append(bytearray())
+                pieces[-1] += chunk
     except TimeoutError:
         message = f"the body must arrive within {limits.body_timeout_s:g} s"
         raise Refusal(408, message, headers={"Connection": "close"}) from None
-    return raw
+    return pieces
 
 
-def _parse_elsewhere(raw: bytearray, schema: Schema, max_depth: int) -> dict[str, Any]:
-    """`parse` in a process of its own, which ends with it."""
+def _parse_beside(pieces: list[bytearray], schema: Schema, max_depth: int) -> dict[str, Any]:
+    """`parse`, of a huge body in a process of its own, which ends with it."""
+    if sum(map(len, pieces)) <= _HUGE_BYTES:
+        return parse(b"".join(pieces), schema, max_depth)
     command = [sys.executable, "-S", "-c", _PARSER, *sys.path]
     try:
-        given = marshal.dumps((raw, dict(schema), max_depth))
+        given = b"".join((marshal.dumps((dict(schema), max_depth)), *pieces))  # marshalling these would hold it
         done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=_PARSE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:  # no process can be started, or it was killed
         words = f"the body could not be parsed ({type(error).__name__} of its process); send it again"

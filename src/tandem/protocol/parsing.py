@@ -90,8 +90,9 @@ def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> None:
 
 def main() -> None:
     """Parses one body in a process of its own: what it needs goes with the process."""
+    how = marshal.load(sys.stdin.buffer)
     try:
-        parsed: tuple[Any, ...] = (parse(*marshal.load(sys.stdin.buffer)), 0, "", None)
+        parsed: tuple[Any, ...] = (parse(sys.stdin.buffer.read(), *how), 0, "", None)
     except Refusal as refusal:
         parsed = ({}, refusal.status, refusal.message, refusal.param)
     marshal.dump(parsed, sys.stdout.buffer)

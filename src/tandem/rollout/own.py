@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from tandem.api.failures import DataFailure, EngineDied, WrongWorkflow, described
 from tandem.api.samples import Sample
-from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, messages_for
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.deadlines import PLAY, inside, left_for_play
+from tandem.rollout.recording.forest import Node
 from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.recording.session import RecordingSession, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
@@ -111,13 +112,7 @@ class AgentWorkflow(RolloutWorkflow):
         if error is not None:
             if session.failure is not None:
                 raise session.failure from error  # the engine's, which the agent could not help
-            if session.ended_by_cut:
-                raise DataFailure(
-                    "agent_raised_on_cut_reply",
-                    f"{described(error)}; its last reply had been cut at its length. If that is why, only samples with "
-                    "short replies are left, and training is biased: raise gconfig.max_new_tokens, or let it take them",
-                ) from error
-            raise DataFailure("agent_raised", described(error)) from error
+            raise session.failed("agent_raised", described(error)) from error
         if isinstance(session.failure, EngineDied):
             raise session.failure
         try:
@@ -131,6 +126,8 @@ async def judge_reply(
 ) -> dict[str, Any]:
     """The verdict of the configured reward on the last reply of a session, or on an ``output`` in its place.
 
+    It judges the side calls that are left out, too, to tell whether one of them was better.
+
     Raises:
         DataFailure: ``no_reward``, where none is configured, or it lacks something in the row.
     """
@@ -142,15 +139,20 @@ async def judge_reply(
             check(data)
     except ConfigError as error:
         raise DataFailure("no_reward", f"the agent gave no reward, and the run's cannot judge this row: {error}") from error
-    last = session.last
-    result = await reward(
-        prompt=last.root.prompt_text,
-        completion=last.words if output is None else output,
-        prompt_ids=last.root.asked.context,
-        completion_ids=last.response.output_ids,
-        row=data,
-        **messages_for(reward, last.messages()),
-    )
+
+    async def judged(node: Node) -> RewardResult:
+        return await reward(
+            prompt=node.root.prompt_text,
+            completion=node.words if output is None else output,
+            prompt_ids=node.root.asked.context,
+            completion_ids=node.response.output_ids,
+            row=data,
+            **messages_for(reward, node.messages()),
+        )
+
+    result = await judged(session.last)
+    beside = await asyncio.gather(*map(judged, session.left_out if output is None else ()), return_exceptions=True)
+    session.outdone = any(isinstance(other, RewardResult) and other.value > result.value for other in beside)
     return {"reward": result.value, "raw_rewards": dict(result.raw_rewards), **result.details()}
 
 

@@ -95,8 +95,9 @@ class ProgramWorkflow(RolloutWorkflow):
         """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
-            DataFailure: ``program_failed``, ``program_killed``, ``program_timeout``, ``program_memory``, ``program_output``;
-                ``agent_never_called``, ``agent_exited_early``; ``two_rewards``, ``wrong_reward``, ``no_reward``.
+            DataFailure: ``program_failed``, ``program_failed_on_cut_reply``, ``program_killed``, ``program_timeout``,
+                ``program_memory``, ``program_output``; ``agent_never_called``, ``agent_exited_early``; ``two_rewards``,
+                ``wrong_reward``, ``no_reward``.
         """
         limits, side_calls = self.session_limits, self.side_calls
         async with self.recorder.session(engine, self.gconfig, limits=limits, side_calls=side_calls) as session:
@@ -104,7 +105,7 @@ class ProgramWorkflow(RolloutWorkflow):
         failure = session.failure
         if isinstance(failure, EngineDied) or (isinstance(failure, InfrastructureFailure) and outcome.status != "ok"):
             raise failure  # what the program could not know of: the episode begins again
-        self._check(outcome)
+        self._check(outcome, session)
         _ = session.last  # a program that never spoke to the model has no reward
         verdict = await self._verdict(session, data, outcome, written)
         printed = {"stdout": _tail(outcome.stdout), "stderr": _tail(outcome.stderr)}
@@ -159,7 +160,7 @@ class ProgramWorkflow(RolloutWorkflow):
             raise WrongWorkflow(f"workflow=program: files={self.files} must name a column that maps paths to texts")
         return {str(path): str(text).encode(errors="replace") for path, text in files.items()}
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: Outcome, session: RecordingSession) -> None:
         """Passes if the program ended as it should.
 
         Raises:
@@ -180,7 +181,8 @@ class ProgramWorkflow(RolloutWorkflow):
             raise SandboxLost(words)
         last = words[-300:] or "no words on stderr"
         how = {"timeout": f"not done after {self.timeout_s:g} s", "exit": f"exit code {outcome.exit_code}"}
-        raise DataFailure(f"program_{REASONS[outcome.status]}", f"{how.get(outcome.status, outcome.status)}: {last}")
+        make = session.failed if outcome.status == "exit" else DataFailure
+        raise make(f"program_{REASONS[outcome.status]}", f"{how.get(outcome.status, outcome.status)}: {last}")
 
     async def _verdict(
         self, session: RecordingSession, data: Mapping[str, Any], outcome: Outcome, written: bytes | None

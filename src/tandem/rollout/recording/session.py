@@ -139,6 +139,8 @@ class RecordingSession:
         self.forest, self.counts = forest, Counts()
         self.reward: dict[str, Any] | None = None
         self.failure: EpisodeFailure | None = None
+        self.outdone = False
+        """True if the reward found a reply that is left out better than the one that it judges."""
         """Why the last turn failed in the engine, which the agent saw as a refusal; None after one that went well."""
 
         self.refused: Refusal | None = None
@@ -347,24 +349,42 @@ class RecordingSession:
         last = max(taken, key=lambda node: node.asked.number, default=None)
         return last is not None and last.response.stop_reason == StopReason.LENGTH
 
+    def failed(self, reason: str, words: str) -> DataFailure:
+        """The drop of this episode, whose agent raised an error; with the likely cause if its last reply had been cut."""
+        if not self.ended_by_cut:
+            return DataFailure(reason, words)
+        return DataFailure(
+            f"{reason}_on_cut_reply",
+            f"{words}; its last reply had been cut at its length. If that is why, only samples with short replies are left, "
+            "and training is biased: raise gconfig.max_new_tokens, or let it take them",
+        )
+
+    @property
+    def left_out(self) -> list[Node]:
+        """The side calls that are not trained."""
+        gone = {*self.nodes, *self.forest.left()}
+        return [node for node in self.forest.nodes if node not in gone]
+
     def metrics(self) -> dict[str, float]:
         """The recorded turns as metrics of the sample."""
-        nodes, all_, left = self.nodes, self.forest.nodes, self.forest.left()
-        taken = [node for node in all_ if node not in left]
-        left_out = bool(taken) and max(taken, key=lambda node: node.asked.number) not in nodes
-        if left_out:
+        nodes, left_out = self.nodes, self.left_out
+        numbers = [max((node.asked.number for node in some), default=0) for some in (nodes, left_out)]
+        left = {"last": numbers[1] > numbers[0], "best": self.outdone}
+        for which in (name for name, yes in left.items() if yes):
             _tell(
-                "the last call of an episode is a side call, which is neither trained nor judged (metric "
-                "rollout/recorded/last_left_out counts them): if it belongs to the task, set workflow_args.side_calls=train"
+                f"the {which} call of an episode is a side call, which is neither trained nor judged (metric "
+                f"rollout/recorded/{which}_left_out counts them): if it belongs to the task, set "
+                "workflow_args.side_calls=train"
             )
         values = {
             "turns": len(nodes),
             "roots": len({node.root for node in nodes}),
             "trajectories": sum(1 for node in nodes if not set(nodes).intersection(node.children)),
             "retries": self.counts.retries,
-            "orphans": len(left),
-            "side_calls": len(all_) - len(left) - len(nodes),
-            "last_left_out": left_out,
+            "orphans": len(self.forest.left()),
+            "side_calls": len(left_out),
+            "last_left_out": left["last"],
+            "best_left_out": left["best"],
             "cut": sum(node.response.stop_reason == StopReason.LENGTH for node in nodes),
             "refused": self.counts.refused,
             "overridden": self.counts.overridden.total(),

@@ -1,6 +1,7 @@
 """Folders of programs that nobody trusts: how full they are, and how they go, whatever lies in them."""
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -44,6 +45,12 @@ def _open_to_owner(name: str, above: int) -> None:
         os.close(place)
 
 
+@functools.lru_cache(1)
+def _place(root: str) -> tuple[int, bytes]:
+    """The device of a folder, and its path without links."""
+    return os.stat(root).st_dev, os.path.realpath(root).encode()
+
+
 def _nameless(pid: int, root: str, too_much: int) -> dict[int, int]:
     """Bytes, by inode, of the files without a name that a process holds.
 
@@ -51,9 +58,10 @@ def _nameless(pid: int, root: str, too_much: int) -> dict[int, int]:
     process that hides its descriptors.
     """
     sizes: dict[int, int] = {}
-    device, inside = os.stat(root).st_dev, os.path.realpath(root).encode()
+    device, inside = _place(root)
     for thread in threads_of(pid):
-        for line in content(f"{thread}/maps").splitlines():
+        maps = content(f"{thread}/maps")
+        for line in maps.splitlines() if b" (deleted)" in maps else ():
             if inside in line and line.endswith(b" (deleted)"):
                 sizes.setdefault(int(line.split()[4]), too_much)
         try:
