@@ -11,7 +11,7 @@ examples:
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.parts and arguments.name is not None:
         raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
     found: Any
+    text: Callable[[Any], Iterator[str]]
     if arguments.parts:
         found, text = list(all_parts()), _parts_text
     elif arguments.name is None:
