@@ -116,7 +116,7 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
         if not real:
             continue
         cells = [
-            f"[`{preset}`](algorithms/{preset}.md)",
+            f"[`{preset}`](presets.md#{preset})",
             " ".join(f"`{setting}`" for setting in real[0].settings),
             ", ".join(str(curve.steps) if curve.reached else f"not in {curve.steps}" for curve in real),
             _span([curve.first for curve in real]),

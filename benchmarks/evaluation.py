@@ -25,11 +25,12 @@ import torch
 
 from tandem.api.workflow import RewardFn
 from tandem.config.evaluation import EvaluationConfig, load_evaluation
-from tandem.evaluation.asking import Ask, AskingTerms, ask_together
+from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tandem.evaluation.folder import EvaluationFolder
 from tandem.evaluation.questions import make_judges
 from tandem.evaluation.run import check_evaluation, conclude, make_engine, plan, settings
 from tandem.models.catalog import resolve
+from tandem.rollout.event_loop import BackgroundLoop
 
 Row = Mapping[str, Any]
 
@@ -54,11 +55,12 @@ class Ours:
         self.judges = make_judges(self.questions, config.reward_timeout_s)
         self.engine = make_engine(config, self.machine, self.model)
         checked.services.get("engine").start(self.engine)
+        self.loop = BackgroundLoop()
 
     def warm_up(self) -> None:
         """The first requests, on rows that are not measured."""
         asks = [Ask("spare", i, 0, row) for i, row in enumerate(self.spare)]
-        asyncio.run(ask_together(self.engine, self.workflow, asks, AskingTerms()))
+        ask(self.engine, self.loop, self.workflow, asks, AskingTerms(together=True))
 
     def run(self) -> tuple[int, int, float]:
         """(prompt tokens, tokens made, accuracy)."""
@@ -70,7 +72,7 @@ class Ours:
                 waves = plan(self.questions, self.config)
                 folder.recorded(waves)
                 for wave in waves:
-                    some = asyncio.run(ask_together(self.engine, self.workflow, wave, AskingTerms(timeout_s=3600.0)))
+                    some = ask(self.engine, self.loop, self.workflow, wave, AskingTerms(timeout_s=3600.0, together=True))
                     folder.append(some)
                     answers += some
                 results, _, _ = conclude(answers, self.questions, self.config)
@@ -81,6 +83,7 @@ class Ours:
 
     def close(self) -> None:
         """Ends the engine and the reward's workers."""
+        self.loop.close()
         self.engine.close()
         self.judges.close()
         self.checked.services.close()

@@ -1,229 +1,167 @@
-"""Writes what is known from the code into docs/algorithms.md and its pages, between markers; the rest is left alone.
+"""Makes docs/presets.md from config/presets.yaml and the records of the parts, and the tables between the markers of
+docs/algorithms.md, whose rest is left alone.
 
-python scripts/algorithm_pages.py            # rewrite; a preset without a page gets one with empty sections
+python scripts/algorithm_pages.py            # rewrite
 python scripts/algorithm_pages.py --check    # exit 1 where a page is not up to date
 """
 
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tandem.algorithms.presets.notes import NOTES
-from tandem.algorithms.presets.pages import NOTATION, algorithm, as_yaml, refusals
-from tandem.cli.algorithms import metric
-from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
+from tandem.cli.algorithms import NOTATION, about, asynchronous_words, preset_config, shown
+from tandem.config.errors import ConfigError
 from tandem.config.parts import PARTS, PartRecord
 from tandem.config.presets import PRESETS
-from tandem.flow.draw import text as graph
-from tandem.flow.plan import plan_run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = re.compile(r"(<!-- from the code: ([\w.]+) -->\n).*?(<!-- end -->)", re.S)
 PART_NAMES = {
-    "labels": "labels",
-    "shaping": "shaping",
     "filter": "groups",
-    "advantage": "advantage",
-    "whitening": "whitening",
     "policy_loss": "loss of a token",
     "token_filter": "tokens",
     "aggregation": "loss of the batch",
     "correction.reject": "trajectories",
-    "correction": "correction",
     "kl": "KL",
-    "entropy": "entropy",
 }
-EMPTY = """# {name}
+HEAD = """# Presets
 
-<!-- from the code: facts -->
-<!-- end -->
+Made by `python scripts/algorithm_pages.py` from `src/tandem/config/presets.yaml`; do not edit.
 
-## Formula
+Each row is a value of `algorithm`: a named combination of parts, all of which can be changed
+(`algorithm=gspo algorithm.policy_loss.clip_high=5e-4`). `tandem algorithms NAME key=value …` says the same with your
+changes, `tandem graph FILE algorithm=NAME` says what runs in a step. The parts and the symbols of the formulas are explained
+in [algorithms.md](algorithms.md), the metrics in [metrics.md](metrics.md). What each preset does to one small task is in
+[comparison.md](comparison.md).
 
-<!-- from the code: formula -->
-<!-- end -->
+| preset | what it is | when to use it | needs | paper |
+|---|---|---|---|---|
+{rows}
+"""
+SECTION = """
+## {name}
 
-## When to use it
+{text}
 
-## Defaults and their source
+Paper: {paper}. Needs: {needs}.
 
-<!-- from the code: values -->
-<!-- end -->
+```text
+{formulas}
+```
 
-## Metrics to watch
+```yaml
+{values}
+```
 
-<!-- from the code: metrics -->
-<!-- end -->
+{outside}Asynchronous training {asynchronous}. Where the defaults come from:
 
-## Run it
+{defaults}
 
-<!-- from the code: run -->
-<!-- end -->
+Metrics to watch:
 
-## Limits
+{watch}
 
-<!-- from the code: refusals -->
-<!-- end -->
+{limits}Try it:
+
+```bash
+.venv/bin/tandem train {command}
+```
 """
 
 
 def paper(number: str) -> str:
     """A link to arXiv."""
-    return f"[{number}](https://arxiv.org/abs/{number})"
+    return f"[{number}](https://arxiv.org/abs/{number})" if number else "—"
 
 
-def blocks(name: str) -> dict[str, str]:
-    """Block name → text, of one preset's page."""
-    return {
-        "facts": "\n".join(_facts(name)),
-        "formula": "\n".join(["```text", *_formula(name), "```"]),
-        "values": "\n".join(_values(name)),
-        "metrics": "\n".join(_metrics(name)),
-        "run": "\n".join(_run(name)),
-        "refusals": "\n".join(_refusals(name)),
-    }
+def page() -> str:
+    """docs/presets.md."""
+    rows = []
+    for name, preset in PRESETS.items():
+        needs = ", ".join(about(name)["needs"]) or "—"
+        rows.append(f"| [`{name}`](#{name}) | {preset.summary} | {preset.when} | {needs} | {paper(preset.arxiv)} |")
+    return HEAD.format(rows="\n".join(rows)) + "".join(map(section, PRESETS))
+
+
+def section(name: str) -> str:
+    """The part of the page about one preset."""
+    preset, found = PRESETS[name], about(name)
+    outside = ", ".join(f"`{key}={value}`" for key, value in found["outside"].items())
+    limits = [preset.limits] * bool(preset.limits) + [f"- Refused: `{what}`: {why}" for what, why in refusals(name)]
+    return SECTION.format(
+        name=name,
+        text=preset.text,
+        paper=preset.title + (f", {paper(preset.arxiv)}" if preset.arxiv else ""),
+        needs=", ".join(found["needs"]) or "nothing but the actor",
+        formulas="\n".join(_formulas(found["formulas"])),
+        values=shown(found["algorithm"]),
+        outside=f"Outside of that section it sets {outside}. " if outside else "",
+        asynchronous=re.sub(r"(?<=^adds )(.*)", r"`\1`", asynchronous_words(found["asynchronous"])).removesuffix("."),
+        defaults=preset.defaults,
+        watch="\n".join(f"- `{key}`: {advice}" for key, advice in preset.watch.items()),
+        limits="Limits:\n\n" + "\n".join(limits) + "\n\n" if limits else "",
+        command=" ".join(arguments(name)),
+    )
+
+
+def refusals(name: str) -> Iterator[tuple[str, str]]:
+    """The changes that a preset is refused with, and the messages; the message is empty where it is not refused."""
+    for changes in PRESETS[name].refused:
+        try:
+            preset_config(name, changes.split())
+            yield changes, ""
+        except ConfigError as error:
+            yield changes, str(error).replace("\n", "\n  ")
 
 
 def arguments(name: str) -> list[str]:
     """The arguments that the page gives to `tandem train`."""
-    return ["examples/addition_grpo.yaml", f"trial_name={name}", f"algorithm={name}", *NOTES[name].run]
+    return ["examples/addition_grpo.yaml", f"trial_name={name}", f"algorithm={name}", *PRESETS[name].example.split()]
 
 
-def _facts(name: str) -> Iterator[str]:
-    found = algorithm(name)
-    yield f"In one line: {found.summary}."
-    yield ""
-    title = f"{found.note.title}, {paper(found.note.arxiv)}" if found.note.arxiv else found.note.title
-    yield f"Paper: {title}. Needs: {', '.join(found.needs) or 'nothing but the actor'}."
-
-
-def _formula(name: str) -> Iterator[str]:
-    formulas = algorithm(name).formulas
-    width = max(len(PART_NAMES[part.partition(":")[0]]) for part in formulas)
+def _formulas(formulas: Mapping[str, str]) -> Iterator[str]:
+    names = {part: PART_NAMES.get(part, part.partition(":")[0]) for part in formulas}
+    width = max(map(len, names.values()))
     for part, text in formulas.items():
-        yield from _hanging(PART_NAMES[part.partition(":")[0]].ljust(width), text)
-
-
-def _hanging(label: str, text: str) -> Iterator[str]:
-    lines = [line for clause in text.replace("; ", ";\n").splitlines() for line in textwrap.wrap(clause, 100)]
-    yield f"{label}  {lines[0]}"
-    yield from (f"{' ' * len(label)}  {line.strip()}" for line in lines[1:])
-
-
-def _values(name: str) -> Iterator[str]:
-    found = algorithm(name)
-    yield from (
-        f"What `algorithm={name}` stands for, with the defaults of the knobs:",
-        "",
-        "```yaml",
-        as_yaml(found.shown()),
-        "```",
-        "",
-    )
-    if found.outside:
-        outside = ", ".join(f"`{key}={value}`" for key, value in found.outside.items())
-        yield f"Outside of that section it sets {outside}."
-        yield ""
-    if isinstance(found.asynchronous, str):
-        yield f"Asynchronous training is refused: {found.asynchronous.removesuffix('.')}."
-    elif found.asynchronous:
-        added = ", ".join(f"`{key}={value}`" for key, value in found.asynchronous.items())
-        yield f"Asynchronous training adds {added}."
-    else:
-        yield "Asynchronous training changes nothing of it."
-
-
-def _metrics(name: str) -> Iterator[str]:
-    yield from ("| metric | what it is | what to do |", "|---|---|---|")
-    for key, advice in algorithm(name).note.watch.items():
-        yield f"| `{key}` | {metric(key).meaning} | {advice} |"
-
-
-def _refusals(name: str) -> Iterator[str]:
-    for overrides, message in refusals(name):
-        yield f"- `{overrides}`: " + message.replace("\n", "\n  ")
-
-
-def _run(name: str) -> Iterator[str]:
-    file, *overrides = arguments(name)
-    config = load_config(TrainConfig, DOCS.parent / file, overrides).config
-    yield from ("```bash", f".venv/bin/tandem train {file} {' '.join(overrides)}", "```", "")
-    yield "What runs in a step, in order (`.venv/bin/tandem graph` with the same arguments prints it):"
-    yield from ("", "```text", graph(plan_run(config)), "```")
-    within = {"filter": config.algorithm.filter.name != "none", "shaping": bool(config.algorithm.shaping)}
-    places = {"filter": "`generate`", "shaping": "`advantages`"}
-    if told := [f"`algorithm.{part}` is part of {places[part]}" for part, is_there in within.items() if is_there]:
-        yield from ("", f"{', '.join(told)}.")
+        lines = [line for clause in text.replace("; ", ";\n").splitlines() for line in textwrap.wrap(clause, 100)]
+        yield f"{names[part].ljust(width)}  {lines[0]}"
+        yield from (f"{' ' * width}  {line.strip()}" for line in lines[1:])
 
 
 def index() -> dict[str, str]:
     """Blocks of docs/algorithms.md."""
     renamed = {"correction.weight": "correction", "kl.estimator": "kl"}
     tables = {renamed.get(kind, kind): "\n".join(_parts(kind, parts)) for kind, parts in PARTS.items()}
-    return {"presets": "\n".join(_presets()), "notation": NOTATION} | tables
-
-
-def _presets() -> Iterator[str]:
-    yield from ("| preset | what it is | needs | paper |", "|---|---|---|---|")
-    for name in PRESETS:
-        found = algorithm(name)
-        link = paper(found.note.arxiv) if found.note.arxiv else "—"
-        yield f"| [`{name}`](algorithms/{name}.md) | {found.summary} | {', '.join(found.needs) or '—'} | {link} |"
+    return {"notation": NOTATION} | tables
 
 
 def _parts(kind: str, parts: dict[str, PartRecord]) -> Iterator[str]:
     plain = kind in ("correction.weight", "kl.estimator")  # whose knobs are keys of their own, if they have any
-    yield from (
-        ("| name | formula | source |", "|---|---|---|")
-        if plain
-        else (
-            "| name | formula | knobs | source |",
-            "|---|---|---|---|",
-        )
-    )
+    columns = ["name", "formula", *([] if plain else ["knobs"]), "source"]
+    yield from (f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
     for name, part in parts.items():
         knobs = [f"`{knob}`" + (f" {rule.default}" if rule.default is not None else "") for knob, rule in part.knobs.items()]
-        cells = [f"`{name}`", _cell(part.formula), *([] if plain else [", ".join(knobs) or "—"])]
+        cells = [f"`{name}`", part.formula.replace("|", "\\|"), *([] if plain else [", ".join(knobs) or "—"])]
         yield f"| {' | '.join(cells)} | {', '.join(map(paper, part.sources)) or '—'} |"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def filled(text: str, values: dict[str, str]) -> str:
-    """The page with its blocks made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{values[found[2]]}\n\n{found[3]}", text)
-
-
 def pages() -> dict[Path, str]:
-    """Every page as it should be."""
-    made = {}
-    for name in PRESETS:
-        path = DOCS / "algorithms" / f"{name}.md"
-        made[path] = filled(path.read_text() if path.exists() else EMPTY.format(name=name), blocks(name))
-    path = DOCS / "algorithms.md"
-    return made | {path: filled(path.read_text(), index())}
+    """Both pages as they should be."""
+    values, path = index(), DOCS / "algorithms.md"
+    filled = BLOCK.sub(lambda found: f"{found[1]}\n{values[found[2]]}\n\n{found[3]}", path.read_text())
+    return {DOCS / "presets.md": page(), path: filled}
 
 
 def main() -> int:
     """Writes the pages, or checks them."""
-    check = "--check" in sys.argv[1:]
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
-    if check:
-        print(
-            "\n".join(f"{path.relative_to(DOCS.parent)} is not up to date" for path in stale) or "all pages are up to date"
-        )
-        return 1 if stale else 0
-    texts = pages()
-    (DOCS / "algorithms").mkdir(exist_ok=True)
-    for path in stale:
-        path.write_text(texts[path])
-        print(path.relative_to(DOCS.parent))
-    return 0
+    stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        print(path.relative_to(DOCS.parent), *["is not up to date"] * ("--check" in sys.argv))
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    return 1 if stale and "--check" in sys.argv else 0
 
 
 if __name__ == "__main__":

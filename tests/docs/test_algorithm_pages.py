@@ -1,4 +1,4 @@
-"""Every preset has its page, its note and its formulas; what a page says of the code is what the code does."""
+"""The page of presets has all of them with their formulas; what it says of the code is what the code does."""
 
 import ast
 import re
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.algorithms.presets.notes import NOTES
-from tandem.algorithms.presets.pages import refusals
 from tandem.cli.arguments import split_arguments
 from tandem.config.coming_from import PAGE
 from tandem.config.experiment import TrainConfig
@@ -18,21 +16,13 @@ from tandem.config.keys import all_keys
 from tandem.config.load import load_config, plain_data
 from tandem.config.parts import PARTS
 from tandem.config.presets import PRESETS
-from tandem.tracking.catalog import SECTIONS
+from tandem.tracking.catalog import METRICS
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-SECTIONS_OF_A_PAGE = (
-    "Formula",
-    "When to use it",
-    "Defaults and their source",
-    "Metrics to watch",
-    "Run it",
-    "Limits",
-)
-
+SCRIPT = runpy.run_path(str(ROOT / "scripts/algorithm_pages.py"))
 
 EVEN = ROOT / "tests" / "trainers" / "small_rewards.py:even"
 
@@ -43,51 +33,49 @@ OWN_REWARD = ("gdpo", "ttrl")
 """Presets whose command names its reward, or that take none."""
 
 
-def page(name: str) -> str:
-    return (DOCS / "algorithms" / f"{name}.md").read_text()
-
-
-def test_every_preset_has_a_note_and_a_page_and_nothing_else_has():
-    assert set(NOTES) == set(PRESETS)
-    assert {path.stem for path in (DOCS / "algorithms").glob("*.md")} == set(PRESETS)
+def section(name: str) -> str:
+    """The part of the page about one preset."""
+    return dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (DOCS / "presets.md").read_text(), flags=re.M | re.S))[name]
 
 
 def test_the_pages_are_what_the_code_makes():
-    made = runpy.run_path(str(ROOT / "scripts/algorithm_pages.py"))["pages"]()
-    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    stale = [path.name for path, text in SCRIPT["pages"]().items() if path.read_text() != text]
     assert not stale, "run: python scripts/algorithm_pages.py"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_page_has_all_its_sections_with_something_in_them(preset):
-    found = re.split(r"^## (.+)\n", page(preset), flags=re.M)
-    bodies = dict(zip(found[1::2], found[2::2], strict=True))
-    assert tuple(bodies) == SECTIONS_OF_A_PAGE
-    for title, body in bodies.items():
-        assert len(re.sub(r"<!--.*?-->", "", body).strip()) > 20, title
+def test_the_page_says_of_a_preset_what_is_in_its_records(preset):
+    row = next(line for line in (DOCS / "presets.md").read_text().splitlines() if line.startswith(f"| [`{preset}`]"))
+    entry, text = PRESETS[preset], section(preset)
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", f"algorithm={preset}"]).config.algorithm
+    assert entry.summary in row and entry.when in row and entry.arxiv in row
+    assert len(entry.text) > 60 and len(entry.defaults) > 20
+    values = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])["algorithm"]
+    for part in ("advantage", "policy_loss", "aggregation"):
+        chosen, record = getattr(config, part), PARTS[part][getattr(config, part).name]
+        assert values[part] == {"name": chosen.name, **{k: r.default for k, r in record.knobs.items()}, **chosen.knobs}
+        first = record.formula.partition("; ")[0]
+        assert "".join(first.split()) in "".join(text.split()), part
+    needs = re.search(r"Needs: (.*)\.", text)[1].split(", ")
+    assert ("critic" in needs) == PARTS["advantage"][config.advantage.name].needs_critic
+    assert ("reference" in needs) == (config.kl.coefficient > 0)
+    assert all(f"- `{metric}`: {advice}" in text for metric, advice in entry.watch.items())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_links_of_a_page_lead_somewhere(preset):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page(preset)):
-        assert "://" in target or (DOCS / "algorithms" / target).exists(), target
-
-
-def test_metrics_of_the_notes_are_in_the_catalogue():
-    known = {name for rows in SECTIONS.values() for name in rows}
-    assert {name for note in NOTES.values() for name in note.watch} <= known
+def test_metrics_to_watch_are_in_the_catalogue():
+    assert {name for preset in PRESETS.values() for name in preset.watch} <= set(METRICS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_a_page_says_is_refused_is_refused(preset):
-    for overrides, message in refusals(preset):
-        assert message, f"algorithm={preset} {overrides} is not refused"
+    for changes, message in SCRIPT["refusals"](preset):
+        assert message, f"algorithm={preset} {changes} is not refused"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_keys_that_a_page_mentions_can_be_set(preset):
-    """What stands in backticks as key=value is a change of this preset that works; what is refused stands in its block."""
-    text = re.sub(r"<!-- from the code.*?<!-- end -->", "", page(preset), flags=re.S)
+    """What stands in backticks as key=value is a change of this preset that works; what is refused is said to be."""
+    text = re.sub(r"^- Refused: .*(\n  .*)*", "", section(preset), flags=re.M)
     for words in re.findall(r"`([a-z_.]+=[^`]+)`", text):
         assert load_config(TrainConfig, None, ["train_dataset.path=addition", f"algorithm={preset}", *words.split()])
 
@@ -100,7 +88,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("preset", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
 def test_the_command_of_a_page_runs(preset, model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = shlex.split(re.search(r"```bash\n(.*?)```", page(preset), re.S)[1])
+    words = shlex.split(re.search(r"```bash\n(.*?)```", section(preset), re.S)[1])
     file, overrides = split_arguments(words[2:])
     small = [
         f"run.root={tmp_path}",

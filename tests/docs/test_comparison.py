@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-from tandem.algorithms.presets.notes import NOTES
 from tandem.config.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,4 +29,4 @@ def test_no_preset_learnt_from_shuffled_rewards():
 
 
 def test_what_a_page_says_of_the_addition_example_was_part_of_its_run():
-    assert all(set(NOTES[run.preset].run) <= set(run.settings) for run in RUNS)
+    assert all(set(PRESETS[run.preset].example.split()) <= set(run.settings) for run in RUNS)

@@ -1,6 +1,6 @@
 """Servers of other makers in a fleet: stand-ins that speak their protocols."""
 
-import asyncio
+import contextlib
 import shutil
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import ServerTerms, build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
 from tandem.evaluation.asking import Ask, AskingTerms, ask
+from tandem.rollout.event_loop import BackgroundLoop
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
 from tests.serve.served import request_of
@@ -99,7 +100,8 @@ def test_an_evaluation_samples_as_the_server_can(kind, folders, tmp_path):
 
     with KINDS[kind](folders[0]) as server:
         fleet = fleet_of([(kind, server)], folders[0], tmp_path)
-        (answer,) = asyncio.run(ask(fleet, Draws(), [Ask("rows", 0, 0, {})], AskingTerms()))
+        with contextlib.closing(BackgroundLoop()) as loop:
+            (answer,) = ask(fleet, loop, Draws(), [Ask("rows", 0, 0, {})], AskingTerms())
         fleet.close()
     assert answer.failed == "workflow_returned_none" and len(drawn[0].output_ids) >= 3
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from tandem.algorithms.presets.notes import NOTES
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.presets import PRESETS
 from tandem.evaluation import evaluate
 from tandem.flow.conductor import Conductor
 from tandem.flow.parts import open_rows
@@ -148,7 +148,7 @@ def learn(
     ``goal``: None is the preset's. ``more``: further overrides, the last word. ``observe`` gets the metrics of each step.
     """
     began = time.perf_counter()
-    settings = tuple(dict.fromkeys((*NOTES[preset].run, *OWN.get(preset, ()), *more)))
+    settings = tuple(dict.fromkeys((*PRESETS[preset].example.split(), *OWN.get(preset, ()), *more)))
     overrides = [*COMMON, f"algorithm={preset}", f"seed={seed}", f"total_train_steps={steps}", *settings]
     config = load_config(TrainConfig, ROOT / "examples" / "addition_grpo.yaml", overrides).config
     check_names(config)

@@ -34,7 +34,7 @@ STATED = {
         **PPO_CLIP,
         **NO_KL,
     },
-    # 2402.03300; its k3 of 0.04 is left out, as docs/algorithms/grpo.md says.
+    # 2402.03300; its k3 of 0.04 is left out, as docs/presets.md says.
     "grpo": {**GRPO, **PPO_CLIP, **NO_KL},
     # 2503.14476: ε 0.2 and 0.28, token-level loss, dynamic sampling, 20,480 tokens with a buffer of 4,096, no KL.
     "dapo": {

@@ -1,14 +1,16 @@
 """Small evaluations for these tests."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config.evaluation import load_evaluation
-from tandem.evaluation.asking import Answer
+from tandem.evaluation.asking import Answer, AskingTerms, ask
 from tandem.evaluation.run import evaluate_model
 from tandem.evaluation.scores import metrics_of
-from tandem.evaluation.training import ask_rows
+from tandem.evaluation.training import asks_of
+from tandem.rollout.event_loop import BackgroundLoop
 
 DATA = Path(__file__).resolve().parents[1] / "data_files"
 FILES = ("evaluation.json", "samples.jsonl", "results.json")
@@ -79,6 +81,8 @@ def summarise(answers: Sequence[Answer], n_samples: int, rows: int) -> Evaluatio
     )
 
 
-async def evaluate(engine, workflow, rows, *, n_samples: int = 1, **terms) -> Evaluation:
-    """The figures of an evaluation beside training."""
-    return summarise(await ask_rows(engine, workflow, rows, n_samples=n_samples, **terms), n_samples, len(rows))
+def evaluate(engine, workflow, rows, *, n_samples: int = 1, loop: BackgroundLoop | None = None, **terms) -> Evaluation:
+    """The figures of an evaluation beside training, on a loop that runs or on one of its own."""
+    with contextlib.closing(BackgroundLoop()) as own:
+        answers = ask(engine, loop or own, workflow, asks_of(rows, n_samples), AskingTerms(**terms))
+    return summarise(answers, n_samples, len(rows))

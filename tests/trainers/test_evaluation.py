@@ -1,6 +1,6 @@
 """`tandem eval`: what it measures, what it leaves, that it goes on where it was, and what it refuses."""
 
-import asyncio
+import contextlib
 import fcntl
 import io
 import json
@@ -25,6 +25,7 @@ from tandem.evaluation.folder import read_samples
 from tandem.evaluation.questions import make_judges, open_questions
 from tandem.evaluation.report import ProgressLine
 from tandem.evaluation.scores import metrics_of, row_values, score_data, vote_key
+from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import NoBatch
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, rows
 from tests.trainers.evaluating import DATA, answer, contents, evaluated, settings
@@ -50,13 +51,15 @@ class Judged(RolloutWorkflow):
 @pytest.mark.parametrize(("fine", "early"), [(None, True), (3, True), (None, False)])
 def test_an_evaluation_whose_first_answers_all_fail_by_the_reward_ends_early(fine, early, caplog):
     items = [Ask("d", i, 0, {**row, "fine": i == fine}) for i, row in enumerate(rows(40))]
-    asking = ask(ClockworkEngine(), Judged(), items, AskingTerms(ends_early=early, max_concurrent=1))
-    if early and fine is None:
-        says = r"the first 24 answers all failed.*\(my.py:7 in reward: return int"
-        with pytest.raises(NoBatch, match=says):
-            asyncio.run(asking)
-    else:  # one came through; or it is beside training, which goes on
-        assert sum(one.failed is not None for one in asyncio.run(asking)) == (40 if fine is None else 39)
+    terms = AskingTerms(ends_early=early, max_concurrent=1)
+    with contextlib.closing(BackgroundLoop()) as loop:
+        if early and fine is None:
+            says = r"the first 24 answers all failed.*\(my.py:7 in reward: return int"
+            with pytest.raises(NoBatch, match=says):
+                ask(ClockworkEngine(), loop, Judged(), items, terms)
+        else:  # one came through; or it is beside training, which goes on
+            answers = ask(ClockworkEngine(), loop, Judged(), items, terms)
+            assert sum(one.failed is not None for one in answers) == (40 if fine is None else 39)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 1 and "my.py:7" in warned[0].getMessage()
 

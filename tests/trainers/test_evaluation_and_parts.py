@@ -48,7 +48,7 @@ class NoEngine:
 @pytest.mark.parametrize("workflow", [Waits(), Raises(), Ends(SystemExit(1)), Ends(asyncio.CancelledError())])
 def test_a_row_that_hangs_or_raises_is_counted_and_the_evaluation_ends(workflow):
     rows = [{"messages": []}, {"messages": []}]
-    found = asyncio.run(evaluate(NoEngine(), workflow, rows, deadline_s=0.2))
+    found = evaluate(NoEngine(), workflow, rows, timeout_s=0.2)
     assert (found.failed, found.rows, found.accuracy) == (2, 2, 0.0)
     assert rows == [{"messages": []}, {"messages": []}]
 

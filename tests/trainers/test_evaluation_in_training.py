@@ -105,7 +105,7 @@ def test_rollouts_go_on_during_an_evaluation_and_it_takes_no_slot(model):
             rollout.prepare_batch(loader, training)
             rollout.end_step()
             before, seen = rollout.ledger.total("waiting"), engine.statistics()["generated_tokens"]
-            found = rollout.run(evaluate(engine, examiner, list(questions(12)), max_concurrent=4))
+            found = evaluate(engine, examiner, list(questions(12)), loop=rollout.loop, max_concurrent=4)
             gate = rollout.gate
             after = rollout.ledger.total("waiting")
 

@@ -18,6 +18,7 @@ from tandem.rewards.build import build_reward
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
+from tests.rollout.clockwork import ClockworkEngine
 from tests.trainers.evaluating import evaluate
 
 SOURCE = """
@@ -296,7 +297,7 @@ def test_what_a_workflow_must_return(workflow, error, words):
 def test_a_row_counts_once_in_an_evaluation_however_many_samples_it_has():
     rows = [{"messages": []}, {"messages": []}]
     with pytest.raises(WrongWorkflow):
-        asyncio.run(evaluate(None, Repeated(Returns(Group((SAMPLE, SAMPLE))), 1), rows))
+        evaluate(ClockworkEngine(), Repeated(Returns(Group((SAMPLE, SAMPLE))), 1), rows)
 
 
 def test_a_reward_object_of_the_user_s_is_held_to_the_deadline(mine):

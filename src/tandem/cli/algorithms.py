@@ -11,16 +11,26 @@ examples:
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tandem.algorithms.presets.notes import NOTES
-from tandem.algorithms.presets.pages import NOTATION, Algorithm, algorithm, all_parts, as_yaml, summary
+import yaml
+
+from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config, plain_data
+from tandem.config.nearest import nearest_names
+from tandem.config.parts import PARTS, part_of
 from tandem.config.presets import PRESETS
-from tandem.tracking.catalog import SECTIONS, Metric
+from tandem.tracking.catalog import METRICS
 
 WIDTH = 118
+
+NOTATION = """r_i: reward of sample i; T_i: its trained tokens; g: its group, its prompt's samples; N: samples in the loss.
+ρ = exp(policy − proximal), w = exp(proximal − rollout), d = policy − reference, from log-probabilities by: `rollout` the
+inference engine, `proximal` the trainer just before this update, `policy` the weights being optimised, `reference` the
+frozen model. sg: without gradient. Log-ratios are clamped to ±20."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,47 +41,180 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.parts and arguments.name is not None:
+        raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
+    found: Any
+    text: Callable[[Any], Iterator[str]]
     if arguments.parts:
-        if arguments.name is not None:
-            raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
-        found_parts = list(all_parts())
-        print(json.dumps(found_parts) if arguments.json else "\n".join(parts_text(found_parts)))
-        return 0
-    if arguments.name is None:
-        print(json.dumps(overview(), ensure_ascii=False) if arguments.json else listing())
-        return 0
-    found = algorithm(arguments.name, arguments.changes)
-    print(json.dumps(as_data(found), ensure_ascii=False) if arguments.json else "\n".join(text(found)))
+        found, text = list(all_parts()), _parts_text
+    elif arguments.name is None:
+        found, text = [about(name) for name in PRESETS], _listing
+        found = [{key: row[key] for key in ("name", "summary", "paper", "arxiv", "needs")} for row in found]
+    else:
+        found, text = about(arguments.name, arguments.changes), _text
+    print(json.dumps(found, ensure_ascii=False) if arguments.json else "\n".join(text(found)))
     return 0
 
 
-def metric(name: str) -> Metric:
-    return next((rows[name] for rows in SECTIONS.values() if name in rows), Metric("", "", ""))
+def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything about a preset with ``key=value`` changes, as plain data. ``asynchronous`` has the values that asynchronous
+    training changes, or the reason why it is refused; ``outside`` those that the preset sets outside of its section.
+
+    Raises:
+        ConfigError: no such preset (tells the nearest), or changes that are refused.
+    """
+    if name not in PRESETS:
+        for part in all_parts():
+            if part["name"] == name:
+                raise ConfigError(
+                    f"{name!r} is no algorithm but a part of one: train with {part['key']}={name}; `tandem algorithms "
+                    "--parts` says what it does"
+                )
+        raise ConfigError(f"no algorithm is called {name!r}; {nearest_names(name, PRESETS)}")
+    preset, config = PRESETS[name], preset_config(name, changes)
+    return {
+        "name": name,
+        "summary": preset.summary,
+        "paper": preset.title,
+        "arxiv": preset.arxiv,
+        "needs": _needs(config),
+        "when": preset.when,
+        "formulas": dict(_formulas(config)),
+        "algorithm": _with_knobs(config),
+        "outside": dict(_flat(preset.run)),
+        "asynchronous": _asynchronous(name, changes, config),
+        "metrics": {key: {"meaning": METRICS[key].meaning, "advice": advice} for key, advice in preset.watch.items()},
+    }
 
 
-def overview() -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "summary": summary(name),
-            "paper": NOTES[name].title,
-            "arxiv": NOTES[name].arxiv,
-            "needs": list(algorithm(name).needs),
-        }
-        for name in PRESETS
+def preset_config(name: str, changes: Sequence[str] = ()) -> AlgorithmConfig:
+    """The section of a preset; a configuration is whole with data only, and which data does not matter here."""
+    items = ["train_dataset.path=addition", f"algorithm={name}", *changes]
+    return load_config(TrainConfig, None, items).config.algorithm
+
+
+def shown(values: Mapping[str, Any]) -> str:
+    """The section as in a file: parts with their knobs, and values that are not at their defaults."""
+    plain = plain_data(AlgorithmConfig())
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(value, Mapping):
+            found |= {key: value} if key != "preset" and value != plain[key] else {}
+        elif "name" in value:
+            found |= {key: value} if value["name"] != "none" else {}
+        elif inner := {name: item for name, item in value.items() if item != plain[key][name]}:
+            found[key] = inner
+    words = yaml.safe_dump({"algorithm": found}, sort_keys=False, allow_unicode=True, width=WIDTH, default_flow_style=None)
+    return words.rstrip()
+
+
+def all_parts() -> Iterator[dict[str, Any]]:
+    """Every named choice of every part of an algorithm, in the order in which a batch meets them: the ``key`` that sets
+    it, ``name``, ``formula``, ``sources`` (arXiv numbers), ``knobs`` (name → default)."""
+    for kind, parts in PARTS.items():
+        for name, part in parts.items():
+            if name != "none":
+                yield {
+                    "key": kind if kind == "loss" else f"algorithm.{kind}",
+                    "name": name,
+                    "formula": part.formula,
+                    "sources": part.sources,
+                    "knobs": {knob: rule.default for knob, rule in part.knobs.items()},
+                }
+
+
+def _needs(config: AlgorithmConfig) -> list[str]:
+    """The needs of an algorithm besides the actor."""
+    advantage = part_of("advantage", config.advantage.name)
+    needs = {
+        "critic": advantage.needs_critic,
+        "reference": config.kl.coefficient > 0,
+        "group": advantage.needs_group,
+        "several rewards": advantage.needs_named_rewards,
+        "greedy answer": advantage.needs_greedy,
+    }
+    return [name for name, needed in needs.items() if needed]
+
+
+def _with_knobs(config: AlgorithmConfig) -> dict[str, Any]:
+    """The section as plain data, where a component shows its knobs, also those at their defaults."""
+    parts = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
+    values = plain_data(config) | {part: _component(part, getattr(config, part)) for part in parts}
+    return values | {"shaping": [_component("shaping", shaping) for shaping in config.shaping]}
+
+
+def _component(part: str, component: Component) -> dict[str, Any]:
+    defaults = {name: rule.default for name, rule in part_of(part, component.name).knobs.items()}
+    return {"name": component.name, **defaults, **component.knobs}
+
+
+def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """Part → formula, in the order in which a batch meets them."""
+    parts = [("shaping", shaping) for shaping in config.shaping]
+    parts += [
+        (part, getattr(config, part)) for part in ("filter", "advantage", "policy_loss", "token_filter", "aggregation")
     ]
+    parts += [("correction.reject", config.correction.reject)]
+    if config.labels == "majority":
+        yield "labels", "r_i = 1 where the answer of sample i equals the answer that most samples of g gave, else 0"
+    for part, component in parts:
+        formula = part_of(part, component.name).formula  # empty for a function of the user's
+        if formula and component.name != "none":
+            yield (f"{part}: {component.name}" if part == "shaping" else part), _without_off(part, component, formula)
+    if config.whitening != "none":
+        yield "whitening", f"A_t whitened over the trained tokens of {'g' if config.whitening == 'group' else 'the batch'}"
+    correction, kl = config.correction, config.kl
+    if correction.weight != "none":
+        weight = part_of("correction.weight", correction.weight)
+        given = {"low": correction.low, "high": correction.highest}
+        bounds = [f"{bound} = {value:g}" for bound, value in given.items() if bound in weight.knobs]
+        yield "correction", f"{weight.formula}; {', '.join(bounds)}, of each {correction.level}"
+    if kl.coefficient > 0:
+        what = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
+        form = kl.estimator or ("k1" if kl.where == "reward" else "k3")
+        ratio = " × exp(policy − rollout)" if kl.importance else ""
+        yield "kl", f"{kl.coefficient:g} × {form}{ratio} {what}; {form} = {part_of('kl.estimator', form).formula}"
+    if config.entropy_coefficient:
+        yield "entropy", f"L_t ← L_t − {config.entropy_coefficient:g} × entropy of token t"
 
 
-def listing() -> str:
-    rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in overview()]
+def _without_off(part: str, component: Component, text: str) -> str:
+    """Without the clauses `; with KNOB = …` of knobs that are off."""
+    knobs = _component(part, component)
+    first, *clauses = text.split("; with ")
+    return "; with ".join([first, *(clause for clause in clauses if knobs.get(clause.split(" ")[0]) != 0)])
+
+
+def _asynchronous(name: str, changes: Sequence[str], config: AlgorithmConfig) -> dict[str, Any] | str:
+    try:
+        other = preset_config(name, [*changes, "async_training=true"])
+    except ConfigError as error:
+        return str(error)
+    before, after = dict(_flat(plain_data(config))), dict(_flat(plain_data(other)))
+    changed = {f"algorithm.{key}": value for key, value in after.items() if before.get(key) != value}
+    if "algorithm.correction.weight" in changed:
+        changed["algorithm.correction.high"] = other.correction.highest
+    return changed
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _listing(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in found]
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     more = "NAME says more, --parts lists what they are made of; tandem train FILE algorithm=NAME uses one."
-    return "\n".join([*lines, "", f"tandem algorithms {more}"])
+    yield from ("", f"tandem algorithms {more}")
 
 
-def parts_text(parts: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _parts_text(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Every part, under the key that sets it."""
     key = ""
     for part in parts:
@@ -84,41 +227,29 @@ def parts_text(parts: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from ("", *textwrap.wrap(NOTATION, WIDTH))
 
 
-def as_data(found: Algorithm) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "summary": found.summary,
-        "paper": found.note.title,
-        "arxiv": found.note.arxiv,
-        "needs": list(found.needs),
-        "when": found.note.when,
-        "formulas": dict(found.formulas),
-        "algorithm": dict(found.values),
-        "outside": dict(found.outside),
-        "asynchronous": found.asynchronous if isinstance(found.asynchronous, str) else dict(found.asynchronous),
-        "metrics": {name: {"meaning": metric(name).meaning, "advice": text} for name, text in found.note.watch.items()},
-    }
-
-
-def text(found: Algorithm) -> Iterator[str]:
-    yield f"{found.name}: {found.summary}"
-    yield from _wrapped("paper", found.note.title + (f", https://arxiv.org/abs/{found.note.arxiv}" * bool(found.note.arxiv)))
-    yield from _wrapped("needs", ", ".join(found.needs) or "nothing but the actor")
-    yield from _wrapped("when", found.note.when)
-    yield from ("", as_yaml(found.shown()), "")
-    if found.outside:
-        yield from _wrapped("outside", " ".join(f"{key}={value}" for key, value in found.outside.items()))
-    for part, formula in found.formulas.items():
+def _text(found: Mapping[str, Any]) -> Iterator[str]:
+    link = f", https://arxiv.org/abs/{found['arxiv']}" if found["arxiv"] else ""
+    yield f"{found['name']}: {found['summary']}"
+    yield from _wrapped("paper", found["paper"] + link)
+    yield from _wrapped("needs", ", ".join(found["needs"]) or "nothing but the actor")
+    yield from _wrapped("when", found["when"])
+    yield from ("", shown(found["algorithm"]), "")
+    if found["outside"]:
+        yield from _wrapped("outside", " ".join(f"{key}={value}" for key, value in found["outside"].items()))
+    for part, formula in found["formulas"].items():
         yield from _wrapped(part, formula)
     yield from ("", *textwrap.wrap(NOTATION, WIDTH), "")
-    if isinstance(found.asynchronous, str):
-        yield from _wrapped("asynchronous", f"refused: {found.asynchronous}")
-    else:
-        added = " ".join(f"{key}={value}" for key, value in found.asynchronous.items())
-        yield from _wrapped("asynchronous", f"adds {added}" if added else "changes nothing")
+    yield from _wrapped("asynchronous", f"training {asynchronous_words(found['asynchronous'])}")
     yield from ("", "watch")
-    for name, advice in found.note.watch.items():
-        yield from _wrapped(f"  {name}", f"{metric(name).meaning} {advice}")
+    for name, metric in found["metrics"].items():
+        yield from _wrapped(f"  {name}", f"{metric['meaning']} {metric['advice']}")
+
+
+def asynchronous_words(found: Mapping[str, Any] | str) -> str:
+    """``asynchronous`` of `about` in words."""
+    if isinstance(found, str):
+        return f"is refused: {found}"
+    return f"adds {' '.join(f'{key}={value}' for key, value in found.items())}" if found else "changes nothing"
 
 
 def _wrapped(label: str, words: str) -> list[str]:

@@ -15,7 +15,6 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.keys import field_types, section
 from tandem.config.parts import PARTS, PartRecord
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-from tandem.config.presets import PRESETS
 from tandem.config.terms import Spec
 
 HEAD = """# Configuration
@@ -36,7 +35,7 @@ file says for another `rollout.backend` than that of the command line is left as
 - A name with knobs, such as `workflow`, `reward`, `judge` or an element of `tracking.sinks`, is written in one of five
   ways: `name`, `name:ID`, `my_file.py:Name`, `name(knob=value)`, or in YAML `{name: …, knob: …}`. A reward
   may also be a sum of such names, a list of terms, or a recipe for each row (writing_a_reward.md#sums-of-rewards).
-- `algorithm=dapo` abbreviates `algorithm.preset=dapo`.
+- `algorithm=dapo` abbreviates `algorithm.preset=dapo`; what each preset sets is in [presets.md](presets.md).
 """
 
 
@@ -140,23 +139,6 @@ def _knobs(choices: Mapping[str, PartRecord]) -> Iterator[str]:
         yield f"| `{name}` | {'<br>'.join(cells) or '—'} |"
 
 
-def _presets() -> Iterator[str]:
-    yield from ("", "## Presets", "", "| preset | what it is | sets | and when asynchronous |", "|---|---|---|---|")
-    for name, preset in PRESETS.items():
-        sets = ", ".join([*_assignments(preset.values), *_assignments(preset.run)])
-        later = "never asynchronous" if preset.asynchronous is None else ", ".join(_assignments(preset.asynchronous))
-        yield f"| `{name}` | {preset.summary} | {sets} | {later or 'nothing: the loss corrects itself'} |"
-
-
-def _assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _assignments(value, f"{prefix}{key}.")
-        else:
-            shown = f"[{', '.join(value)}]" if isinstance(value, list) else value
-            yield f"`{prefix}{key.replace('name', '') if key == 'name' else key}={shown}`".replace(".=", "=")
-
-
 def markdown() -> str:
     """The whole page."""
     base = frozenset(field_types(BaseConfig))
@@ -185,7 +167,6 @@ def markdown() -> str:
         "## Elements of `train_dataset.sources`",
         *_table(SourceConfig, source, ""),
         *_choices(),
-        *_presets(),
     ]
     return "\n".join(parts) + "\n"
 

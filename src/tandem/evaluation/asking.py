@@ -1,29 +1,31 @@
-"""Asking: samples of rows through a workflow and an engine, each judged alone. Failures come out as values with a reason."""
+"""Asking: samples of rows as episodes of the executor, each judged alone. Failures come out as values with a reason."""
 
 import asyncio
-import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
-from tandem.api.plugins import ends_the_task
-from tandem.api.requests import NoiseKey, StopReason
-from tandem.api.samples import Group, Sample
-from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
-from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.api.failures import EngineDied, EpisodeFailure
+from tandem.api.requests import StopReason
+from tandem.api.samples import Sample
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.rollout import RolloutConfig
+from tandem.rollout.episodes import Episode, EpisodeRunner
+from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import Beginning
-from tandem.rollout.sample_checks import check_sample
-from tandem.rollout.wave import Wave
+from tandem.rollout.ledger import PromptId
 
 log = logging.getLogger(__name__)
 
 EVALUATION_EPOCH = -1
 """Epoch in the noise keys of evaluation, so that they never meet those of training."""
 
+PATIENCE_S = 60.0
+"""Beyond the time of its episodes, for a wave to issue its requests."""
 
 EARLY_ANSWERS = 24
 """An evaluation whose first answers all fail by the user's code ends with this one: as many as three groups of eight."""
@@ -74,6 +76,11 @@ class AskingTerms:
     max_concurrent: int | None = None
     """Most samples under way at once; None: all."""
 
+    together: bool = False
+    """The engine stands still until every sample has issued its first request, and later turns are taken together too; see
+    `Wave`. So timing does not decide which samples are computed together, and on one machine the answers are equal to the
+    bit: with a ``deterministic`` engine that does nothing else, and tools and environments that answer alike."""
+
     ends_early: bool = False
     """Give up where the first answers all fail by the user's code."""
 
@@ -81,63 +88,32 @@ class AskingTerms:
     """Called with what each episode made, which then has log-probabilities: for rewards that need a model."""
 
 
-@dataclass(eq=False)
-class _Place:
-    """The place of a sample in its wave."""
-
-    wave: Wave | None = None
-    engine: EpisodeEngine | None = None
-    over: bool = False
-
-    @property
-    def at_turn(self) -> bool:
-        return self.over or (self.engine is not None and self.engine.at_turn)
-
-    @property
-    def at_rest(self) -> bool:
-        return self.over or (self.engine is not None and self.engine.at_rest)
-
-    def leave(self) -> None:
-        """The sample is made, or failed: nobody waits for it any more."""
-        self.over = True
-        if self.wave is not None:
-            self.wave.look()
-
-
-async def ask(
-    engine: GeneratesTokens,
+def ask(
+    engine: InferenceEngine,
+    loop: BackgroundLoop,
     workflow: RolloutWorkflow,
     asks: Sequence[Ask],
     terms: AskingTerms,
     *,
     on_answer: Callable[[Answer], None] | None = None,
-    on_issue: Callable[[], None] | None = None,
-    together: bool = False,
 ) -> list[Answer]:
-    """Runs ``workflow`` once a sample, beside whatever else the engine is doing; the answers in the order of ``asks``.
+    """Runs ``workflow`` on ``loop`` once a sample, beside whatever else the engine is doing; the answers in the order of
+    ``asks``. Not from the loop itself, on which ``on_answer`` is called.
 
     It stands outside the staleness gate: these episodes take no slot and are never trained on. Noise is keyed by row and
     sample alone, so what is drawn does not depend on batching, arrival or what else is asked. `finish_group` is not called:
-    samples are judged one by one, not against each other. ``on_issue`` is called once a sample, when its first request
-    has reached the engine or it has ended without one. ``together``: the samples take their turns together; see `Wave`.
+    samples are judged one by one, not against each other. A workflow that has places for fewer samples (``at_once``) gets
+    as many waves as it needs, if samples take their turns together.
 
     Raises:
         EngineDied: the engine is gone.
         WrongWorkflow: the workflow returns what nobody can use.
         NoBatch: the first answers all fail by the user's code, and `AskingTerms.ends_early`.
     """
-    beginning, told = Beginning(EARLY_ANSWERS if terms.ends_early else 0, "answers"), set[str]()
-    at_once = asyncio.Semaphore(terms.max_concurrent or max(1, len(asks)))
-    places = [_Place() for _ in asks]
-    wave = Wave(engine, places) if together and isinstance(engine, InferenceEngine) else None
+    most = (workflow.at_once if terms.together else None) or max(1, len(asks))
+    beginning, told, answers = Beginning(EARLY_ANSWERS if terms.ends_early else 0, "answers"), set[str](), list[Answer]()
 
-    async def one(item: Ask, place: _Place) -> Answer:
-        place.wave = wave
-        try:
-            async with at_once:
-                answer = await _ask_one(engine, workflow, item, terms, place, on_issue)
-        finally:
-            place.leave()
+    def ended(answer: Answer) -> None:
         if answer.failed is None:
             beginning.well()
         elif error := beginning.lose([answer.failed], answer.error):
@@ -147,130 +123,69 @@ async def ask(
             log.warning("%s, row %d, sample %d failed: %s", answer.data, answer.row, answer.sample, answer.error)
         if on_answer is not None:
             on_answer(answer)
-        return answer
 
-    tasks = [asyncio.ensure_future(one(*both)) for both in zip(asks, places, strict=True)]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def ask_together(
-    engine: InferenceEngine,
-    workflow: RolloutWorkflow,
-    asks: Sequence[Ask],
-    terms: AskingTerms,
-    *,
-    on_answer: Callable[[Answer], None] | None = None,
-) -> list[Answer]:
-    """`ask` as one wave: the engine stands still until every sample has issued its first request, and then begins; later
-    turns of conversations are taken together too. A workflow that has places for fewer samples (``at_once``) gets as many
-    waves as it needs.
-
-    So which samples are computed together does not depend on timing, and on one machine the answers are equal to the bit
-    (an engine that was built ``deterministic``, tools and environments that answer alike).
-    """
-    most, answers = workflow.at_once or len(asks), list[Answer]()
-    for start in range(0, len(asks), max(1, most)):
-        answers += await _ask_wave(engine, workflow, asks[start : start + most], terms, on_answer)
+    for start in range(0, len(asks), most):
+        answers += _ask_wave(engine, loop, workflow, asks[start : start + most], terms, ended)
     return answers
 
 
-async def _ask_wave(
+def _ask_wave(
     engine: InferenceEngine,
+    loop: BackgroundLoop,
     workflow: RolloutWorkflow,
     asks: Sequence[Ask],
     terms: AskingTerms,
-    on_answer: Callable[[Answer], None] | None,
+    ended: Callable[[Answer], None],
 ) -> list[Answer]:
-    issued, everybody = 0, asyncio.Event()
-
-    def count() -> None:
-        nonlocal issued
-        issued += 1
-        if issued == len(asks):
-            everybody.set()
-
-    terms = replace(terms, max_concurrent=None)  # who waits for a place would never issue a request
-    await asyncio.to_thread(engine.pause)
-    asking = ask(engine, workflow, asks, terms, on_answer=on_answer, on_issue=count, together=True)
-    running = asyncio.ensure_future(asking)
-    try:
-        waiting = asyncio.ensure_future(everybody.wait())
-        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-    except BaseException:
-        running.cancel()
-        raise
-    finally:
-        engine.resume()
-    try:
-        return await running
-    finally:
-        running.cancel()
-
-
-async def _ask_one(
-    engine: GeneratesTokens,
-    workflow: RolloutWorkflow,
-    item: Ask,
-    terms: AskingTerms,
-    place: _Place,
-    on_issue: Callable[[], None] | None,
-) -> Answer:
-    loop = asyncio.get_running_loop()
-    expires = loop.time() + terms.timeout_s
-    for attempt in range(terms.max_retries + 1):
-        key = NoiseKey(terms.seed, EVALUATION_EPOCH, item.row, item.sample, attempt=attempt)
-        place.engine = handle = EpisodeEngine(
-            engine,
-            key,
-            deadline_s=expires - loop.time(),
-            affinity=f"{item.data}/{item.row}",
-            on_issue=on_issue if attempt == 0 else None,
+    places, timeout_s = terms.max_concurrent or len(asks), terms.timeout_s
+    if terms.together:  # all turns begin at once: who waits for a place would never issue a request
+        places, timeout_s = len(asks), timeout_s * math.ceil(len(asks) / places)
+    config = RolloutConfig(episode_timeout_s=timeout_s, max_retries=terms.max_retries)
+    runner = EpisodeRunner(engine, config, loop, seed=terms.seed, deterministic=terms.together)
+    episodes = [
+        Episode(
+            number,
+            PromptId(EVALUATION_EPOCH, item.row),
+            item.columns,
+            workflow,
+            version=0,
+            sample=item.sample,
             needs_logprobs=terms.on_samples is not None,
-            wave=place.wave,
-            as_one=workflow.makes_group,
         )
-        EPISODE.set(handle)
-        limit = asyncio.timeout_at(expires)
-        try:
-            async with limit:
-                result = await workflow.arun_episode(handle, copy.deepcopy(dict(item.columns)))
-            samples = _samples(result)
-            if terms.on_samples is not None:
-                terms.on_samples(item, samples)
-            return answer_of(item, samples)
-        except (EngineDied, WrongWorkflow):
-            raise
-        except BaseException as error:  # the episode boundary: a sample that fails is counted, and the others go on
-            if ends_the_task(error):
+        for number, item in enumerate(asks)
+    ]
+    at_once, tasks = asyncio.Semaphore(places), list[asyncio.Task[Answer]]()
+
+    async def one(item: Ask, episode: Episode) -> Answer:
+        async with at_once:
+            try:
+                samples = (await runner.group_of(episode)).samples
+                if terms.on_samples is not None:
+                    terms.on_samples(item, samples)
+                answer = answer_of(item, samples)
+            except EngineDied:
                 raise
-            if isinstance(error, InfrastructureFailure) and attempt < terms.max_retries:
-                continue
-            failure = as_failure(error)
-            if limit.expired():
-                failure = DataFailure("deadline", f"not done after {terms.timeout_s:g} s")
-            return failure_answer(item, failure, failure.completion_text)
-        finally:
-            handle.end()
-    raise AssertionError("unreachable: the last attempt returns")
+            except EpisodeFailure as failure:
+                answer = failure_answer(item, failure, failure.completion_text)
+        ended(answer)
+        return answer
 
+    def spawn(episodes: Sequence[Episode]) -> None:
+        tasks.extend(asyncio.get_running_loop().create_task(one(*both)) for both in zip(asks, episodes, strict=True))
 
-def _samples(result: Group | Sample | None) -> Sequence[Sample]:
-    if result is None:
-        raise DataFailure("workflow_returned_none")
-    if not isinstance(result, (Sample, Group)):
-        raise WrongWorkflow(f"a workflow must return a Sample, a Group, or None; it returned a {type(result).__name__}")
-    samples = result.samples if isinstance(result, Group) else (result,)
-    if not samples:
-        raise DataFailure("workflow_returned_none", "a group without samples")
-    for sample in samples:
-        check_sample(sample)
-    return samples
+    async def everybody() -> list[Answer]:
+        return await asyncio.shield(asyncio.gather(*tasks))
+
+    def stop() -> None:
+        for episode, task in zip(episodes, tasks, strict=False):
+            episode.aborted = True
+            task.cancel()
+
+    try:
+        runner.begin(episodes, spawn, timeout_s + PATIENCE_S)
+        return loop.run(everybody())
+    finally:
+        loop.call(stop)
 
 
 def answer_of(item: Ask, samples: Sequence[Sample]) -> Answer:

@@ -31,7 +31,7 @@ from tandem.config.terms import read_term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
-from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
+from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask
 from tandem.evaluation.folder import RESULTS, SETTINGS, EvaluationFolder, read_settings
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions, specs_of
@@ -234,7 +234,16 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 for wave in left(waves, len(answers)):
                     made = KeptSamples()
-                    found = loop.run(_ask(engine, workflow, wave, config, progress, None if scorer is None else made))
+                    terms = AskingTerms(
+                        config.seed,
+                        config.episode_timeout_s,
+                        config.max_retries,
+                        workflow.at_once,
+                        together=config.deterministic,
+                        ends_early=True,
+                        on_samples=None if scorer is None else made.keep,
+                    )
+                    found = ask(engine, loop, workflow, wave, terms, on_answer=progress.answered)
                     found = found if scorer is None else made.scored(scorer, found)
                     folder.append(found)
                     answers += found
@@ -253,21 +262,6 @@ def left(waves: Sequence[Sequence[Ask]], recorded: int) -> Iterator[Sequence[Ask
     for number, wave in enumerate(waves):
         if sum(map(len, waves[: number + 1])) > recorded:
             yield wave
-
-
-async def _ask(
-    engine: InferenceEngine,
-    workflow: RolloutWorkflow,
-    wave: Sequence[Ask],
-    config: EvaluationConfig,
-    progress: ProgressLine,
-    made: KeptSamples | None,
-) -> list[Answer]:
-    """``made``: takes what the episodes made, for rewards that need a model."""
-    keep = None if made is None else made.keep
-    terms = AskingTerms(config.seed, config.episode_timeout_s, config.max_retries, workflow.at_once, True, keep)
-    asking = ask_together if config.deterministic else ask
-    return await asking(engine, workflow, wave, terms, on_answer=progress.answered)
 
 
 def settle_machine(config: EvaluationConfig, engines: int) -> EvaluationMachine:

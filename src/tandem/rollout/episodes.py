@@ -13,7 +13,7 @@ from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, 
 from tandem.api.plugins import ends_the_task
 from tandem.api.requests import NoiseKey
 from tandem.api.samples import Dropped, Group, Sample
-from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
+from tandem.api.workflow import EPISODE, RolloutWorkflow
 from tandem.config.data import SOURCE
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
@@ -36,6 +36,12 @@ class Episode:
     workflow: RolloutWorkflow
     version: int
     """Number of the engine's weights when it started; all its tokens are at least as new."""
+
+    sample: int = 0
+    """The number of its first sample, for the noise: an episode of an evaluation makes one of several."""
+
+    needs_logprobs: bool = True
+    """False if nothing that it makes is trained on or scored by a model."""
 
     started: float = field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
@@ -122,18 +128,15 @@ class EpisodeRunner:
             self._engine.resume()
 
     async def group_of(self, episode: Episode) -> Group:
-        """Raises as `run_episode`; `DataFailure` ``cancelled`` if a workflow cancels itself."""
-        assert self._engine is not None, "a rank that runs episodes has an engine"
-        config = self._config
+        """Runs it; each attempt gets its own copy of the row and its own noise. The deadline is over all attempts.
+
+        Raises:
+            WrongWorkflow: it can work for no prompt.
+            EpisodeFailure: why there is no group: ``deadline``, ``workflow_raised``, ``cancelled`` if a workflow cancels
+                itself, or what workflow, reward or engine gave.
+        """
         try:
-            return await run_episode(
-                episode,
-                self._engine,
-                seed=self._seed,
-                timeout_s=config.episode_timeout_s,
-                max_retries=config.max_retries,
-                on_issue=self._notify if self._deterministic else None,
-            )
+            return await self._run(episode)
         except (asyncio.CancelledError, GeneratorExit) as error:
             if episode.aborted:
                 raise
@@ -144,55 +147,42 @@ class EpisodeRunner:
                 self._notify()
                 episode.wave.look()
 
+    async def _run(self, episode: Episode) -> Group:
+        assert self._engine is not None, "a rank that runs episodes has an engine"
+        timeout_s, max_retries = self._config.episode_timeout_s, self._config.max_retries
+        loop = asyncio.get_running_loop()
+        expires = loop.time() + timeout_s
+        for attempt in range(max_retries + 1):
+            key = NoiseKey(self._seed, episode.prompt.epoch, episode.prompt.index, episode.sample, attempt=attempt)
+            episode.engine = EpisodeEngine(
+                self._engine,
+                key,
+                deadline_s=expires - loop.time(),
+                on_issue=self._notify if self._deterministic else None,
+                needs_logprobs=episode.needs_logprobs,
+                wave=episode.wave,
+                as_one=episode.workflow.makes_group,
+            )
+            EPISODE.set(episode.engine)
+            limit = asyncio.timeout_at(expires)
+            try:
+                async with limit:
+                    result = await episode.workflow.arun_episode(episode.engine, copy.deepcopy(dict(episode.row)))
+                    return as_group(result, episode)
+            except (EngineDied, WrongWorkflow, asyncio.CancelledError, GeneratorExit):
+                raise
+            except InfrastructureFailure:
+                if attempt == max_retries:
+                    raise
+            except BaseException as error:  # the episode boundary, also for sys.exit()
+                if limit.expired():
+                    raise DataFailure("deadline", f"not done after {timeout_s:g} s (episode_timeout_s)") from error
+                raise as_failure(error) from error.__cause__
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
     def _notify(self) -> None:
         with self._issued:
             self._issued.notify_all()
-
-
-async def run_episode(
-    episode: Episode,
-    engine: GeneratesTokens,
-    *,
-    seed: int,
-    timeout_s: float,
-    max_retries: int,
-    on_issue: Callable[[], None] | None = None,
-) -> Group:
-    """Runs it; each attempt gets its own copy of the row and its own noise. The deadline is over all attempts.
-
-    Raises:
-        WrongWorkflow: it can work for no prompt.
-        EpisodeFailure: why there is no group: ``deadline``, ``workflow_raised``, or what workflow, reward or engine gave.
-    """
-    loop = asyncio.get_running_loop()
-    expires = loop.time() + timeout_s
-    for attempt in range(max_retries + 1):
-        key = NoiseKey(seed, episode.prompt.epoch, episode.prompt.index, attempt=attempt)
-        episode.engine = EpisodeEngine(
-            engine,
-            key,
-            deadline_s=expires - loop.time(),
-            on_issue=on_issue,
-            wave=episode.wave,
-            as_one=episode.workflow.makes_group,
-        )
-        EPISODE.set(episode.engine)
-        limit = asyncio.timeout_at(expires)
-        try:
-            async with limit:
-                result = await episode.workflow.arun_episode(episode.engine, copy.deepcopy(dict(episode.row)))
-                return as_group(result, episode)
-        except (EngineDied, WrongWorkflow, asyncio.CancelledError, GeneratorExit):
-            raise
-        except InfrastructureFailure:
-            if attempt == max_retries:
-                raise
-        except BaseException as error:  # the episode boundary, also for sys.exit()
-            if limit.expired():
-                message = f"not done after {timeout_s:g} s (rollout.episode_timeout_s)"
-                raise DataFailure("deadline", message) from error
-            raise as_failure(error) from error.__cause__
-    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 Scored = tuple[Episode, Group | DataFailure]
@@ -239,14 +229,13 @@ def as_group(result: Group | Sample | None, episode: Episode) -> Group:
 
     Raises:
         DataFailure: there is nothing in it, or a number is not finite (see `check_sample`).
-        WrongWorkflow: a value has the wrong type or shape.
-        TypeError: it is something else.
+        WrongWorkflow: it is something else, or a value has the wrong type or shape.
     """
     if result is None:
         raise DataFailure("workflow_returned_none")
     group = Group((result,)) if isinstance(result, Sample) else result
     if not isinstance(group, Group):
-        raise TypeError(f"a workflow must return Group, Sample or None, got {type(result).__name__}")
+        raise WrongWorkflow(f"a workflow must return a Sample, a Group, or None; it returned a {type(result).__name__}")
     if not group.samples:
         raise DataFailure("empty_group", "a group needs at least one sample, a sample at least one trajectory")
     for sample in group.samples:

@@ -4,9 +4,9 @@ Consumes rows; produces packed batches. Episodes run on one event loop in a back
 while the caller trains. A batch waits for its episodes, at most `rollout.wait_timeout_s`; `end_step` unblocks the gate.
 """
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -22,9 +22,6 @@ from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wi
 from tandem.rollout.ranks import Helper
 from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
-
-T = TypeVar("T")
-
 
 MAX_DRAWS = 10
 """Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
@@ -85,7 +82,7 @@ class Rollout:
         self._helper: Helper | None = None
         if generators is not None and generators.member and not generators.main:
             self._helper = Helper(generators, self._pool.loop, self._pool.runner, config.wait_timeout_s)
-        self.gate, self.ledger = self._pool.gate, self._pool.ledger
+        self.gate, self.ledger, self.loop = self._pool.gate, self._pool.ledger, self._pool.loop
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
         self._metrics: dict[str, float] = {}
@@ -188,10 +185,6 @@ class Rollout:
         """Metrics of the last batch, and counts of episodes and failed samples since the start; empty but on rank 0."""
         with self._pool.locked() as book:
             return self._metrics | book.counts() if self._team.main else {}
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine (an evaluation, say) on the executor's loop, beside its episodes, and waits for it."""
-        return self._pool.loop.run(coroutine)
 
     def standing_still(self) -> AbstractContextManager[object]:
         """A block in which no episode starts, ends or takes a row: what is read inside belongs together. Keep it short."""

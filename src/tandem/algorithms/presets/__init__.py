@@ -1,1 +1,0 @@
-"""The presets, described: their papers, what to watch, and their pages."""
