@@ -22,5 +22,5 @@ def versions(place: Place) -> Iterator[Line]:
     if importlib.util.find_spec("torch.nn.attention.varlen"):
         signature = inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
         yield Line("torch's varlen_attn", str(signature))
-    yield Line("attention of packed sequences", "no kernel" if varlen.KERNEL is None else varlen.KERNEL.__qualname__)
+    yield Line("attention of packed sequences", varlen.KERNEL.__qualname__)
     yield Line("fewer heads of keys by torch's varlen_attn", cuda_only.fewer_heads(place.device))

@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(items, words):
         (["rollout.backend=vllm:d1", "rollout.engine.prefill_chunk_tokens=64"], "not used by vLLM or SGLang"),
         (
             ["rollout.backend=sglang:d1", "rollout.engine.keep_kv_on_update=true", "async_training=true"],
-            "keep_kv_on_update=true is not used by vLLM or SGLang",
+            "keep_kv_on_update=true is not used by SGLang",
         ),
         (["rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=4"], "rules of their own"),
         (["rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4", "device=cuda"], "rules of their own"),

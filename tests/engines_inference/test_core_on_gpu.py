@@ -134,6 +134,7 @@ def test_a_gpu_truncates_as_cumulative_sums_in_float64_do(size):
         with pretended_gpu():
             on_gpu = draw_most_probable(*(one.to(GPU) for one in (probabilities, uniforms, *limits))).inner
         assert torch.equal(on_gpu, draw_most_probable(probabilities, uniforms, *limits, width=size))
+        assert torch.equal(on_gpu, draw_most_probable(probabilities, uniforms, *limits))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 255, 256, 257, 1000])

@@ -15,9 +15,8 @@ from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train import spread
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.holders import Sharded
-from tandem.models.logprobs import chunked_logprobs
+from tandem.models.logprobs import Vocabulary, chunked_logprobs
 from tandem.models.streaming import Unfilled
-from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.steps import distance, random_batch, weighted_nll, weights_of
 
@@ -255,7 +254,7 @@ def vocabulary_parallel(ranks: int, softcap: float | None, entropy: bool) -> dic
         found = chunked_logprobs(hidden, weight, targets, temperature, **settings)
     else:
         mine = Vocabulary(dist.group.WORLD, rank * each)
-        found = vocabulary_parallel_logprobs(hidden, weight, targets, temperature, mine, **settings)
+        found = chunked_logprobs(hidden, weight, targets, temperature, vocabulary=mine, **settings)
     total = (found.logprobs * pulls[0]).sum()
     if entropy:
         total = total + (found.entropy * pulls[1]).sum()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.models.attention import Packing, positions
 from tandem.models.logprobs import chunked_logprobs
@@ -141,3 +142,44 @@ def test_equal_neighbours_form_runs_and_positions_start_anew():
     assert packing.runs == ((2, 3), (1, 5))
     assert packing.longest == 5
     assert positions(torch.tensor([0, 3, 6, 6, 11]), 11).tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_head_is_the_plain_one_by_the_same_programs_for_any_rows(dtype, monkeypatch):
+    monkeypatch.setattr("tandem.models.logprobs.logit_kernels", lambda hidden, weight: None)
+    generator, found, programs = torch.Generator().manual_seed(2), [], []
+    for rows in (13, 29):
+        hidden, weight, targets = head_inputs(dtype, rows, vocab=500)
+        temperature, pulls = torch.rand(rows, generator=generator) + 0.5, torch.randn(2, rows, generator=generator)
+        for compiled in (False, True):
+            settings = {"softcap": 3.0, "entropy": True, "chunk_tokens": 8, "compiled": compiled}
+            out = chunked_logprobs(hidden, weight, targets, temperature, **settings)
+            loss = (out.logprobs * pulls[0] + out.entropy * pulls[1]).sum()
+            found.append((*out, *torch.autograd.grad(loss, (hidden, weight))))
+            programs.append(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
+    for plain, fused in (found[:2], found[2:]):
+        for one, other in zip(fused, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5 if one.dtype == torch.float32 else 1 / 64, atol=1e-4)
+    assert programs[3] == programs[1] > programs[0], "other numbers of rows need no other program"
+
+
+def test_the_backward_pass_of_the_head_does_not_reduce_logits_again():
+    """Counted: passes over a chunk's logits that sum or find the largest."""
+
+    class Reductions(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            name = operator.__name__.partition(".")[0]
+            if name in ("_log_softmax", "_softmax", "logsumexp", "amax", "sum") and args[0].dim() == 2:
+                self.names += (name,)
+            return operator(*args, **(kwargs or {}))
+
+    for entropy in (False, True):
+        with Reductions() as forward:
+            out = chunked_logprobs(*head_inputs(torch.float32), None, entropy=entropy)
+        with Reductions() as backward:
+            sum(x.sum() for x in out if x is not None).backward()
+        assert "_log_softmax" in forward.names and backward.names == ()

@@ -6,6 +6,7 @@ import torch
 from tandem.engines.train.holders import Replica
 from tandem.models import sums
 from tandem.models.sums import add_to, square_sum
+from tests.pretended_gpu import GPU, pretended_gpu
 from tests.tiny import tiny_model
 
 SIZES = [0, 1, 15, 33, (1 << 15) + 7, 3 << 15]
@@ -58,3 +59,15 @@ def test_the_norm_of_a_float32_model_is_still_torchs_to_the_bit():
     assert torch.equal(Replica(tiny_model(), torch.float32).square_sum(gradient), expected)
     rounded = Replica(tiny_model(), torch.bfloat16).square_sum(gradient)
     torch.testing.assert_close(rounded, expected, rtol=1e-7, atol=0)
+
+
+def test_the_norm_that_a_gpu_reads_in_a_few_kernels_is_the_plain_one(monkeypatch):
+    gradients = [torch.randn(size) * scale for size, scale in ((70_001, 1.0), (3, 1e3), (1, 1e-3), (4096, 1e-2))]
+    model, asked, foreach = Replica(tiny_model(), torch.float32), [], torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda tensors: asked.append(len(tensors)) or foreach(tensors))
+    expected = model.square_sums(gradients)
+    assert not asked and float(expected) == pytest.approx(sum(float(x.double().square().sum()) for x in gradients), rel=1e-6)
+    with pretended_gpu():
+        found = model.square_sums([x.to(GPU) for x in gradients]).inner
+    assert asked == [4] and found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

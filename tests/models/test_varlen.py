@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from tandem.models.attention import LengthRun, Packing, SummedRows, attend_by_calls, packed_attention, plan_calls
 from tandem.models.packed import keeping_products
 from tandem.models.prefixes import PromptCompletions
-from tandem.models.varlen import by_flash_attn, by_torch
+from tandem.models.varlen import by_torch, takes_kernel
 from tests.engines_train.steps import engine_on
 from tests.models.test_prefixes import grouped_batch
 from tests.pretended_gpu import GPU, pretended_gpu
@@ -15,25 +15,13 @@ from tests.tiny import tiny_model_folder
 from tests.varlen_reference import varlen_reference
 
 
-def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    raise AssertionError("knows neither windows nor a scale")
-
-
 def torch_2_11(query, key, value, *bounds, return_aux=None, scale=None, window_size=(-1, -1)):
     return varlen_reference(query, key, value, *bounds, scale=scale, window_size=window_size)  # refuses fewer heads
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **_
-):
-    window = (window_size[0], 0 if causal else window_size[1])
-    return varlen_reference(q, k, v, cu_q, cu_k, max_q, max_k, scale=softmax_scale, window_size=window, enable_gqa=True)
 
 
 KERNELS = {
     "torch 2.12": by_torch(varlen_reference),
     "torch 2.11": by_torch(torch_2_11),
-    "flash-attn": by_flash_attn(flash_attn_varlen_func),
 }
 
 BATCHES = {
@@ -73,13 +61,9 @@ def test_variable_length_calls_give_the_values_and_gradients_of_one_call_a_seque
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_a_kernel_without_windows_and_scale_is_not_used():
-    assert by_torch(torch_2_10) is None
-
-
-@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
-def flash_operator(x: torch.Tensor) -> torch.Tensor:
-    CALLS.append("flash-attn")
+@torch.library.custom_op("of_tests::_varlen_attn", mutates_args=())
+def varlen_operator(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append("varlen")
     return x * x
 
 
@@ -89,7 +73,7 @@ def another_operator(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
-for operator in (flash_operator, another_operator):
+for operator in (varlen_operator, another_operator):
     operator.register_autograd(
         lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -97,14 +81,14 @@ for operator in (flash_operator, another_operator):
 CALLS = []
 
 
-def test_selective_checkpointing_keeps_the_output_of_flash_attn_too():
+def test_selective_checkpointing_keeps_the_output_of_attention():
     CALLS.clear()
     x = torch.ones(3, requires_grad=True)
     found = checkpoint(
-        lambda y: another_operator(flash_operator(y)).sin(), x, use_reentrant=False, context_fn=keeping_products
+        lambda y: another_operator(varlen_operator(y)).sin(), x, use_reentrant=False, context_fn=keeping_products
     )
     found.sum().backward()
-    assert CALLS == ["flash-attn", "another", "another"]
+    assert CALLS == ["varlen", "another", "another"]
 
 
 def test_a_layer_makes_two_calls_for_any_prompts_and_reads_one_once_a_completion():
@@ -157,3 +141,26 @@ def test_gradients_of_a_shared_prompt_are_summed_in_float32_and_twice_alike():
 
     assert torch.equal(summed(), summed())
     assert error(summed()) <= 1.01 * error(exact.bfloat16()) < error(one_by_one) / 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "installed", "exact", "taken"),
+    [((9, 0), True, False, True), ((9, 0), False, False, False), ((9, 0), True, True, False), ((8, 0), True, False, False)],
+)
+def test_flash_attention_3_attends_on_hopper_where_it_is_installed(generation, installed, exact, taken, monkeypatch):
+    activated, runs = [], (LengthRun(2, 5),)
+    monkeypatch.setattr(
+        "tandem.models.varlen.find_spec", lambda name: (installed and name == "flash_attn_interface") or None
+    )
+    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: ["FA3"], raising=False)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)
+    takes_kernel.cache_clear()
+    torch.use_deterministic_algorithms(exact)
+    try:
+        with pretended_gpu():
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: generation)
+            packing = Packing(torch.tensor([0, 5, 10], dtype=torch.int32), runs, 5).on(GPU)  # as a batch of training is
+    finally:
+        torch.use_deterministic_algorithms(False)
+        takes_kernel.cache_clear()
+    assert packing.calls and activated == ["FA3"] * taken

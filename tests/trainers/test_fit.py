@@ -13,6 +13,7 @@ from tandem.config.load import load_config
 from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.shape import Shape
 from tandem.planning.fit import check_fit, fitting
+from tandem.planning.items import GIB
 from tandem.planning.machine import gpus
 from tests.tiny import tiny_config
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
@@ -100,6 +101,13 @@ def test_micro_batches_are_as_large_as_the_gpu_allows_and_share_prompts():
     selective = fitted([recomputed, "actor.selective_checkpointing=true"], gpus("GPU", 80, 1))
     assert 8192 <= selective.max_tokens_per_micro_batch < tokens
     assert fitted([recomputed], gpus("GPU", 40, 1)).max_tokens_per_micro_batch < tokens
+
+
+def test_chunks_of_logits_take_a_part_of_the_gpu_where_they_fit():
+    recomputed = "actor.gradient_checkpointing=true"
+    found = [fitted([recomputed], gpus("GPU", memory, 1)).logprob_chunk_tokens for memory in (80, 40, 30)]
+    assert found == [80 * GIB // (32 * 4 * 151936), 40 * GIB // (32 * 4 * 151936), 1024]
+    assert fitted([recomputed, "actor.logprob_chunk_tokens=64"], gpus("GPU", 80, 1)).logprob_chunk_tokens == 64
 
 
 def test_micro_batches_that_were_written_or_are_a_cpus_stay_as_they_are():

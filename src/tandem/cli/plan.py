@@ -93,7 +93,10 @@ def make_report(arguments: argparse.Namespace) -> Report:
         return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
 
     config = replace(config, actor=fitting(config, machine, read))
-    chosen = {f"actor.{key}": getattr(config.actor, key) for key in ("max_tokens_per_micro_batch", "gradient_sync")}
+    chosen = {
+        f"actor.{key}": getattr(config.actor, key)
+        for key in ("max_tokens_per_micro_batch", "gradient_sync", "logprob_chunk_tokens")
+    }
     given = [*overrides({key: value for key, value in chosen.items() if value is not None}), *given]
     plan = plan_with({})
     change = nearest(plan, config, plan_with)

@@ -60,6 +60,7 @@ FIXED = ("rollout.dtype",)
 OTHER_DEFAULTS = {
     "actor.max_tokens_per_micro_batch": (4096, None),
     "actor.compile": (False, None),
+    "actor.logprob_chunk_tokens": (1024, None),
     "actor.gradient_sync": ("step", None),
     "rollout.min_group_size": (1, None),
     "rollout.engine.max_running": (128, None),

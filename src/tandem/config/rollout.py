@@ -30,7 +30,8 @@ class EmbeddedEngineConfig:
     at most 20,000 rows, and no service asks the engine itself; a vLLM server otherwise takes what its cache holds."""
 
     keep_kv_on_update: bool = False
-    """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights."""
+    """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights;
+    embedded engines and vLLM."""
 
     threads: int | None = None
     """CPU threads of an engine; null takes an equal share of all `threads` (colocated) or of half of them (decoupled)."""

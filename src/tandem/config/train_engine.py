@@ -41,8 +41,8 @@ class OptimizerConfig:
     """The run stops after this many steps in a row whose loss or gradient was not finite."""
 
 
-MICRO_BATCH_TOKENS = 4096
-"""Tokens of a micro-batch on a CPU, and the least on a GPU."""
+CHUNK_TOKENS, MICRO_BATCH_TOKENS = 1024, 4096
+"""Rows of logits, and tokens of a micro-batch: those of a CPU, and the least of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,15 @@ class TrainEngineConfig:
     """When ranks sum gradients: once a step, or after each micro-batch, which sends more and needs less memory. null: once a
     step, unless the plan of the run says that this does not fit the GPUs."""
 
-    logprob_chunk_tokens: int = 1024
+    logprob_chunk_tokens: int | None = None
     """Number of tokens whose logits are in memory at a time when log-probabilities are computed; four times as many in
-    bfloat16 on a CPU with compiled kernels, which need a quarter of the memory."""
+    bfloat16 on a CPU with compiled kernels, which need a quarter of the memory. null: on a GPU as many as take 1/32 of its
+    memory in float32, if the plan of the run fits with them, else 1024."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`logprob_chunk_tokens`, or the default where nobody has planned it."""
+        return self.logprob_chunk_tokens or CHUNK_TOKENS
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -151,9 +151,15 @@ REINFORCEMENT = (
         "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
     ),
     Unused(
-        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.keep_kv_on_update"),
+        ("rollout.engine.prefill_chunk_tokens",),
         lambda config, _: _only(config, "vllm", "sglang"),
         "by vLLM or SGLang, which decide that themselves: leave it out",
+        choice="rollout.backend",
+    ),
+    Unused(
+        ("rollout.engine.keep_kv_on_update",),
+        lambda config, _: _only(config, "sglang"),
+        "by SGLang, which computes them anew: leave it out",
         choice="rollout.backend",
     ),
     Unused(

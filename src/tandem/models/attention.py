@@ -216,7 +216,7 @@ def _attend(
     """Attention of all tokens: ``[1, heads, T, D]`` → ``[1, T, heads, D]``."""
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
     fast = softcap is None and query.dtype in (torch.bfloat16, torch.float16)
-    if packing.calls and query.is_cuda and fast and KERNEL is not None:
+    if packing.calls and query.is_cuda and fast:
         return attend_by_calls(query, key, value, packing.calls, scale, window, KERNEL)
 
     if softcap is None and cpu_attention.takes(query):

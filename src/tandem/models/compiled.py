@@ -46,7 +46,8 @@ def refuse_without_compiler(device: torch.device) -> None:
 
 
 def compile_layers(model: PackedModel, device: torch.device) -> None:
-    """From now on each layer runs as `torch.compile` fuses it: norms, rotary embeddings, activations and residuals.
+    """From now on each layer runs as `torch.compile` fuses it: norms, rotary embeddings, activations and residuals; and the
+    head's softmax.
 
     Attention stays as it is (`packed_attention`): it is one large operation, and its plan is another one in each
     micro-batch. Layers of a kind share their programs, for any number of tokens; the first pass waits for the compiler.
@@ -55,6 +56,7 @@ def compile_layers(model: PackedModel, device: torch.device) -> None:
         ConfigError: see `refuse_without_compiler`.
     """
     refuse_without_compiler(device)
+    model.compiled = True
     for layer in model.model.model.layers:
         layer.__class__ = _compiled_kind(type(layer))
 

@@ -4,11 +4,15 @@ A few rows of logits exist at a time; the backward pass computes them again. Sof
 torch's operators, or without copies by compiled kernels for bfloat16 on a CPU.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import linear
 
+from tandem.models.exchanges import reduce
 from tandem.models.logit_kernels import FACTS, LogitKernels, logit_kernels
 from tandem.models.sums import add_to
 
@@ -23,6 +27,13 @@ class HeadOutputs(NamedTuple):
     entropy: torch.Tensor | None
 
 
+class Vocabulary(NamedTuple):
+    """The tokens of one rank, where the vocabulary is cut: those from ``start`` on, as many as it has rows of the head."""
+
+    group: dist.ProcessGroup
+    start: int
+
+
 def chunked_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -32,39 +43,113 @@ def chunked_logprobs(
     softcap: float | None = None,
     entropy: bool = False,
     chunk_tokens: int = 1024,
+    vocabulary: Vocabulary | None = None,
+    compiled: bool = False,
 ) -> HeadOutputs:
     """Log-probability of ``targets`` under softmax(z / temperature), z = ``hidden @ weight.T``, soft-capped if asked.
 
     ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``temperature [M]`` float32 and positive, None where all
     are 1. Entropy in nats, of the same distribution, with its gradient. ``chunk_tokens`` rows of logits exist at a time, or
     four times as many where compiled kernels need a quarter of the memory; the result does not depend on it.
+
+    ``vocabulary``: ``weight [V / ranks, H]`` is this rank's rows of the head, and all ranks have the same other arguments.
+    Collective then, backward too; the gradient of ``hidden`` is that of the whole vocabulary. Per token three numbers cross
+    and no logits. ``compiled``: `torch.compile` fuses what is done with logits, in each direction.
     """
-    given = hidden, weight, targets, temperature, softcap, entropy
-    kernels = logit_kernels(hidden, weight)
+    kernels = logit_kernels(hidden, weight) if vocabulary is None else None
     if kernels is None:
-        logprobs, entropies = _Head.apply(*given, chunk_tokens)
+        settings = _Settings(softcap, entropy, chunk_tokens, vocabulary, compiled)
+        logprobs, entropies = _Head.apply(hidden, weight, targets, temperature, settings)
     else:
+        given = hidden, weight, targets, temperature, softcap, entropy
         logprobs, entropies = _CompiledHead.apply(*given, ROWS_FOR_ONE * chunk_tokens, kernels)
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 
-def part_of(temperature: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """The temperatures of some rows; None where all are 1."""
-    return None if temperature is None else temperature[rows]
+def _part_of(numbers: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """Those of some rows; None for None."""
+    return None if numbers is None else numbers[rows]
 
 
-def scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None
+class _Settings(NamedTuple):
+    softcap: float | None
+    entropy: bool
+    chunk_tokens: int
+    vocabulary: Vocabulary | None
+    compiled: bool
+
+    def places(self, targets: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The targets among this rank's ``count`` tokens, ``[M]`` bool, and their places there; 0 for the others."""
+        at = targets - (0 if self.vocabulary is None else self.vocabulary.start)
+        here = (at >= 0) & (at < count)
+        return here, targets if self.vocabulary is None else at.where(here, 0)
+
+
+def _scaled(
+    logits: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits over temperature ``[C, V]`` float32, and the soft-cap's tanh for its derivative."""
-    logits = linear(hidden, weight).float()
-    saturation = None
+    """Logits over temperature ``[C, V]`` float32, and the soft-cap's tanh for its derivative. May overwrite ``logits``."""
+    logits, saturation = logits.float(), None
     if softcap is not None:
         saturation = logits.div_(softcap).tanh_()
         logits = saturation * softcap
     if temperature is not None:
         logits.div_(temperature[:, None])
     return logits, saturation
+
+
+def _read(
+    logits: torch.Tensor, at: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None, entropy: bool
+) -> torch.Tensor:
+    """Reads a rank's logits ``[C, V]`` once. Returns ``[3, C]``: the logarithm of the sum of exponentials, the log-probability
+    of the token ``at [C]``, and the negative entropy. May overwrite ``logits``."""
+    scaled, _ = _scaled(logits, temperature, softcap)
+    logprobs = torch.log_softmax(scaled, -1)
+    chosen, logit = (x.gather(1, at[:, None])[:, 0] for x in (logprobs, scaled))
+    mixed = torch.linalg.vecdot(torch.exp(logprobs, out=scaled), logprobs) if entropy else torch.zeros_like(chosen)
+    return torch.stack((logit - chosen, chosen, mixed))
+
+
+def _slope(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    softcap: float | None,
+    totals: torch.Tensor,
+    entropies: torch.Tensor | None,
+    grad: torch.Tensor,
+    grad_entropy: torch.Tensor,
+    hit: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of some logits ``[C, …]``, from that of log-probabilities and entropies ``[C]``; ``hit [C]``: that of the
+    log-probabilities, where these are the targets' own logits. May overwrite ``logits``."""
+    scaled, saturation = _scaled(logits, temperature, softcap)
+    logprobs = scaled.sub_(totals[:, None])
+    if entropies is None:
+        slope = logprobs.exp_().mul_(-grad[:, None])
+    else:
+        # dH/dz_j = -p_j (log p_j + H), d log p_y / dz_j = [j = y] - p_j
+        probabilities = logprobs.exp()
+        slope = logprobs.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None])
+        slope = slope.mul_(probabilities).neg_()
+    if hit is not None:
+        slope.add_(hit[:, None])
+    if temperature is not None:
+        slope.div_(temperature[:, None])
+    if saturation is not None:
+        slope.mul_(1 - saturation.square_())
+    return slope.to(logits.dtype)
+
+
+def _differentiate(logits: torch.Tensor, at: torch.Tensor, hit: torch.Tensor, *facts: Any) -> torch.Tensor:
+    """`_slope` of logits ``[C, V]``, ``at [C]`` being the targets' places."""
+    own = _slope(logits.gather(1, at[:, None]), *facts, hit=hit)
+    return _slope(logits, *facts).scatter_(1, at[:, None], own)
+
+
+@functools.cache
+def _programs(compiled: bool) -> tuple[Callable[..., torch.Tensor], ...]:
+    """`_read` and `_differentiate`."""
+    return tuple(torch.compile(f, dynamic=True) if compiled else f for f in (_read, _differentiate))
 
 
 class _Head(torch.autograd.Function):
@@ -75,56 +160,53 @@ class _Head(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         temperature: torch.Tensor | None,
-        softcap: float | None,
-        entropy: bool,
-        chunk_tokens: int,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropies = hidden.new_zeros(len(hidden) if entropy else 0, dtype=torch.float32)
-        for start in range(0, len(hidden), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logits, _ = scaled_logits(hidden[rows], weight, part_of(temperature, rows), softcap)
-            all_logprobs = torch.log_softmax(logits, -1)
-            logprobs[rows] = all_logprobs.gather(1, targets[rows, None])[:, 0]
-            if entropy:
-                torch.exp(all_logprobs, out=logits)
-                entropies[rows] = -torch.linalg.vecdot(logits, all_logprobs)
-        ctx.save_for_backward(hidden, weight, targets, temperature, entropies)
-        ctx.softcap, ctx.entropy, ctx.chunk_tokens = softcap, entropy, chunk_tokens
-        return logprobs, entropies
+        softcap, entropy, chunk_tokens, vocabulary, compiled = ctx.settings = settings
+        here, at = settings.places(targets, len(weight))
+        own, (read, _) = hidden.new_zeros(3, len(hidden), dtype=torch.float32), _programs(compiled)
+        for rows in _chunks(len(hidden), chunk_tokens):
+            own[:, rows] = read(linear(hidden[rows], weight), at[rows], _part_of(temperature, rows), softcap, entropy)
+        parts = own[None]
+        if vocabulary is not None and len(hidden):
+            own[1].masked_fill_(~here, -torch.inf)
+            parts = _gathered(own, vocabulary.group)
+        totals = parts[:, 0].logsumexp(0)  # [M]
+        shares = parts[:, 0] - totals  # logarithm of each part's probability
+        entropies = -(shares.exp() * (parts[:, 2] + shares)).sum(0) if entropy else totals.new_zeros(0)
+        ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
+        return (parts[:, 1] + shares).amax(0), entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, temperature, entropies = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        # float32 sum over chunks, also where the weight is bfloat16
+        hidden, weight, targets, temperature, totals, entropies = ctx.saved_tensors
+        softcap, entropy, chunk_tokens, vocabulary, compiled = ctx.settings
+        here, at = ctx.settings.places(targets, len(weight))
+        _, differentiate = _programs(compiled)
+        # float32: a sum over the ranks, and over the chunks
+        grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if vocabulary is None else torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), ctx.chunk_tokens):
-            rows = slice(start, start + ctx.chunk_tokens)
-            logits, saturation = scaled_logits(hidden[rows], weight, part_of(temperature, rows), ctx.softcap)
-            grad = grad_logprobs[rows, None].float()
-            if ctx.entropy:
-                # dH/dz_j = -p_j (log p_j + H), d log p_y / dz_j = [j = y] - p_j
-                all_logprobs = torch.log_softmax(logits, -1)
-                probabilities = torch.exp(all_logprobs, out=logits)
-                slope = all_logprobs.add_(entropies[rows, None]).mul_(grad_entropy[rows, None]).add_(grad)
-                grad_logits = slope.mul_(probabilities).neg_()
-            else:
-                grad_logits = torch.softmax(logits, -1).mul_(-grad)
-            grad_logits.scatter_add_(1, targets[rows, None], grad)
-            if temperature is not None:
-                grad_logits.div_(temperature[rows, None])
-            if saturation is not None:
-                grad_logits.mul_(1 - saturation.square_())
-            grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad_logits.T, hidden[rows])
-                else:
-                    grad_weight.add_(grad_logits.T @ hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        grad = grad_logprobs.float()
+        for rows in _chunks(len(hidden), chunk_tokens):
+            facts = _part_of(temperature, rows), softcap, totals[rows], entropies[rows] if entropy else None
+            pulls = grad[rows], grad_entropy[rows]
+            logits = differentiate(linear(hidden[rows], weight), at[rows], (grad * here)[rows], *facts, *pulls)
+            grad_hidden[rows] = logits @ weight
+            if grad_weight is not None and weight.dtype == torch.float32:
+                grad_weight.addmm_(logits.T, hidden[rows])
+            elif grad_weight is not None:
+                add_to(grad_weight, logits.T @ hidden[rows])
+        if vocabulary is not None and len(hidden):
+            grad_hidden = reduce(grad_hidden, vocabulary.group)
+        return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _gathered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``parts [3, M]`` of all ranks, ``[ranks, 3, M]``."""
+    found = [torch.empty_like(parts) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, parts, group=group)
+    return torch.stack(found)
 
 
 class _CompiledHead(torch.autograd.Function):
@@ -151,7 +233,7 @@ class _CompiledHead(torch.autograd.Function):
         for rows in _chunks(len(hidden), chunk_tokens):
             del logits  # before the next ones are made
             logits = linear(hidden[rows], weight)
-            kernels.read(logits, targets[rows], part_of(temperature, rows), softcap, entropy, facts[rows])
+            kernels.read(logits, targets[rows], _part_of(temperature, rows), softcap, entropy, facts[rows])
         ctx.save_for_backward(hidden, weight, targets, temperature, facts)
         ctx.softcap, ctx.entropy, ctx.chunk_tokens, ctx.kernels = softcap, entropy, chunk_tokens, kernels
         ctx.logits = logits
@@ -168,7 +250,7 @@ class _CompiledHead(torch.autograd.Function):
             if logits is None:
                 logits = linear(hidden[rows], weight)
             pulls = grad_logprobs[rows], grad_entropy[rows] if ctx.entropy else None
-            described = targets[rows], part_of(temperature, rows), ctx.softcap, facts[rows]
+            described = targets[rows], _part_of(temperature, rows), ctx.softcap, facts[rows]
             ctx.kernels.differentiate(logits, *described, *pulls)
             torch.mm(logits, weight, out=grad_hidden[rows])
             if ctx.needs_input_grad[1]:
@@ -184,10 +266,10 @@ class _CompiledHead(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
-def _chunks(count: int, chunk_tokens: int) -> list[slice]:
-    """Rows in chunks, of which the first may be smaller than ``chunk_tokens``.
+def _chunks(count: int, most: int) -> list[slice]:
+    """Rows in as few chunks as there can be, of one size but for the last.
 
-    Example: 7 rows, 3 a chunk → 0:1, 1:4, 4:7
+    Example: 7 rows, 3 a chunk → 0:3, 3:6, 6:7; 8 rows, 7 a chunk → 0:4, 4:8
     """
-    bounds = [0, *range(count % chunk_tokens or chunk_tokens, count + 1, chunk_tokens)] if count else [0]
-    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    size = -(-count // max(1, -(-count // most)))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]

@@ -12,12 +12,11 @@ from tandem.models.attention import NAME
 from tandem.models.context_parallel import Context
 from tandem.models.exchanges import sum_parts
 from tandem.models.layout import TokenLayout, lay_out
-from tandem.models.logprobs import chunked_logprobs
-from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
+from tandem.models.logprobs import Vocabulary, chunked_logprobs
 
 _PRODUCTS = ("mm", "addmm", "bmm")
-_ATTENTION = ("_scaled_dot_product", "packed_attention", "_varlen_attn", "_flash_attn_varlen_forward")
-"""Operators of torch's kernel and ours for a CPU, of torch's for a GPU, and of flash-attn's."""
+_ATTENTION = ("_scaled_dot_product", "packed_attention", "_varlen_attn")
+"""Operators of torch's kernel and ours for a CPU, and of torch's for a GPU."""
 
 
 def keeping_products() -> Any:
@@ -50,6 +49,9 @@ class PackedModel(nn.Module):
 
         self.vocabulary: Vocabulary | None = None
         """The part of the vocabulary that this rank has, where it is cut."""
+
+        self.compiled = False
+        """True if `torch.compile` fuses layers, and what is done with logits."""
 
         model.set_attn_implementation(NAME)
         self.model = model
@@ -131,15 +133,14 @@ class PackedCausalLM(PackedModel):
         wanted = layout.prediction
         assert wanted is not None, "a layout with temperatures"
         given = states.index_select(0, wanted.before), self.model.lm_head.weight, wanted.targets, wanted.temperature
-        settings: dict[str, Any] = {
-            "softcap": self.architecture.final_softcap,
-            "entropy": entropy,
-            "chunk_tokens": self.chunk_tokens,
-        }
-        if self.vocabulary is None:
-            head = chunked_logprobs(*given, **settings)
-        else:
-            head = vocabulary_parallel_logprobs(*given, self.vocabulary, **settings)
+        head = chunked_logprobs(
+            *given,
+            softcap=self.architecture.final_softcap,
+            entropy=entropy,
+            chunk_tokens=self.chunk_tokens,
+            vocabulary=self.vocabulary,
+            compiled=self.compiled,
+        )
         spread = [None if x is None else x.new_zeros(layout.total).index_copy(0, wanted.index, x) for x in head]
         if self.context is not None:
             spread = [None if x is None else sum_parts(x, self.context.group) for x in spread]

@@ -17,8 +17,8 @@ from torch.nn.functional import linear, pad
 from tandem.api.state import TensorPart
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.exchanges import share, sum_parts
+from tandem.models.logprobs import Vocabulary
 from tandem.models.packed import PackedModel
-from tandem.models.vocabulary import Vocabulary
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")

@@ -1,8 +1,7 @@
-"""The variable-length attention kernel of this environment, under one signature.
+"""The variable-length attention kernel of torch, under one signature.
 
-torch has `varlen_attn` since 2.10. Release 2.10 knows neither windows nor a scale and is not used; 2.11 wants keys and
-values with as many heads as the queries, so they are repeated; 2.12 and later take fewer by ``enable_gqa``. Where torch's
-does not do, flash-attn's `flash_attn_varlen_func` is taken if it is installed. All align causality at the last token.
+torch 2.11 wants keys and values with as many heads as the queries, so they are repeated; 2.12 and later take fewer by
+``enable_gqa``. Causality is aligned at the last token.
 """
 
 import functools
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 
 class Varlen(Protocol):
@@ -34,48 +34,20 @@ class Varlen(Protocol):
         that many before itself, or all of them if it is -1."""
 
 
-def by_torch(varlen_attn: Callable[..., torch.Tensor]) -> Varlen | None:
-    """torch's kernel, or None if this release of it lacks windows or a scale."""
-    known = set(inspect.signature(varlen_attn).parameters)
-    if not {"window_size", "scale"} <= known:
-        return None
+def by_torch(varlen_attn: Callable[..., torch.Tensor]) -> Varlen:
+    """torch's kernel, of whichever release."""
+    repeats = "enable_gqa" not in inspect.signature(varlen_attn).parameters
 
     def attend(query: Any, key: Any, value: Any, *bounds: Any, scale: float, left: int) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         settings: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
-        if groups > 1 and "enable_gqa" in known:
-            settings["enable_gqa"] = True
+        if not repeats:
+            settings["enable_gqa"] = groups > 1
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return varlen_attn(query, key, value, *bounds, **settings)
 
     return attend
-
-
-def by_flash_attn(flash_attn_varlen_func: Callable[..., torch.Tensor]) -> Varlen:
-    """flash-attn's kernel, which takes fewer heads of keys and values as they are."""
-
-    def attend(query: Any, key: Any, value: Any, *bounds: Any, scale: float, left: int) -> torch.Tensor:
-        window = (left, -1 if left < 0 else 0)
-        return flash_attn_varlen_func(query, key, value, *bounds, softmax_scale=scale, causal=True, window_size=window)
-
-    return attend
-
-
-def _find_kernel() -> Varlen | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - younger than the oldest torch that works
-    except ImportError:
-        kernel = None
-    else:
-        kernel = by_torch(varlen_attn)
-    if kernel is not None:
-        return kernel
-    try:
-        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional
-    except ImportError:
-        return None
-    return by_flash_attn(flash_attn_varlen_func)
 
 
 @functools.cache
@@ -91,5 +63,4 @@ def takes_kernel(device: torch.device) -> bool:
     return generation >= (8, 0)
 
 
-KERNEL = _find_kernel()
-"""The kernel; None: attention on a GPU goes prompt by prompt."""
+KERNEL = by_torch(varlen_attn)

@@ -187,14 +187,13 @@ def head_backward(
     chunk_tokens: int,
     *,
     context: int = 1,
-    cut: bool = False,
     frozen: bool = False,
     compiled: bool = False,
 ) -> tuple[float, float]:
     """Bytes at a time in the head's backward pass: of logits, and of the head's own gradient.
 
     Logits and their softmax are float32, a rounded copy stands beside them in bfloat16; the gradient of the weights is
-    summed in float32 (where the vocabulary is ``cut``, each chunk's is made beside it), if they are not ``frozen``.
+    summed in float32, if they are not ``frozen``.
     ``compiled``: the gradient of the logits is written over them, and a sum in float32 is made only of several chunks.
     """
     if compiled:
@@ -203,5 +202,5 @@ def head_backward(
         return logits, 0.0 if frozen else float((BYTES[dtype] + FLOAT32 * several) * shape.embedding)
     rows = min(chunk_tokens, -(-batch.predicted // context))
     a_logit = 2 * FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" else 0) + 2 * FLOAT32 * shape.final_softcap
-    gradient = FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" or cut else 0)
+    gradient = FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" else 0)
     return a_logit * rows * shape.vocab, 0.0 if frozen else gradient * shape.embedding

@@ -19,8 +19,9 @@ import torch
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.load import load_config, to_yaml
-from tandem.config.train_engine import MICRO_BATCH_TOKENS, TrainEngineConfig
+from tandem.config.train_engine import CHUNK_TOKENS, MICRO_BATCH_TOKENS, TrainEngineConfig
 from tandem.models.shape import Shape, read_shape
+from tandem.planning.activations import FLOAT32
 from tandem.planning.items import GIB
 from tandem.planning.job import Job, Lengths, job_of
 from tandem.planning.machine import Machine, gpus
@@ -28,6 +29,9 @@ from tandem.planning.plan import Plan, make_plan
 from tandem.planning.remedy import nearest, overrides
 
 log = logging.getLogger(__name__)
+
+LOGITS_SHARE = 32
+"""The logits of a chunk take this part of a GPU in float32: larger chunks add to the head's gradient less often."""
 
 MICRO_BATCHES = (40960, 32768, 24576, 16384, 12288, 8192, MICRO_BATCH_TOKENS)
 """Tokens that `fitting` tries."""
@@ -85,9 +89,9 @@ def _job(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> 
 
 def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> TrainEngineConfig:
     """The actor, with what it leaves open as the plan of the run fits these GPUs: gradients that are summed with each
-    micro-batch where they do not fit whole, and the largest micro-batches.
+    micro-batch where they do not fit whole, larger chunks of logits, and the largest micro-batches.
 
-    Both follow from the configuration and the size of the GPU, not from what happens to be free: every rank, `tandem plan`
+    All follow from the configuration and the size of the GPU, not from what happens to be free: every rank, `tandem plan`
     and a run that goes on find the same, and cut batches alike.
     """
     actor, settings = config.actor, dict[str, Any]()
@@ -111,6 +115,13 @@ def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] =
         model = plan.job.actor
         if model.fsdp and model.parts > 1 and not model.sync_each and not plan.fits:
             settings["gradient_sync"] = "micro_batch"
+
+    if actor.logprob_chunk_tokens is None:
+        model = planned(actor.micro_batch_tokens).job.actor
+        rows = int(machine.memory_gib * GIB) // (LOGITS_SHARE * FLOAT32 * model.piece.vocab)
+        settings["logprob_chunk_tokens"] = max(CHUNK_TOKENS, rows)
+        if not planned(actor.micro_batch_tokens).fits:
+            settings["logprob_chunk_tokens"] = CHUNK_TOKENS
 
     if actor.max_tokens_per_micro_batch is None:  # smaller ones need less
         settings["max_tokens_per_micro_batch"] = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]

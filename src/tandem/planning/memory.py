@@ -304,8 +304,7 @@ def _backward_begins(model: PlannedModel, step: Step, room: Room) -> list[Memory
         return [*items, room.item(model.role, "activations", kept + layer)]
     kept += activations.head_kept(shape, batch, model.dtype, context=spread.context)
     frozen = model.adapters is not None
-    cut_up = {"context": spread.context, "cut": model.layout.tensor > 1, "frozen": frozen}
-    cut_up["compiled"] = _has_compiled_head(model)
+    cut_up = {"context": spread.context, "frozen": frozen, "compiled": _has_compiled_head(model)}
     logits, gradient = activations.head_backward(shape, batch, model.dtype, model.chunk_tokens, **cut_up)
     if layer > logits + gradient:  # the head is done when the layers are
         kept, logits = kept + layer, 0.0

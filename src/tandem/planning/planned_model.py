@@ -75,7 +75,7 @@ def planned_model(
         layout=layout,
         trained=trained,
         max_tokens=config.micro_batch_tokens,
-        chunk_tokens=config.logprob_chunk_tokens,
+        chunk_tokens=config.chunk_tokens,
         checkpointing=config.gradient_checkpointing,
         selective=config.gradient_checkpointing and config.selective_checkpointing,
         adapters=adapters_of(config.lora, shape),

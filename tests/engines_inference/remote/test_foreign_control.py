@@ -103,6 +103,23 @@ def test_an_update_in_the_middle_of_a_completion_shows_in_its_versions(kind, fol
         assert len(answer.logprobs) == 40
 
 
+def test_running_requests_of_vllm_keep_keys_and_values_over_an_update_if_asked(folder, tmp_path):
+    with VllmStandIn(folder, token_s=0.01) as server:
+        engine = attach(KINDS["vllm"], server, folder)
+        ask(engine)
+        assert not server.requests[-1]["alone"]
+        engine.keep_kv()
+        update, before = update_from_folder(folder, tmp_path / "v1"), server.made
+        with Asking(engine, [LLMRequest((5, 6), GenerationConfig(max_new_tokens=40))]) as asking:
+            until(lambda: server.made > before)
+            engine.prepare_weights(update)
+            engine.commit_weights(update.version)
+        (answer,) = asking.answers()
+        engine.close()
+    assert server.flushed == 0 and set(answer.versions) == {0, 1}
+    assert server.requests[-1]["alone"], "else it could begin with keys and values of older weights"
+
+
 def spooled():
     """Folders of updates that this process has written for servers and not removed."""
     places = {Path("/dev/shm"), Path(tempfile.gettempdir())}

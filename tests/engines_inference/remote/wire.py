@@ -268,6 +268,7 @@ class VllmStandIn(StandIn):
             top_k=params["top_k"],
         )
         self.requests[-1]["seed"] = params.get("seed")
+        self.requests[-1]["alone"] = params.get("skip_reading_prefix_cache", False)
         content = [{"token_id": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
         if params["logprobs"]:
             content[0]["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in self.tops(params, temperature)]

@@ -183,6 +183,8 @@ def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -
             engine.take_by_group(backend, f"cuda:{trainer[0]}" if backend == "nccl" else "cpu")
         if terms.rollout.weights.channel == "ipc" and terms.version.run:
             engine.take_by_handles(f"cuda:{trainer[0]}" if trainer else terms.device)
+        if terms.rollout.engine.keep_kv_on_update:
+            engine.keep_kv()
         if terms.sleeps:
             engine.check_sleep()
         if terms.gconfig is not None and terms.version.run:

@@ -87,7 +87,7 @@ class PackedPrefill:
     def takes(kernel: Kernel) -> bool:
         """True if a variable-length kernel computes this model's attention on this device."""
         known = kernel.device.type == "cuda" and kernel.dtype != torch.float32 and kernel.softcap is None
-        return known and varlen.KERNEL is not None and varlen.takes_kernel(kernel.device)
+        return known and varlen.takes_kernel(kernel.device)
 
     def _by_slab(self, parts: Iterable[tuple[Row, int, int]]) -> _Places:
         """``parts``: tokens of rows, as (row, first, count), in the order in which they are packed."""
@@ -116,5 +116,4 @@ class PackedPrefill:
             given.append(whole)
         tensors = queries.contiguous(), given[0], given[1], self._queries, self._keys
         left = -1 if window is None else window - 1
-        assert varlen.KERNEL is not None
         return varlen.KERNEL(*tensors, *self._longest, scale=self._kernel.scale, left=left).flatten(1)

@@ -34,6 +34,9 @@ class SamplingRows:
     top_k: torch.Tensor | None = None
     """int64, the vocabulary's size where it is off."""
 
+    widest: int | None = None
+    """The largest ``top_k`` of the rows that truncate, if it is known."""
+
     truncated: torch.Tensor | None = None
     """int64 ``[R]``, the rows that truncate; None: all that do are looked for."""
 
@@ -93,7 +96,7 @@ def sample(
             truncated = ((rows.top_p < 1.0) | (rows.top_k < logits.shape[-1])).nonzero().flatten()
         if len(truncated):
             args = probabilities[truncated], uniforms[truncated], rows.top_p[truncated], rows.top_k[truncated]
-            tokens[truncated] = draw_most_probable(*args)
+            tokens[truncated] = draw_most_probable(*args, rows.widest)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)  # logits: equal probabilities may hide a difference
     logprobs = probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()

@@ -218,6 +218,7 @@ class Slots:
             top_p=self._there(top_p) if truncates else None,
             top_k=self._there(top_k) if truncates else None,
             truncated=self._there(truncated) if truncates else None,
+            widest=int(top_k[truncated].max()) if truncates else None,
             minimums=bool((self._minimums[slots] > 0).any()),
         )
 

@@ -107,7 +107,7 @@ def _alone(device: torch.device) -> DeviceMesh:
 
 def _open_unfilled(config: TrainEngineConfig, device: torch.device, head: Head) -> Unfilled | None:
     """The model without memory, if its files can be read in pieces."""
-    unfilled = open_unfilled(config.path, device, head, chunk_tokens=config.logprob_chunk_tokens)
+    unfilled = open_unfilled(config.path, device, head, chunk_tokens=config.chunk_tokens)
     if unfilled is None:
         log.warning(
             "%s is read as a whole on every rank, which costs memory for a moment: its files do not hold the tensors "
@@ -145,7 +145,7 @@ def _load(
         device,
         config.gradient_checkpointing,
         selective_checkpointing=config.selective_checkpointing,
-        chunk_tokens=config.logprob_chunk_tokens,
+        chunk_tokens=config.chunk_tokens,
         value_head=head == "both",
     )
 

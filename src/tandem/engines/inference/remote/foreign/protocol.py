@@ -86,6 +86,9 @@ class ServerProtocol(ABC):
     by_group: GroupDelivery | None = None
     """Set where `reload` sends weights in this machine's memory by a process group, instead of a place in it."""
 
+    keeps_kv: bool = False
+    """True if running requests keep keys and values over an update. Of a maker that cannot they are computed anew."""
+
     ranks: int = 1
     """Processes of the server, each of which has a part of the model."""
 

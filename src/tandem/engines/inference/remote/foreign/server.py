@@ -277,6 +277,11 @@ class ForeignServer(InferenceEngine):
         self._protocol.by_group, self._protocol.reads_memory = GroupDelivery(Way(reached, backend, device)), True
         return self
 
+    def keep_kv(self) -> None:
+        """From now on running requests keep keys and values over an update, where the server can; no request finds those of
+        another then."""
+        self._protocol.keeps_kv = True
+
     def take_by_handles(self, device: str) -> Self:
         """From now on updates that lie on ``device``, the GPU that it shares with this process, are opened there by it.
 

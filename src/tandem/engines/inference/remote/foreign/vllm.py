@@ -92,6 +92,8 @@ class VllmProtocol(ServerProtocol):
         }
         if draw.stop:
             params["stop"] = list(draw.stop)
+        if self.keeps_kv:  # its cache of prefixes outlives updates, and a request that waited would begin with old ones
+            params["skip_reading_prefix_cache"] = True
         if draw.seed is not None and self._takes_seeds:
             params["seed"] = draw.seed
         return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
@@ -164,7 +166,7 @@ class VllmProtocol(ServerProtocol):
         self.call(f"/wake_up?tags={part}", {}, timeout_s=RELOAD_TIMEOUT_S)
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """Running requests lose their keys and values too, and compute them anew when they go on."""
+        """Running requests lose their keys and values too, and compute them anew when they go on, unless they are kept."""
         if "memory" in place and self.by_group is not None:
             with self._failing():
                 self.by_group.send(self._joined, lambda group: self._by_group(group, place))
@@ -172,7 +174,8 @@ class VllmProtocol(ServerProtocol):
             self._rpc("tandem_load", {"place": place}, RELOAD_TIMEOUT_S)
         else:
             self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
-        if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
+        dropped = self.keeps_kv or self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]
+        if not dropped:
             raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
         self.set_label(label)
 
