@@ -13,7 +13,7 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.protocol.dialects.chat import answer, read
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus, Reply, Turn
-from tandem.rollout.recording.forest import Forest, visible, visible_message
+from tandem.rollout.recording.forest import Forest
 from tandem.rollout.recording.matching import meaning, thought
 from tests.rollout.scripted import untruthful
 from tests.rollout.test_chat import FORGETFUL
@@ -88,8 +88,8 @@ class Client:
         )
         self.log.append((asked, response))
         read_reply = self.forest.reader.read(ids, turn.tools, prompt=asked.text, stop_reason=reason)
-        reply = visible(read_reply, [STOP_TEXT] if reason == StopReason.STOP else [])
-        node = self.forest.add(asked, response, visible_message(reply), self.number)
+        reply = read_reply.shown([STOP_TEXT] if reason == StopReason.STOP else [])
+        node = self.forest.add(asked, response, reply.shown().message(), self.number)
         continues = reason == StopReason.STOP and self.keeps(reply) and not (end == "stop text" and reply.calls)
         self.turns.append((len(self.history) + 1, node, continues))
         usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(ids)}
@@ -318,11 +318,11 @@ def test_messages_that_say_the_same_are_the_same():
 
 def test_a_call_that_cannot_be_carried_out_is_text_but_not_a_text_that_ends_the_turn():
     broken = Call("f", status=CallStatus.UNCLOSED, text="<tool_call>{")
-    assert visible(Reply("Well. ", calls=(broken, Call("g")))).content == "Well. <tool_call>{"
+    assert Reply("Well. ", calls=(broken, Call("g"))).shown().content == "Well. <tool_call>{"
     wrong = Call("f", {"x": "one"}, status=CallStatus.WRONG_ARGUMENTS, text="<tool_call>…")
-    assert visible(Reply("", calls=(wrong,))) == Reply("", calls=(replace(wrong, status=CallStatus.OK),)), "to be repaired"
+    assert Reply("", calls=(wrong,)).shown() == Reply("", calls=(replace(wrong, status=CallStatus.OK),)), "to be repaired"
     both = Reply("", calls=(broken, replace(broken, name="g")))  # of one block that has two of them
-    assert visible(both).content == "<tool_call>{"
+    assert both.shown().content == "<tool_call>{"
     for stops in (["Observation:"], ["End:", "Observation:"], ["Observation:", "b"]):
-        assert visible(Reply("a Observation: b"), stops).content == "a "
+        assert Reply("a Observation: b").shown(stops).content == "a "
     assert Turn(()).tool_choice == "auto"

@@ -8,10 +8,11 @@ import threading
 
 import torch
 
-from tandem.api.requests import LLMRequest
+from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.serve.limits import ServiceLimits
@@ -115,6 +116,26 @@ class Served:
         got, raw = self.request(method, path, body, **options)
         assert got == status, raw
         return json.loads(raw)
+
+
+class Saying:
+    """An engine that says one text, and is asked as the embedded one is."""
+
+    version, capabilities, alive = WeightVersion(0), frozenset(), True
+
+    def __init__(self, tokenizer, text, reason=StopReason.STOP, eos=True):
+        self.ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        self.ids += [tokenizer.eos_token_id] if eos and reason == StopReason.STOP else []
+        self.reason = reason
+
+    async def agenerate(self, request):
+        count = len(self.ids)
+        return LLMResponse(request.input_ids, tuple(self.ids), (-0.5,) * count, (0,) * count, self.reason, 1.0)
+
+    async def stream(self, request):
+        for token in self.ids[:-1]:
+            yield NewTokens((token,), (-0.5,))
+        yield await self.agenerate(request)
 
 
 def request_of(ids, key=None, deadline_s=None, **sampling):

@@ -181,8 +181,9 @@ def test_parts_of_text_are_one_message_and_pictures_are_refused(client):
 
 def test_tools_reach_the_chat_template(tmp_path):
     template = (
-        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}"
-        "{% for call in m.tool_calls or [] %}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
+        "{# <tool_call> #}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
     )
     folder = tiny_model_folder(tmp_path, chat_template=template)
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -190,7 +191,7 @@ def test_tools_reach_the_chat_template(tmp_path):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "!"})
     body = {"model": "tiny", "messages": messages, "max_tokens": 1}
-    expected = {"with": "[weather]hi(Rome)!", "none": "hi(Rome)!"}
+    expected = {"with": "[weather]hiweather(Rome)!", "none": "hiweather(Rome)!"}
     with Served(folder) as served:
         tokenizer = load_tokenizer(folder)
         for choice, more in (("with", {"tools": [tool]}), ("none", {"tools": [tool], "tool_choice": "none"})):
@@ -204,7 +205,7 @@ def test_tools_reach_the_chat_template(tmp_path):
 def test_a_template_that_refuses_the_messages_is_the_clients_fault(tmp_path):
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}x"
     with Served(tiny_model_folder(tmp_path, chat_template=template)) as served:
-        body = {"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}
+        body = {"model": "tiny", "messages": [{"role": "system", "content": "x"}]}
         assert "begin with the user" in served.json("POST", "/v1/chat/completions", body, status=400)["error"]["message"]
 
 

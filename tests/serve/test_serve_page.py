@@ -14,7 +14,8 @@ import pytest
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tests.serve.served import ADMIN, Served
+from tandem.models.tokenizer import load_tokenizer
+from tests.serve.served import ADMIN, Saying, Served
 
 PAGE = (Path(__file__).parents[2] / "docs/serve.md").read_text()
 BLOCKS = [text for language, text in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S) if not language]
@@ -44,6 +45,15 @@ def test_the_lines_with_the_official_client(own, capsys):
     exec(compile(code, "page", "exec"), names)
     names["client"].close()
     assert capsys.readouterr().out
+
+
+def test_the_lines_with_tools(folder, capsys):
+    words = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": "3"}}\n</tool_call>'
+    with Served(folder) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30) as client:
+        real, server.service.engine = server.service.engine, Saying(load_tokenizer(folder), words)
+        exec(compile(block("tools=[weather]", server), "page", "exec"), {"client": client})
+        server.service.engine = real
+    assert capsys.readouterr().out == 'weather {"city": "Rome", "days": 3}\n'
 
 
 def test_the_lines_with_our_client(own):

@@ -158,8 +158,9 @@ class RemotePartner(ChatPartner):
         async with aclosing(stream_events(self._url, body, token=self._token, deadline_s=ANSWER_TIMEOUT_S)) as events:
             async for event in events:
                 for choice in event.get("choices", []):
-                    said.append(choice.get("delta", {}).get("content") or "")
-                    yield said[-1]
+                    delta = choice.get("delta", {})
+                    said.append(delta.get("content") or "")
+                    yield (delta.get("reasoning_content") or "") + said[-1]
         self.messages.append({"role": "assistant", "content": "".join(said)})
 
     def close(self) -> None:

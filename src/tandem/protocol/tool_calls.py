@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import regex
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import ASKS, CALLS, PROBE, render, special_ids, text_of, with_arguments
@@ -66,7 +67,10 @@ class CallReader:
         self._opening, self._closing = re.compile(self.family.opening), re.compile(self.family.closing)
         self._noise = re.compile(self.family.noise) if self.family.noise else None
         self._special = sorted(tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))), key=len, reverse=True)
-        self._marks = re.compile("|".join(map(re.escape, self._special)))
+        self.special_marks = [re.escape(token) for token in self._special]
+        """Patterns of the special tokens."""
+
+        self._marks = re.compile("|".join(self.special_marks))
 
     def render(
         self,
@@ -93,8 +97,13 @@ class CallReader:
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
     ) -> Reply:
         """Reads a reply. ``prompt``: the text before it, for what a template writes in advance. Never raises."""
+        return self.read_text(self._decode(ids), tools, prompt=prompt, stop_reason=stop_reason)
+
+    def read_text(
+        self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
+    ) -> Reply:
+        """Reads a reply from its text, special tokens included; as `read`."""
         ended = stop_reason == StopReason.STOP
-        text = self._decode(ids)
         text = text[: len(text) - len(self._turn_end(text))]
         reasoning, start = self._split_thinking(text, prompt)
         if not tools and start == 0 and not self.family.noise:
@@ -199,6 +208,82 @@ class CallReader:
         if self._noise is not None:
             text = self._noise.sub("", text)
         return self._marks.sub("", text) if self._special else text
+
+
+class ReplyStream:
+    """A reply that is read while it is written: its words at once, its calls when it has ended.
+
+    With tools, content has no white space around it.
+    """
+
+    def __init__(self, reader: CallReader, tools: Sequence[Mapping[str, Any]], prompt: str):
+        self._reader, self._tools, self._prompt = reader, tools, prompt
+        self._text = self._waiting = ""
+        self._sent = {"reasoning": "", "content": ""}
+        self._thinks: bool | None = None
+        self._called = False
+        family = reader.family
+        marks = [f"(?P<call>{family.opening})"] * bool(tools) + [family.noise] * bool(family.noise) + reader.special_marks
+        self._marks = regex.compile("|".join(marks) or "(?!)")
+
+    def add(self, text: str) -> Reply:
+        """Takes more text, special tokens included; returns the words that are certain."""
+        self._text += text
+        self._waiting += text
+        reasoning = self._reasoning()
+        return Reply(self._content() if self._thinks is False else "", reasoning=reasoning)
+
+    def finish(self, text: str, stop_reason: StopReason) -> Reply:
+        """Takes the last text; returns the rest of the reply."""
+        text = self._text + text
+        reply = self._reader.read_text(text, self._tools, prompt=self._prompt, stop_reason=stop_reason).shown()
+        content, reasoning = reply.content.strip() if self._tools else reply.content, reply.reasoning.strip()
+        sent = self._sent
+        return replace(
+            reply, content=content.removeprefix(sent["content"]), reasoning=reasoning.removeprefix(sent["reasoning"])
+        )
+
+    def _reasoning(self) -> str:
+        opening, closing = self._reader.family.thinking
+        if self._thinks is None:
+            begun = self._waiting.lstrip()
+            if opening.strip().startswith(begun):
+                return ""  # it may become the opening mark
+            written = begun.startswith(opening.strip())
+            self._thinks = written or self._prompt.rstrip().endswith(opening.strip())
+            self._waiting = begun.removeprefix(opening.strip()) if written else self._waiting
+        if not self._thinks:
+            return ""
+        mark = regex.search(re.escape(closing), self._waiting, partial=True)
+        assert mark is not None  # the empty beginning of one at the end
+        words = self._take("reasoning", mark.start(), bare=True)
+        if not mark.partial:
+            self._waiting = self._waiting.lstrip()[len(closing) :]
+            self._thinks = False
+        return words
+
+    def _content(self) -> str:
+        if self._called:
+            return ""
+        mark = self._marks.search(self._waiting, partial=True)
+        while mark is not None and not mark.partial and not (self._tools and mark["call"]):
+            self._waiting = self._waiting[: mark.start()] + self._waiting[mark.end() :]
+            mark = self._marks.search(self._waiting, mark.start(), partial=True)
+        self._called = mark is not None and not mark.partial
+        return self._take(
+            "content", mark.start() if mark else len(self._waiting), bare=bool(self._tools or self._sent["reasoning"])
+        )
+
+    def _take(self, kind: str, end: int, *, bare: bool) -> str:
+        """The waiting text up to ``end``. ``bare``: without white space around all that is sent of this kind."""
+        words = self._waiting[:end]
+        if bare:
+            words = words.rstrip()
+        self._waiting = self._waiting[len(words) :]
+        if bare and not self._sent[kind]:
+            words = words.lstrip()
+        self._sent[kind] += words
+        return words
 
 
 def plain_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ text. An assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{
 {"name", "arguments"}}`` with ``arguments`` as a mapping. A tool's result has ``role`` ``tool``, ``tool_call_id``, ``name``.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -60,6 +60,19 @@ class Reply:
     def good_calls(self) -> tuple[Call, ...]:
         """The calls that can be carried out."""
         return tuple(call for call in self.calls if call.status == CallStatus.OK)
+
+    def shown(self, stops: Sequence[str] = ()) -> "Reply":
+        """The reply as a client is shown it: a call that cannot be read, or that no tool answers to, is text of its turn.
+
+        A text that ends the turn is not. A call whose arguments do not fit is one: the client's own repair runs.
+        """
+        calls = [replace(c, status=CallStatus.OK) if c.status == CallStatus.WRONG_ARGUMENTS else c for c in self.calls]
+        content = self.content
+        for text in dict.fromkeys(call.text for call in calls if call.status != CallStatus.OK):
+            content += text
+        for stop in stops:
+            content = content.partition(stop)[0]
+        return replace(self, content=content, calls=tuple(call for call in calls if call.status == CallStatus.OK))
 
     def message(self) -> dict[str, Any]:
         """The assistant's message of a chat template."""

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from tandem.api.requests import StopReason
@@ -48,6 +49,9 @@ FIELDS = Fields(
     refused={},
 )
 
+OPENING = {"role": "assistant", "content": ""}
+"""The part of a streamed reply that is sent before its words."""
+
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 MAX_STOPS = 16
@@ -66,6 +70,11 @@ def read(body: Mapping[str, Any]) -> Turn:
         if name in body and body[name] not in harmless:
             raise refused(name, f"it would change what a reply means; got {body[name]!r:.80}")
     overridden, ignored = FIELDS.sort(body)
+    return replace(read_turn(body), overridden=overridden, ignored=ignored)
+
+
+def read_turn(body: Mapping[str, Any]) -> Turn:
+    """The turn that the fields for it ask for; nothing else is looked at. Raises as `read`."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(as_list(body.get("messages"), "messages"))]
     check_last(messages, "messages")
     tools, choice = read_tools(body.get("tools")), _choice(body.get("tool_choice"))
@@ -77,40 +86,57 @@ def read(body: Mapping[str, Any]) -> Turn:
         stops=read_stops(body.get("stop")),
         max_tokens=read_limit(given[0], "max_tokens") if given else None,
         stream=bool(body.get("stream")),
-        overridden=overridden,
-        ignored=ignored,
     )
 
 
 def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
     """The whole answer. ``usage``: ``prompt_tokens`` and ``completion_tokens``."""
+    return _frame("chat.completion", response_id, model) | {"choices": [choice(reply)], "usage": usage_of(**usage)}
+
+
+def choice(reply: Reply, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
+    """One reply of an answer."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     calls = _calls(reply)
     if calls:
         message |= {"content": reply.content or None, "tool_calls": calls}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
-    return _frame("chat.completion", response_id, model) | {"choices": [choice], "usage": _usage(usage)}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason(reply)}
 
 
 def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> Iterator[bytes]:
     """The same answer as a stream; ``usage`` comes with the last piece."""
     frame = _frame("chat.completion.chunk", response_id, model)
 
-    def chunk(delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return event(frame | {"choices": [choice]} | more)
-
-    yield chunk({"role": "assistant", "content": ""})
-    if reply.reasoning:
-        yield chunk({"reasoning_content": reply.reasoning})
-    if reply.content:
-        yield chunk({"content": reply.content})
-    for index, call in enumerate(_calls(reply)):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, _finish_reason(reply), usage=_usage(usage))
+    for delta in (OPENING, *deltas(reply)):
+        yield event(frame | {"choices": [piece(delta)]})
+    yield event(frame | {"choices": [piece({}, reason=finish_reason(reply))], "usage": usage_of(**usage)})
     yield b"data: [DONE]\n\n"
+
+
+def deltas(reply: Reply) -> Iterator[dict[str, Any]]:
+    """The words of a reply, or of a part of it, and its calls, as the parts of a stream."""
+    if reply.reasoning:
+        yield {"reasoning_content": reply.reasoning}
+    if reply.content:
+        yield {"content": reply.content}
+    for index, call in enumerate(_calls(reply)):
+        yield {"tool_calls": [{"index": index, **call}]}
+
+
+def piece(delta: Mapping[str, Any], index: int = 0, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
+    """One part of a streamed reply."""
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def pieces(reply: Reply, index: int, logprobs: Any, *, last: bool) -> Iterator[dict[str, Any]]:
+    """The next parts of a streamed reply; the last one says why it ended, and stands behind calls by itself."""
+    made = [*deltas(reply), *([{}] if reply.calls else [])]
+    made = made or ([{}] if last or logprobs else [])
+    for number, delta in enumerate(made, 1):
+        ends = last and number == len(made)
+        yield piece(delta, index, logprobs if number == 1 else None, finish_reason(reply) if ends else None)
 
 
 def failed(refusal: Refusal) -> bytes:
@@ -251,7 +277,8 @@ def _calls(reply: Reply) -> list[dict[str, Any]]:
     ]
 
 
-def _finish_reason(reply: Reply) -> str:
+def finish_reason(reply: Reply) -> str:
+    """OpenAI's word for why a reply ended."""
     if reply.stop_reason == StopReason.LENGTH:
         return "length"
     return "tool_calls" if reply.good_calls else "stop"
@@ -261,6 +288,7 @@ def _frame(kind: str, response_id: str, model: str) -> dict[str, Any]:
     return {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _usage(usage: Mapping[str, int]) -> dict[str, int]:
-    prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Counts of tokens as OpenAI's clients read them."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

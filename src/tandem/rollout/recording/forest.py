@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.chat_template import special_ids
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
-from tandem.protocol.turns import CallStatus, Message, Reply
+from tandem.protocol.turns import Message, Reply
 from tandem.rollout.chat import SENTINEL, Tokens
 from tandem.rollout.recording.matching import digests, meaning, thought
 
@@ -282,7 +282,7 @@ class Forest:
         if written.strip() == node.said.strip():
             return True
         ids = self._encode(written)
-        read = visible_message(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))
+        read = self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP).shown().message()
         return meaning(read) == meaning(node.reply) and thought(read) == thought(node.reply)
 
     # ------------------------------------------------------------------ harvesting
@@ -378,24 +378,6 @@ class Forest:
         if response.stop_reason != StopReason.STOP or last not in self._special:
             return ""
         return self._decode([last])
-
-
-def visible_message(reply: Reply) -> dict[str, Any]:
-    """The assistant's message that a client is shown (`visible`)."""
-    return visible(reply).message()
-
-
-def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
-    """The reply as a client is shown it: a call that cannot be read, or that no tool answers to, is text of its turn, and a
-    text that ends the turn is not. One whose arguments do not fit is a call: the client's own repair runs."""
-    made = [replace(c, status=CallStatus.OK) if c.status == CallStatus.WRONG_ARGUMENTS else c for c in reply.calls]
-    reply = replace(reply, calls=tuple(made))
-    content = reply.content
-    for text in dict.fromkeys(call.text for call in reply.calls if call.status != CallStatus.OK):
-        content += text
-    for stop in stops:
-        content = content.partition(stop)[0]
-    return replace(reply, content=content, calls=reply.good_calls)
 
 
 def _thinks_alike(node: Node, messages: Sequence[Message]) -> bool:

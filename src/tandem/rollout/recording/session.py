@@ -20,7 +20,7 @@ from tandem.api.workflow import GeneratesTokens
 from tandem.config.generation import GenerationConfig
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import CallStatus, Reply, Turn
-from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable, visible, visible_message
+from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable
 
 log = logging.getLogger(__name__)
 
@@ -303,10 +303,10 @@ class RecordingSession:
         reader = self.forest.reader
         reply = reader.read(response.output_ids, tools, prompt=asked.text, stop_reason=response.stop_reason)
         self.counts.wrong_arguments += sum(call.status == CallStatus.WRONG_ARGUMENTS for call in reply.calls)
-        reply = visible(reply, stops if response.stop_reason == StopReason.STOP else ())
+        reply = reply.shown(stops if response.stop_reason == StopReason.STOP else ())
         if turn.tool_choice == "required" and not reply.calls:
             self.counts.without_call += 1
-        node = self.forest.add(asked, response, visible_message(reply), attempt.noise)
+        node = self.forest.add(asked, response, reply.shown().message(), attempt.noise)
         usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(response.output_ids)}
         return Answered(turn, reply, node, f"{attempt.noise:016x}", usage)
 

@@ -5,19 +5,23 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
+from transformers import PreTrainedTokenizerBase
 
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.serve.questions import CompletionQuestion, chat_question, legacy_question
 from tandem.engines.inference.serve.service import EngineService, check_finished
 from tandem.engines.inference.serve.text import TextStream
+from tandem.protocol.dialects import chat
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import record
+from tandem.protocol.tool_calls import CallReader, ReplyStream
+from tandem.protocol.turns import Reply
 
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -81,6 +85,7 @@ class CompletionAnswer(ABC):
     prefix: str
     whole: str
     chunk: str
+    _reader: CallReader | None = None
 
     def __init__(self, service: EngineService, question: CompletionQuestion):
         self._service, self._question = service, question
@@ -99,7 +104,10 @@ class CompletionAnswer(ABC):
                 return await self._stream(request, news)
         responses = await self._service.complete(requests)
         check_finished(responses)
-        choices = [self._choice(number, response) for number, response in enumerate(responses)]
+        choices = []
+        for number, response in enumerate(responses):
+            reply = self._reading().read(response.output_ids, response.stop_reason)
+            choices.append(self._choice(number, reply, self._logprobs(response.output_ids, response.logprobs)))
         return self._frame(self.whole) | {"choices": choices, "usage": self._usage(responses)}
 
     async def _stream(self, request: web.Request, news: AsyncIterator[News]) -> web.StreamResponse:
@@ -128,27 +136,24 @@ class CompletionAnswer(ABC):
     async def _events(self, first: News, news: AsyncIterator[News]) -> AsyncIterator[dict[str, Any]]:
         question = self._question
         count = len(question.requests())
-        texts = [TextStream(self._decoder, question.gconfig.stop) for _ in range(count)]
+        readings = [self._reading() for _ in range(count)]
         sent = [0] * count
         responses: list[LLMResponse] = []
         for number in range(count):
-            for delta in self._opening(number):
-                yield self._chunk([delta])
+            for piece in self._opening(number):
+                yield self._chunk([piece])
         latest: News | None = first
         while latest is not None:
             number, new = latest
-            ids, logprobs = new.output_ids, new.logprobs
+            ids, logprobs, ended = new.output_ids, new.logprobs, None
             if isinstance(new, LLMResponse):
                 check_finished([new])
-                ids, logprobs = ids[sent[number] :], logprobs[sent[number] :]
-                text = texts[number].finish(ids, stopped=new.stop_reason == StopReason.STOP)
+                ids, logprobs, ended = ids[sent[number] :], logprobs[sent[number] :], new.stop_reason
                 responses.append(new)
-            else:
-                sent[number] += len(ids)
-                text = texts[number].add(ids)
-            reason = finish_reason(new) if isinstance(new, LLMResponse) else None
-            if text or reason or question.logprobs:
-                yield self._chunk([self._delta(number, text, ids, logprobs, reason)])
+            sent[number] += len(ids)
+            reply = readings[number].read(ids, ended)
+            for piece in self._pieces(number, reply, self._logprobs(ids, logprobs), ended is not None):
+                yield self._chunk([piece])
             latest = await anext(news, None)
         if question.usage_in_stream:
             yield self._chunk([]) | {"usage": self._usage(responses)}
@@ -170,11 +175,7 @@ class CompletionAnswer(ABC):
     def _usage(self, responses: Sequence[LLMResponse]) -> dict[str, int]:
         prompt = sum(len(prompt) for prompt in self._question.prompts)
         completion = sum(len(response.output_ids) for response in responses)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def _text(self, response: LLMResponse) -> str:
-        stream = TextStream(self._decoder, self._question.gconfig.stop)
-        return stream.finish(response.output_ids, stopped=response.stop_reason == StopReason.STOP)
+        return chat.usage_of(prompt, completion)
 
     def _words(self, ids: Sequence[int]) -> list[str]:
         return [str(self._decoder.decode([token], skip_special_tokens=False)) for token in ids]
@@ -183,15 +184,35 @@ class CompletionAnswer(ABC):
         """The part of a completion that is sent before its first token."""
         return []
 
+    def _reading(self) -> "ReplyReading":
+        return ReplyReading(self._question, self._decoder, self._reader)
+
     @abstractmethod
-    def _choice(self, number: int, response: LLMResponse) -> dict[str, Any]:
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        """The log-probabilities of these tokens, if they are wanted."""
+
+    @abstractmethod
+    def _choice(self, number: int, reply: Reply, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """One whole completion."""
 
     @abstractmethod
-    def _delta(
-        self, number: int, text: str, ids: Sequence[int], logprobs: Sequence[float], reason: str | None
-    ) -> dict[str, Any]:
-        """The new part of a completion."""
+    def _pieces(self, number: int, reply: Reply, logprobs: dict[str, Any] | None, last: bool) -> Iterable[dict[str, Any]]:
+        """The new parts of a completion."""
+
+
+class ReplyReading:
+    """Reads the tokens of one completion, in pieces or at once: as text, or with a ``reader`` as a turn of a chat."""
+
+    def __init__(self, question: CompletionQuestion, tokenizer: PreTrainedTokenizerBase, reader: CallReader | None):
+        self._text = TextStream(tokenizer, question.gconfig.stop, special=reader is not None)
+        self._reply = None if reader is None else ReplyStream(reader, question.turn.tools, question.prompt_text)
+
+    def read(self, ids: Sequence[int], ended: StopReason | None) -> Reply:
+        """Takes tokens, the last ones if it ``ended``; returns what is certain now and was not before."""
+        text = self._text.add(ids) if ended is None else self._text.finish(ids, stopped=ended == StopReason.STOP)
+        if self._reply is None:
+            return Reply(text, stop_reason=ended or StopReason.STOP)
+        return self._reply.add(text) if ended is None else self._reply.finish(text, ended)
 
 
 class LegacyAnswer(CompletionAnswer):
@@ -199,17 +220,19 @@ class LegacyAnswer(CompletionAnswer):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, number: int, response: LLMResponse) -> dict[str, Any]:
-        reason = finish_reason(response)
-        return self._delta(number, self._text(response), response.output_ids, response.logprobs, reason)
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        if not self._question.logprobs:
+            return None
+        return {"tokens": self._words(ids), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
 
-    def _delta(
-        self, number: int, text: str, ids: Sequence[int], logprobs: Sequence[float], reason: str | None
-    ) -> dict[str, Any]:
-        facts = None
-        if self._question.logprobs:
-            facts = {"tokens": self._words(ids), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
-        return {"index": number, "text": text, "logprobs": facts, "finish_reason": reason}
+    def _choice(self, number: int, reply: Reply, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        (choice,) = self._pieces(number, reply, logprobs, last=True)
+        return choice
+
+    def _pieces(self, number: int, reply: Reply, logprobs: dict[str, Any] | None, last: bool) -> Iterable[dict[str, Any]]:
+        if reply.content or logprobs or last:
+            reason = chat.finish_reason(reply) if last else None
+            yield {"index": number, "text": reply.content, "logprobs": logprobs, "finish_reason": reason}
 
 
 class ChatAnswer(CompletionAnswer):
@@ -217,22 +240,12 @@ class ChatAnswer(CompletionAnswer):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    @property
+    def _reader(self) -> CallReader:
+        return self._service.tokenizers.reader
+
     def _opening(self, number: int) -> list[dict[str, Any]]:
-        return [{"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
-
-    def _choice(self, number: int, response: LLMResponse) -> dict[str, Any]:
-        return {
-            "index": number,
-            "message": {"role": "assistant", "content": self._text(response), "refusal": None},
-            "logprobs": self._logprobs(response.output_ids, response.logprobs),
-            "finish_reason": finish_reason(response),
-        }
-
-    def _delta(
-        self, number: int, text: str, ids: Sequence[int], logprobs: Sequence[float], reason: str | None
-    ) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        return {"index": number, "delta": delta, "logprobs": self._logprobs(ids, logprobs), "finish_reason": reason}
+        return [chat.piece(chat.OPENING, number)]
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
         if not self._question.logprobs:
@@ -243,6 +256,8 @@ class ChatAnswer(CompletionAnswer):
         ]
         return {"content": entries, "refusal": None}
 
+    def _choice(self, number: int, reply: Reply, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return chat.choice(reply, number, logprobs)
 
-def finish_reason(response: LLMResponse) -> str:
-    return "length" if response.truncated else "stop"
+    def _pieces(self, number: int, reply: Reply, logprobs: dict[str, Any] | None, last: bool) -> Iterable[dict[str, Any]]:
+        return chat.pieces(reply, number, logprobs, last=last)

@@ -5,7 +5,7 @@ A parameter that this engine cannot honour is refused by its name, unless it has
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.api.requests import LLMRequest, NoiseKey
@@ -13,10 +13,10 @@ from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
-from tandem.protocol.dialects.chat import read_arguments
-from tandem.protocol.dialects.wire import check_last
+from tandem.protocol.dialects.chat import read_stops, read_turn
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, array, integer, optional, record, text
+from tandem.protocol.turns import Turn
 
 WITHOUT_EFFECT: Mapping[str, list[Any]] = {
     "frequency_penalty": [0, None],
@@ -37,6 +37,9 @@ _TEMPERATURE = {
 }
 
 
+NO_TURN = Turn(())
+
+
 @dataclass(frozen=True)
 class CompletionQuestion:
     """The completions that one request asks for."""
@@ -47,6 +50,11 @@ class CompletionQuestion:
     stream: bool
     usage_in_stream: bool
     logprobs: bool
+    turn: Turn = NO_TURN
+    """The chat that a chat completion goes on."""
+
+    prompt_text: str = ""
+    """All of it, as the model reads it."""
 
     def requests(self) -> list[LLMRequest]:
         """One a completion: those of the first prompt, then those of the second. The seed names the noise of all."""
@@ -111,7 +119,7 @@ def chat_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Schema:
         "messages": array(record(message, ("role",)), 1, 4096),
         "max_completion_tokens": optional(integer(1, limits.max_tokens)),
         "logprobs": optional({"type": "boolean"}),
-        "tools": optional(array(tool, 0, 128) | {"description": "Given to the chat template; calls come back as text."}),
+        "tools": optional(array(tool, 0, 128) | {"description": "Calls of them come back as tool_calls."}),
         "tool_choice": {"enum": ["auto", "none", None]},
         **{key: {"enum": values} for key, values in CHAT_WITHOUT_EFFECT.items()},
     }
@@ -130,21 +138,21 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
 async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    messages = [_message(message) for message in body["messages"]]
-    check_last(messages, "messages")
-    ids = await tokenizers.encode_chat(messages, tools or None, limits.max_tokens)
+    turn = read_turn(body)
+    if turn.tool_choice == "none":
+        turn = replace(turn, tools=())
+    ids, text = await tokenizers.encode_chat(turn, limits.max_tokens)
     given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
     if len(given) > 1:
         raise Refusal(400, "max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
     most = given.pop() if given else min(limits.default_chat_tokens, limits.max_tokens)
-    return _question(body, (ids,), most, bool(body.get("logprobs")), limits)
+    return replace(_question(body, (ids,), most, bool(body.get("logprobs")), limits), turn=turn, prompt_text=text)
 
 
 def _question(
     body: Mapping[str, Any], prompts: tuple[tuple[int, ...], ...], max_tokens: int, logprobs: bool, limits: ServiceLimits
 ) -> CompletionQuestion:
-    n, temperature, stop, seed = body.get("n") or 1, body.get("temperature"), body.get("stop"), body.get("seed")
+    n, temperature, seed = body.get("n") or 1, body.get("temperature"), body.get("seed")
     if n * len(prompts) > limits.max_completions:
         message = f"n times prompts must be at most {limits.max_completions}, got {n} times {len(prompts)}"
         raise Refusal(400, message, param="n")
@@ -158,7 +166,7 @@ def _question(
         greedy=temperature == 0,
         top_p=1.0 if body.get("top_p") is None else body["top_p"],
         top_k=body.get("top_k") or 0,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop=read_stops(body.get("stop")),
         stop_token_ids=tuple(body.get("stop_token_ids") or ()),
     )
     return CompletionQuestion(
@@ -169,19 +177,3 @@ def _question(
         bool((body.get("stream_options") or {}).get("include_usage")),
         logprobs,
     )
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as chat templates want it: content as one string, arguments of calls as an object."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    result = {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
-    if "tool_calls" in result:
-        result["tool_calls"] = [_call(call) for call in result["tool_calls"]]
-    return result
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = read_arguments(call["function"]["arguments"], "arguments of a call")
-    return {**call, "function": {**call["function"], "arguments": arguments}}

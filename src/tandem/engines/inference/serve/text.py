@@ -3,17 +3,21 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.chat_template import render
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.refusal import Refusal
+from tandem.protocol.tool_calls import CallReader
+from tandem.protocol.turns import Turn
+
+T = TypeVar("T")
 
 _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
@@ -52,23 +56,26 @@ class Tokenizers:
         check_room(await asyncio.to_thread(self._fewest, text) if long else self._fewest(text), room, "prompt")
         return await self._run(long, lambda encoder: encoder.encode(text))
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, room: int
-    ) -> tuple[int, ...]:
-        """Tokens of a conversation with the model's turn opened.
+    @cached_property
+    def reader(self) -> CallReader:
+        """Reads replies, for the thread that `decoder` is of."""
+        return CallReader(self.decoder)
+
+    async def encode_chat(self, turn: Turn, room: int) -> tuple[tuple[int, ...], str]:
+        """Tokens and text of a conversation with the model's turn opened.
 
         Raises:
             Refusal: 400, the template does not take these messages, with what it said; and as `encode`.
         """
 
-        def encode(encoder: _Encoder) -> tuple[int, ...]:
-            text = encoder.render(messages, tools)
+        def encode(encoder: _Encoder) -> tuple[tuple[int, ...], str]:
+            text = encoder.render(turn)
             check_room(self._fewest(text), room, "messages")
-            return encoder.encode(text, add_special_tokens=False)  # the template has put them there
+            return encoder.encode(text, add_special_tokens=False), text  # the template has put them there
 
-        return await self._run(_characters((messages, tools)) > _LONG_CHARACTERS, encode)
+        return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS, encode)
 
-    async def _run(self, long: bool, encode: Callable[["_Encoder"], tuple[int, ...]]) -> tuple[int, ...]:
+    async def _run(self, long: bool, encode: Callable[["_Encoder"], T]) -> T:
         if not long:
             return await self._short.run(encode)
         if self.num_long >= self._max_long:
@@ -107,17 +114,21 @@ class _Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
         self._tokenizer, self._thread = tokenizer, ThreadPoolExecutor(1, name)
 
-    async def run(self, encode: Callable[["_Encoder"], tuple[int, ...]]) -> tuple[int, ...]:
+    @cached_property
+    def _reader(self) -> CallReader:
+        return CallReader(self._tokenizer)
+
+    async def run(self, encode: Callable[["_Encoder"], T]) -> T:
         """Calls ``encode`` with this encoder in its thread; one that still waits when it is cancelled never runs."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def render(self, turn: Turn) -> str:
         """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
         try:
-            return render(self._tokenizer, messages, tools=tools, add_generation_prompt=True)
+            return self._reader.render(turn.messages, turn.tools)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
             message = f"the model's chat template does not take these messages: {kind_and_text(error.__cause__ or error)}"
             raise Refusal(400, message, param="messages") from error
@@ -128,10 +139,10 @@ class _Encoder:
 
 
 class TextStream:
-    """The text of one completion, special tokens left out and cut before its stop string, in pieces or at once."""
+    """The text of one completion, cut before its stop string, in pieces or at once. ``special``: with special tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, special: bool = False):
+        self._tokenizer, self._stop, self._special = tokenizer, tuple(stop), special
         self._ids: list[int] = []
         self._context = self._read = 0
         """Tokens that are decoded again as context of new ones, and tokens whose text was taken."""
@@ -170,7 +181,7 @@ class TextStream:
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False))
 
     def _beginning(self) -> int:
         """Characters at the end of what is held that a stop string may begin with."""

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.serve.answers import finish_reason
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TEMPERATURE, TOKENS, TOP_P
 from tandem.engines.inference.serve.service import EngineService, check_finished
+from tandem.protocol.dialects.chat import usage_of
 from tandem.protocol.schema import Schema, array, integer, optional, record, text
 
 SESSION_HEADER = "X-Session-ID"
@@ -127,11 +127,10 @@ async def token_route(service: EngineService, body: dict[str, Any], request: web
     responses = await service.complete([wanted])
     check_finished(responses)
     (response,) = responses
-    prompt, completion = len(response.input_ids), len(response.output_ids)
     return {
         "request_id": body.get("request_id") or uuid.uuid4().hex,
         "choices": [_choice(response)],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        "usage": usage_of(len(response.input_ids), len(response.output_ids)),
     }
 
 
@@ -147,7 +146,7 @@ def _choice(response: LLMResponse) -> dict[str, Any]:
     return {
         "index": 0,
         "token_ids": response.output_ids,
-        "finish_reason": finish_reason(response),
+        "finish_reason": "length" if response.truncated else "stop",
         "logprobs": {"content": entries},
         "weight_versions": spans,
     }
