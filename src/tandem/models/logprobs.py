@@ -101,8 +101,8 @@ def _scaled(
 def _read(
     logits: torch.Tensor, at: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None, entropy: bool
 ) -> torch.Tensor:
-    """Reads a rank's logits ``[C, V]`` once. Returns ``[3, C]``: the logarithm of the sum of exponentials, the log-probability
-    of the token ``at [C]``, and the negative entropy. May overwrite ``logits``."""
+    """Reads logits ``[C, V]`` of a rank once. Returns ``[3, C]``: the logarithm of the sum of exponentials, the
+    log-probability of the token ``at [C]``, and the negative entropy. May overwrite ``logits``."""
     scaled, _ = _scaled(logits, temperature, softcap)
     logprobs = torch.log_softmax(scaled, -1)
     chosen, logit = (x.gather(1, at[:, None])[:, 0] for x in (logprobs, scaled))

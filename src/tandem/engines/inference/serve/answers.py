@@ -85,12 +85,16 @@ class CompletionAnswer(ABC):
     prefix: str
     whole: str
     chunk: str
-    _reader: CallReader | None = None
 
     def __init__(self, service: EngineService, question: CompletionQuestion):
         self._service, self._question = service, question
         self._decoder = service.tokenizers.decoder
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+
+    @property
+    def _reader(self) -> CallReader | None:
+        """Reads a turn of a chat; None: a completion is text."""
+        return None
 
     async def answer(self, request: web.Request) -> Any:
         """The body of the answer, or the response that streams it.
@@ -241,7 +245,7 @@ class ChatAnswer(CompletionAnswer):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     @property
-    def _reader(self) -> CallReader:
+    def _reader(self) -> CallReader | None:
         return self._service.tokenizers.reader
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
