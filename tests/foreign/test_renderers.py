@@ -15,7 +15,7 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.tool_calls import CallReader
-from tandem.rollout.recording.forest import Forest, visible_message
+from tandem.rollout.recording.forest import Forest
 from tests.foreign.peers import ENVS, SCRIPTS
 from tests.protocol.templates import TEMPLATES
 from tests.protocol.test_tool_calls import read, tool_and_call, written
@@ -115,7 +115,7 @@ def test_both_append_the_same_to_a_sampled_reply(tail):
         first = forest.ask(question, [tool])
         output = (*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
         response = LLMResponse(first.input_ids, output, (-0.5,) * len(output), (0,) * len(output), StopReason.STOP)
-        reply = visible_message(reader.read(output, [tool], stop_reason=StopReason.STOP))
+        reply = reader.read(output, [tool], stop_reason=StopReason.STOP).shown()
         forest.add(first, response, reply)
         again = forest.ask([*question, reply, *TAILS[tail]], [tool])
         made.append((again.parent is not None, tokenizer.decode(again.input_ids)))

@@ -290,7 +290,7 @@ def test_a_step_of_both_heads_does_not_depend_on_micro_batches(folder):
         found.append((metrics, weights_of(actor), actor.engine.model.value.weight.detach()))
     (whole, a, head), (split, b, other) = found
     assert split == pytest.approx(whole, rel=1e-3, abs=1e-6)
-    assert moved(a, b) <= 1e-4
+    assert moved(a, b) <= 5e-4  # of steps of 1e-2: Adam divides by gradients that are next to 0
     torch.testing.assert_close(head, other, atol=1e-4, rtol=0)
 
 

@@ -57,7 +57,7 @@ from tandem.roles.parts import AlgorithmParts, choose_parts
 
 Head = Literal["lm", "scalar", "both", "text"]
 Step = Callable[..., tuple[Any, dict[str, float]]]
-"""See `tandem.flow.step`."""
+"""A step of `tandem.flow.step`, or a script's own."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class TrainingSession(ABC):
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """What the step reads besides the roles."""
+        """The objects that a step passes on: it reads nothing of them."""
         return {}
 
     def keep(self, name: str, *arguments: Any) -> Any:
