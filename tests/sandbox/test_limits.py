@@ -153,7 +153,8 @@ def outcomes(request):
         pytest.skip(f"{request.param} does not work here: {str(error).splitlines()[1]}")
 
     async def run_all():
-        limits = [replace(LIMITS, cpu_s=0.5) if name.startswith("CPU") else LIMITS for name in SOURCES]
+        cpu = replace(LIMITS, cpu_s=0.5, memory_mib=2048)  # many processes may be there at once
+        limits = [cpu if name.startswith("CPU") else LIMITS for name in SOURCES]
         programs = [Program(source=source) for source in SOURCES.values()]
         return await asyncio.gather(*map(sandbox.run, programs, limits))
 
