@@ -6,6 +6,7 @@ Its content comes over a descriptor of its own, so nothing of one program lies i
 import _sitebuiltins
 import atexit
 import builtins
+import codecs
 import contextlib
 import gc
 import io
@@ -155,7 +156,7 @@ def run_source(source: bytes) -> NoReturn:
     sys.argv[:] = ["program.py"]
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    text = source.decode("utf-8-sig", errors="replace")  # a text: a line about its coding says nothing any more
+    text = source.removeprefix(codecs.BOM_UTF8).decode(errors="replace")  # a text: a line about its coding says nothing
     linecache.cache["program.py"] = (len(source), None, text.splitlines(keepends=True), "program.py")
     gc.unfreeze()
     own = sys.stdout
