@@ -1,6 +1,7 @@
 """What `tandem` says and how it exits."""
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -250,4 +251,21 @@ def test_a_limit_of_processes_ends_in_a_sentence_that_says_what_to_type(error, t
     assert run(starts, Namespace(debug=False)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    assert f"`ulimit -u` is {most if most >= 0 else 'unlimited'}" in line and "Type `ulimit -u 4096`" in line
+    what = "Type `ulimit -u 4096`" if 0 <= most < 4096 else "Let the container have more"
+    assert f"`ulimit -u` is {most if most >= 0 else 'unlimited'}" in line and what in line
+
+
+def test_a_lock_that_another_run_holds_is_not_told_as_a_limit_of_processes(tmp_path, capsys):
+    with (tmp_path / "lock").open("w") as held, (tmp_path / "lock").open("w") as other:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        def starts(kind):
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise kind("taken") from error
+
+        assert run(lambda _: starts(ConfigError), Namespace(debug=False)) == 2
+        assert capsys.readouterr().err == "error: taken\n"
+        with pytest.raises(KeyError, match="taken"):
+            run(lambda _: starts(KeyError), Namespace(debug=False))

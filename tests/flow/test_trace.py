@@ -24,8 +24,9 @@ def test_a_stage_that_a_user_adds_to_a_step_is_in_its_trace():
     def step(run):
         batch = run.rollout.prepare_batch(run.loader, run.workflow)
         batch = run.reference.compute_logprobs(batch)
-        batch = run.reference.compute_logprobs(batch)
+        batch = run.reference.compute_logprobs(batch=batch)
         run.publisher.publish()
+        return batch, {}
 
     stages = list(trace(step, roles))
     assert named(stages) == ["generate", "reference", "reference", "publish"]
@@ -38,7 +39,15 @@ def test_a_stage_that_a_user_adds_to_a_step_is_in_its_trace():
         (lambda run, batch: batch["reward"], "may not read the values of a batch"),
         (lambda run, batch: bool(batch), "may not read the values of a batch"),
         (lambda run, batch: batch.mean(), "may not read the values of a batch"),
+        (lambda run, batch: batch.update({}), "may not read the values of a batch"),
         (lambda run, batch: run.verifier.verify_if_due(batch)["gap/mean"], "may not read a metric .gap/mean."),
+        (
+            lambda run, batch: ({} | run.verifier.verify_if_due(batch))["gap/mean"],
+            "may not read values: .* KeyError",
+        ),
+        (lambda run, batch: run.actor.compute_proximal(), "actor.compute_proximal was given no batch"),
+        (lambda run, batch: run.saver.save(), "has no attribute 'saver'"),
+        (lambda run, batch: None, "return batch, metrics"),
         (lambda run, batch: run.actor.ppo_update(batch), "actor.ppo_update reads advantages, dropped, shaped_reward, which"),
     ],
 )
@@ -47,7 +56,7 @@ def test_a_step_that_asks_for_a_value_or_comes_too_early_is_refused_by_its_trace
         ask(run, run.rollout.prepare_batch(run.loader, run.workflow))
 
     with pytest.raises(TraceError, match=says):
-        list(trace(step, roles_of()))
+        list(trace(step, [role for role in roles_of() if role.name != "saver"]))
 
 
 def test_what_is_no_stage_of_a_role_is_named_with_those_that_are():

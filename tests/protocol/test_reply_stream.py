@@ -38,7 +38,8 @@ def test_pieces_of_a_reply_are_the_whole_reply(family, data):
     call = st.sampled_from(["", written(reader), written(reader)[:-3], written(reader) * 2])
     tools = data.draw(st.sampled_from([(), (WEATHER,)]))
     prompt = data.draw(st.sampled_from(["", opening]))
-    thinking = data.draw(st.sampled_from(["", f"{opening}\nHm.\n{closing}\n"])) if not prompt else f" Hm. {closing}"
+    opened = ["", f"{opening}\nHm.\n{closing}\n", f"Hm. {closing} It is 7.", f"{opening} H<|im_end|>m."]
+    thinking = data.draw(st.sampled_from(opened if not prompt else [f" Hm. {closing}", "Hm<|im_end|>", "Hm."]))
     text = thinking + data.draw(words) + data.draw(call) + data.draw(words)
     reason = data.draw(st.sampled_from([StopReason.STOP, StopReason.LENGTH]))
 

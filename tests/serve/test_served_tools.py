@@ -131,3 +131,11 @@ def test_a_template_that_knows_no_tools_gets_them_in_the_system_prompt(tmp_path)
         served.service.engine = real
     assert told["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"] + 100
     assert told["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_an_agent_sends_the_answer_back_as_the_official_client_gives_it(ask):
+    said = f"<think>\nHm.\n</think>\n\n{ROME}"
+    first = ask(said, parallel_tool_calls=True).message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "sun"}
+    for back in (first, first.model_dump()):
+        assert ask("It is sunny.", messages=[*MESSAGES, back, result]).message.content == "It is sunny."

@@ -14,9 +14,8 @@ ROLE_STATES = ("weights", "optimizer", "random")
 
 
 Kind = Literal["collect", "score", "check", "pass", "update", "deliver", "keep"]
-"""The use that a stage makes of a batch: `collect` makes one; a `pass` returns it with more fields; `update` trains on it
-and `check` only looks, both for metrics; `deliver` brings weights to another model; `keep` follows a step; `score` is called
-inside of `collect`, for numbers of sequences."""
+"""The work of a stage: `collect` makes the batch; `pass` adds fields; `update` trains; `check` only gives metrics; `deliver`
+brings weights to another model; `keep` follows a step; `score` runs inside of `collect`."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from types import FrameType
@@ -175,7 +176,8 @@ def _exit_code(
     except TandemError as error:
         if arguments.debug:
             raise
-        print(f"error: {error}{_no_process(error)}", file=sys.stderr)
+        reason = "" if isinstance(error, ConfigError) else _no_process(error)
+        print(f"error: {error}{reason}", file=sys.stderr)
         if isinstance(error, ConfigError):
             return EXIT_CONFIG
         return EXIT_FINAL if has_launcher() and not error.may_pass else EXIT_FAILED
@@ -189,14 +191,20 @@ def _exit_code(
 def _no_process(error: BaseException | None) -> str:
     """Says what to type if an error, or one behind it, means that the user may start no more processes and threads."""
     while error is not None:
-        if any(words in kind_and_text(error) for words in ("can't start new thread", os.strerror(errno.EAGAIN))):
+        place = traceback.extract_tb(error.__traceback__)[-1:]
+        locked = any("flock" in (frame.line or "") for frame in place)  # which fails in the words of a fork
+        if not locked and any(
+            words in kind_and_text(error) for words in ("can't start new thread", os.strerror(errno.EAGAIN))
+        ):
             most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-            return (
-                f". No process or thread can be started: `ulimit -u` is {most if most >= 0 else 'unlimited'}, for all "
-                "programs of your user together, if the container (pids.max) does not allow fewer. Type `ulimit -u 4096` "
-                "before the command, or ask for fewer by threads=1"
+            more = (
+                "Type `ulimit -u 4096` before the command" if 0 <= most < 4096 else "Let the container have more (pids.max)"
             )
-        error = error.__cause__ or error.__context__
+            return (
+                f". No process or thread can be started. `ulimit -u` is {most if most >= 0 else 'unlimited'} and counts all "
+                f"programs of your user; a container may allow fewer (pids.max). {more}, or ask for fewer by threads=1"
+            )
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""
 
 

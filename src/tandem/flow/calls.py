@@ -1,7 +1,7 @@
 """The stages of each role: by the names under which a step calls them.
 
-Role methods declare theirs where they stand. Of others the declarations stand here, because the rooms that do their work
-load torch, which a plan does without; a test holds them to what a step really does.
+Roles declare their stages at their methods. The others are declared here: their modules load torch, which a plan must not. A
+test holds them to what a step really does.
 """
 
 from tandem.api.stage import Declaration, stages_of

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from tandem.flow.residency import Residency
-from tandem.flow.stages import Stage
+from tandem.flow.stages import Role, Stage
 
 Around = Callable[[Stage], AbstractContextManager[Any]]
 """A block for the time of a stage, which measures it."""
@@ -16,7 +16,7 @@ class Conductor(ABC):
     """Calls stages, and wakes what they need."""
 
     @abstractmethod
-    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Runs a stage, which is ``work``, on the arguments. Collective."""
 
     @abstractmethod
@@ -25,11 +25,15 @@ class Conductor(ABC):
 
     def of(self, objects: Mapping[str, Any]) -> Callable[..., Any]:
         """The function that handles call, where roles are these objects."""
-        return lambda role, call, *arguments: self.run(role.stage(call), objects[role.name], *arguments)
 
-    def run(self, stage: Stage, of: Any, *arguments: Any) -> Any:
+        def called(role: Role, call: str, *arguments: Any, **named: Any) -> Any:
+            return self.run(role.stage(call), objects[role.name], *arguments, **named)
+
+        return called
+
+    def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
         """Calls the method that a stage is, of its role."""
-        return self.call(stage, getattr(of, stage.call), *arguments)
+        return self.call(stage, getattr(of, stage.call), *arguments, **named)
 
 
 class LocalConductor(Conductor):
@@ -43,8 +47,8 @@ class LocalConductor(Conductor):
         """Wakes what sleeps of it."""
         self._residency.enter(name)
 
-    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Calls it here and now, and measures it."""
         self._residency.enter(stage.name)
         with self._around(stage), self._residency.making(stage.name):
-            return work(*arguments)
+            return work(*arguments, **named)

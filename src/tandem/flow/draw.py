@@ -41,21 +41,21 @@ def mermaid(plan: RunPlan) -> str:
 
 
 def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
-    number = {stage.name: f"s{i}" for i, stage in enumerate(plan.stages)}
+    number = {id(stage): f"s{i}" for i, stage in enumerate(plan.stages)}  # a step may call a stage twice
     for stage in plan.stages:
         when = f"<br/>{stage.when}" if stage.when else ""
-        yield f'{number[stage.name]}["{stage.name}<br/><i>{stage.role}.{stage.call}</i>{when}"]'
+        yield f'{number[id(stage)]}["{stage.name}<br/><i>{stage.role}.{stage.call}</i>{when}"]'
     for before, after in zip(plan.stages, plan.stages[1:], strict=False):
         fields = ", ".join(before.added)
         label = f'|"{fields}"| ' if fields else ""
-        yield f"{number[before.name]} -->{label}{number[after.name]}"
+        yield f"{number[id(before)]} -->{label}{number[id(after)]}"
     for resident in plan.residents:
         yield f'{resident.name}(["{resident.name}: {form(plan, resident)}"])'
         for stage in plan.stages:
             if resident.name in stage.awake:
-                yield f"{resident.name} -.- {number[stage.name]}"
+                yield f"{resident.name} -.- {number[id(stage)]}"
     for stage, receiver in plan.weights_to:
-        yield f'{number[stage.name]} ==>|"weights"| {receiver}'
+        yield f'{number[id(stage)]} ==>|"weights"| {receiver}'
 
 
 def picture(plan: RunPlan, path: Path) -> None:
@@ -90,11 +90,11 @@ def draw_plan(plan: RunPlan) -> "Figure":
             axes.annotate("", (2.4, -row - 0.68), (2.4, -row - 0.32), arrowprops={"arrowstyle": "->", "color": "#555555"})
             fields = ", ".join(stage.added)
             axes.text(2.55, -row - 0.5, fields, fontsize=8, color="#555555", verticalalignment="center")
-    rows = {stage.name: row for row, stage in enumerate(plan.stages)}
+    rows = {id(stage): row for row, stage in enumerate(plan.stages)}
     for stage, receiver in plan.weights_to:
         arrow = {"arrowstyle": "-|>", "color": "#c05a1a", "linewidth": 2.5}
-        axes.annotate("", (7.2, middle[receiver]), (4.6, -rows[stage.name]), arrowprops=arrow)
-        between = (-rows[stage.name] + middle[receiver]) / 2
+        axes.annotate("", (7.2, middle[receiver]), (4.6, -rows[id(stage)]), arrowprops=arrow)
+        between = (-rows[id(stage)] + middle[receiver]) / 2
         axes.text(5.9, between + 0.1, "weights", fontsize=8, color="#c05a1a", backgroundcolor="white")
     return figure
 

@@ -47,7 +47,7 @@ from tandem.flow.calls import (
 from tandem.flow.mid_episode import awaited, beside_episodes
 from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
-from tandem.flow.stages import Role, Stage, trace
+from tandem.flow.stages import Role, Stage, TraceError, trace
 from tandem.flow.step import learn_from_preferences, learn_from_rewards, learn_from_rows
 from tandem.models.adapter_beside import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
@@ -227,13 +227,16 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
         plan = _distillation(config)
     elif isinstance(config, TrainConfig):
         plan = _reinforcement(config)
-        plan = plan if step is None else _by(step, plan)
     elif isinstance(config, PreferenceConfig):
         plan = _preference(config)
     elif isinstance(config, SFTConfig | RewardModelConfig):
         plan = _supervised(config)
     else:
         raise ConfigError(f"there is no plan for {type(config).__name__}")
+    if step is not None:
+        if not isinstance(config, TrainConfig):
+            raise ConfigError(f"a step of your own is for training with rewards; {type(config).__name__} has another loop")
+        plan = _by(step, plan)
     for resident in plan.residents:
         if resident.engine is not None and resident.changes and resident.ranks[0]:
             raise ConfigError(
@@ -321,11 +324,16 @@ def _traced(
 
 
 def _by(step: Step, plan: RunPlan) -> RunPlan:
-    """The plan with the step of a script."""
-    after = (stage for stage in plan.stages if stage.kind == "keep")
-    own = dataclasses.replace(plan, stages=(*trace(step, plan.roles), *after), step=step)
-    check_passes(plan, {stage.name for stage in own.passes})
-    return own
+    """The plan with the step of a script, which calls all that the configuration's own step calls, and publishes last."""
+    after = [stage for stage in plan.stages if stage.kind == "keep"]
+    roles = [role for role in plan.roles if role.name not in {stage.role for stage in after}]
+    traced = tuple(trace(step, roles))
+    names = [stage.name for stage in traced]
+    left_out = [one for one in plan.stages if one.kind not in ("score", "keep") and one.name not in names]
+    _refuse_left_out(left_out, "stages that the script's step leaves out")
+    if max(names.index(one.name) for one in traced if one.kind == "update") > names.index("publish"):
+        raise TraceError("the step publishes weights before it has made them: call publisher.publish() after the updates")
+    return dataclasses.replace(plan, stages=(*traced, *after), step=step)
 
 
 def check_passes(plan: RunPlan, passes: Collection[str]) -> None:
@@ -334,11 +342,16 @@ def check_passes(plan: RunPlan, passes: Collection[str]) -> None:
     Raises:
         ConfigError: it leaves some out; names them.
     """
-    missing = [f"{stage.name} ({stage.role}.{stage.call})" for stage in plan.passes if stage.name not in passes]
-    if missing:
+    missing = [stage for stage in plan.passes if stage.name not in passes]
+    _refuse_left_out(missing, "passes that the script's loop does not make")
+
+
+def _refuse_left_out(stages: Sequence[Stage], what: str) -> None:
+    if stages:
+        named = ", ".join(f"{stage.name} ({stage.role}.{stage.call})" for stage in stages)
         raise ConfigError(
-            f"this configuration needs passes that the script's loop does not make: {', '.join(missing)}; use `tandem "
-            "train`, which makes all of them, or change algorithm.*"
+            f"this configuration needs {what}: {named}; use `tandem train`, which makes all of them, or change the keys "
+            "that ask for them (algorithm.*, critic.*, constraint.*, rollout.verify)"
         )
 
 

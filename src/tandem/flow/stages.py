@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from tandem.api.failures import kind_and_text
 from tandem.api.stage import Declaration, Kind
 from tandem.config.errors import ConfigError
 
@@ -99,7 +100,7 @@ class Handle:
         raise AttributeError(f"a step can ask of {self._role.name}: {known}; {name!r} is none of these")
 
 
-MAY_BE_ABSENT = ("verifier", "reference", "critic", "teacher", "constraint", "loader", "workflow")
+MAY_BE_ABSENT = ("verifier", "reference", "critic", "teacher", "constraint")
 
 
 def handles(roles: Iterable[Role], conduct: Call, **beside: Any) -> SimpleNamespace:
@@ -124,7 +125,7 @@ class Traced:
             "whether a role is there, or decide inside of a stage"
         )
 
-    __getitem__ = __iter__ = __bool__ = __len__ = __contains__ = _refuse
+    __getitem__ = __setitem__ = __iter__ = __bool__ = __len__ = __contains__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse()
@@ -141,20 +142,36 @@ def trace(step: Callable[..., Any], roles: Iterable[Role]) -> Iterator[Stage]:
     """The stages that a step calls, in order; nothing is computed.
 
     Raises:
-        TraceError: it asks for a value; or it calls a stage before what that reads was added.
+        TraceError: it asks for a value, calls a stage before what that reads was added, or returns something else than a
+            batch and metrics.
     """
     stages: list[Stage] = []
 
-    def write_down(role: Role, call: str, *arguments: Any) -> Any:
+    def write_down(role: Role, call: str, *arguments: Any, **named: Any) -> Any:
         stage = role.stage(call)
         stages.extend((stage, *role.inner))
         declared, kind = stage.declared, stage.kind
-        there = next((one.fields for one in arguments if isinstance(one, Traced)), frozenset())
+        batches = [one.fields for one in (*arguments, *named.values()) if isinstance(one, Traced)]
+        if declared.reads and not batches:
+            raise TraceError(f"{role.name}.{call} was given no batch")
+        there = batches[0] if batches else frozenset()
         if missing := sorted(set(declared.reads) - there):
             raise TraceError(f"{role.name}.{call} reads {', '.join(missing)}, which no stage before it adds")
         if kind in ("collect", "pass"):
             return Traced(there | {*declared.adds, *declared.may_add})
         return TracedMetrics()
 
-    step(handles(roles, write_down))
-    yield from stages
+    try:
+        returned = step(handles(roles, write_down, loader=object(), workflow=object()))
+    except ConfigError:
+        raise
+    except Exception as error:  # boundary: a script's step
+        raise TraceError(
+            f"a step may not read values: it failed while it was traced, before any batch or metric is there: "
+            f"{kind_and_text(error)}"
+        ) from error
+    match returned:
+        case (Traced(), dict()):
+            yield from stages
+        case _:
+            raise TraceError("a step returns the batch and a dict of metrics: return batch, metrics")

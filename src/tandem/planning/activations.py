@@ -170,14 +170,27 @@ def head_kept(shape: Shape, batch: MicroBatch, dtype: Dtype, *, context: int = 1
     return batch.predicted * (BYTES[dtype] * shape.hidden + 20) / context
 
 
-def head_forward(shape: Shape, batch: MicroBatch, chunk_tokens: int, *, context: int = 1, compiled: bool = False) -> float:
-    """Bytes of logits that exist at a time without gradients: the logits and their log-softmax in float32; ``compiled``: the
-    logits of four times as many rows in bfloat16."""
+def head_forward(
+    shape: Shape,
+    batch: MicroBatch,
+    chunk_tokens: int,
+    dtype: Dtype = "float32",
+    *,
+    context: int = 1,
+    compiled: bool = False,
+) -> float:
+    """Bytes of logits that exist at a time without gradients: the logits and their log-softmax in float32, beside the logits
+    in bfloat16 that they were; ``compiled``: the logits of four times as many rows in bfloat16."""
     rows = -(-batch.predicted // context)
     if compiled:
         return float(BYTES["bfloat16"] * min(ROWS_FOR_ONE * chunk_tokens, rows) * shape.vocab)
-    copies = 2 + shape.final_softcap
-    return FLOAT32 * copies * min(chunk_tokens, rows) * shape.vocab
+    a_logit = FLOAT32 * (2 + shape.final_softcap) + _rounded(dtype)
+    return float(a_logit * min(chunk_tokens, rows) * shape.vocab)
+
+
+def _rounded(dtype: Dtype) -> int:
+    """Bytes of a logit as it leaves the product, where the softmax is of another number."""
+    return BYTES[dtype] if dtype == "bfloat16" else 0
 
 
 def head_backward(
@@ -192,8 +205,8 @@ def head_backward(
 ) -> tuple[float, float]:
     """Bytes at a time in the head's backward pass: of logits, and of the head's own gradient.
 
-    Logits and their softmax are float32, a rounded copy stands beside them in bfloat16; the gradient of the weights is
-    summed in float32, if they are not ``frozen``.
+    Logits and their softmax are float32, a rounded copy of them and of their gradient stands beside them in bfloat16; the
+    gradient of the weights is summed in float32, if they are not ``frozen``.
     ``compiled``: the gradient of the logits is written over them, and a sum in float32 is made only of several chunks.
     """
     if compiled:
@@ -201,6 +214,6 @@ def head_backward(
         several = -(-batch.predicted // context) > ROWS_FOR_ONE * chunk_tokens
         return logits, 0.0 if frozen else float((BYTES[dtype] + FLOAT32 * several) * shape.embedding)
     rows = min(chunk_tokens, -(-batch.predicted // context))
-    a_logit = 2 * FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" else 0) + 2 * FLOAT32 * shape.final_softcap
-    gradient = FLOAT32 + (BYTES[dtype] if dtype == "bfloat16" else 0)
+    a_logit = 2 * FLOAT32 + 2 * _rounded(dtype) + 2 * FLOAT32 * shape.final_softcap
+    gradient = FLOAT32 + _rounded(dtype)
     return a_logit * rows * shape.vocab, 0.0 if frozen else gradient * shape.embedding

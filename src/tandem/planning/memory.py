@@ -271,7 +271,7 @@ def _scoring(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem
     yield room.item(model.role, "activations", layer)
     if model.head != "scalar":
         settings = {"context": spread.context, "compiled": _has_compiled_head(model)}
-        logits = activations.head_forward(shape, batch, model.chunk_tokens, **settings)
+        logits = activations.head_forward(shape, batch, model.chunk_tokens, model.dtype, **settings)
         yield room.item(model.role, "logits", logits)
 
 

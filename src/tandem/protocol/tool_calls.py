@@ -100,14 +100,21 @@ class CallReader:
         return self.read_text(self._decode(ids), tools, prompt=prompt, stop_reason=stop_reason)
 
     def read_text(
-        self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        prompt: str = "",
+        stop_reason: StopReason,
+        must_open: bool = False,
     ) -> Reply:
-        """Reads a reply from its text, special tokens included; as `read`."""
+        """Reads a reply from its text, special tokens included; as `read`. ``must_open``: what stands before a closing mark
+        is no thinking unless it was opened."""
         ended = stop_reason == StopReason.STOP
         text = text[: len(text) - len(self._turn_end(text))]
-        reasoning, start = self._split_thinking(text, prompt)
+        reasoning, start = self._split_thinking(text, prompt, must_open)
         if not tools and start == 0 and not self.family.noise:
-            return Reply(self._plain(text), stop_reason=stop_reason)
+            return Reply(self.words(text), stop_reason=stop_reason)
         calls: list[Call] = []
         beside, at = [], start
         for found in self.find(text, start, ended=ended) if tools else ():
@@ -115,7 +122,7 @@ class CallReader:
             at = found.end
             calls += self._judged(found, text[found.start : found.end], tools)
         beside.append(text[at:])
-        content = self._plain("".join(beside))
+        content = self.words("".join(beside))
         salt = f"{prompt}\0{text}"
         return Reply(
             content.strip() if calls or reasoning else content,
@@ -181,14 +188,14 @@ class CallReader:
             else:
                 yield Call(name, fitted, CallStatus.OK, text, call_id=own_id)
 
-    def _split_thinking(self, text: str, prompt: str) -> tuple[str, int]:
+    def _split_thinking(self, text: str, prompt: str, must_open: bool) -> tuple[str, int]:
         """The thinking at the beginning of a reply, and where the rest begins."""
         opening, closing = self.family.thinking
         begins = re.compile(r"\s*" + re.escape(opening.strip())).match(text)
         end = text.find(closing)
         if begins is None and not prompt.rstrip().endswith(opening.strip()):
             call = self._opening.search(text)
-            if end < 0 or opening.startswith("<|") or (call is not None and call.start() < end):
+            if must_open or end < 0 or opening.startswith("<|") or (call is not None and call.start() < end):
                 return "", 0  # no thinking, or a closing mark that belongs to something else
         start = begins.end() if begins else 0
         return (text[start:], len(text)) if end < 0 else (text[start:end].strip(), end + len(closing))
@@ -203,8 +210,8 @@ class CallReader:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _plain(self, text: str) -> str:
-        """Without marks that are no words."""
+    def words(self, text: str) -> str:
+        """A text without marks that are no words."""
         if self._noise is not None:
             text = self._noise.sub("", text)
         return self._marks.sub("", text) if self._special else text
@@ -213,7 +220,8 @@ class CallReader:
 class ReplyStream:
     """A reply that is read while it is written: its words at once, its calls when it has ended.
 
-    With tools, content has no white space around it.
+    With tools, content has no white space around it. Thinking is what the prompt or the reply opens as such: words that
+    were sent are no thinking any more.
     """
 
     def __init__(self, reader: CallReader, tools: Sequence[Mapping[str, Any]], prompt: str):
@@ -223,8 +231,9 @@ class ReplyStream:
         self._thinks: bool | None = None
         self._called = False
         family = reader.family
-        marks = [f"(?P<call>{family.opening})"] * bool(tools) + [family.noise] * bool(family.noise) + reader.special_marks
-        self._marks = regex.compile("|".join(marks) or "(?!)")
+        no_words = [family.noise] * bool(family.noise) + reader.special_marks
+        self._marks = regex.compile("|".join([f"(?P<stop>{family.opening})"] * bool(tools) + no_words) or "(?!)")
+        self._thinking_marks = regex.compile("|".join([f"(?P<stop>{re.escape(family.thinking[1])})", *no_words]))
 
     def add(self, text: str) -> Reply:
         """Takes more text, special tokens included; returns the words that are certain."""
@@ -236,8 +245,10 @@ class ReplyStream:
     def finish(self, text: str, stop_reason: StopReason) -> Reply:
         """Takes the last text; returns the rest of the reply."""
         text = self._text + text
-        reply = self._reader.read_text(text, self._tools, prompt=self._prompt, stop_reason=stop_reason).shown()
-        content, reasoning = reply.content.strip() if self._tools else reply.content, reply.reasoning.strip()
+        read = self._reader.read_text(text, self._tools, prompt=self._prompt, stop_reason=stop_reason, must_open=True)
+        reply = read.shown()
+        content = reply.content.strip() if self._tools else reply.content
+        reasoning = self._reader.words(reply.reasoning).strip()
         sent = self._sent
         return replace(
             reply, content=content.removeprefix(sent["content"]), reasoning=reasoning.removeprefix(sent["reasoning"])
@@ -254,10 +265,9 @@ class ReplyStream:
             self._waiting = begun.removeprefix(opening.strip()) if written else self._waiting
         if not self._thinks:
             return ""
-        mark = regex.search(re.escape(closing), self._waiting, partial=True)
-        assert mark is not None  # the empty beginning of one at the end
-        words = self._take("reasoning", mark.start(), bare=True)
-        if not mark.partial:
+        at, ended = self._next_mark(self._thinking_marks)
+        words = self._take("reasoning", at, bare=True)
+        if ended:
             self._waiting = self._waiting.lstrip()[len(closing) :]
             self._thinks = False
         return words
@@ -265,14 +275,17 @@ class ReplyStream:
     def _content(self) -> str:
         if self._called:
             return ""
-        mark = self._marks.search(self._waiting, partial=True)
-        while mark is not None and not mark.partial and not (self._tools and mark["call"]):
+        at, self._called = self._next_mark(self._marks)
+        return self._take("content", at, bare=bool(self._tools or self._sent["reasoning"]))
+
+    def _next_mark(self, marks: "regex.Pattern[str]") -> tuple[int, bool]:
+        """The place where a mark that ends the words begins, or may begin, in the waiting text, and whether it is whole.
+        Marks that are no words go."""
+        mark = marks.search(self._waiting, partial=True)
+        while mark is not None and not mark.partial and not mark.groupdict().get("stop"):
             self._waiting = self._waiting[: mark.start()] + self._waiting[mark.end() :]
-            mark = self._marks.search(self._waiting, mark.start(), partial=True)
-        self._called = mark is not None and not mark.partial
-        return self._take(
-            "content", mark.start() if mark else len(self._waiting), bare=bool(self._tools or self._sent["reasoning"])
-        )
+            mark = marks.search(self._waiting, mark.start(), partial=True)
+        return (len(self._waiting), False) if mark is None else (mark.start(), not mark.partial)
 
     def _take(self, kind: str, end: int, *, bare: bool) -> str:
         """The waiting text up to ``end``. ``bare``: without white space around all that is sent of this kind."""

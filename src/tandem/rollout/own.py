@@ -1,6 +1,7 @@
 """Functions of the user's as workflows: episodes that ask the engine, and agents that are given an endpoint."""
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -15,6 +16,9 @@ from tandem.rollout.recording.forest import Node
 from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.recording.session import RecordingSession, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
+
+LOOK_BESIDE_S = 5.0
+"""Longest time that a sample waits for the rewards of replies that are left out, which are only told."""
 
 AGENT_ARGUMENTS = ("base_url", "api_key", "data")
 """The arguments of an agent in each episode."""
@@ -151,8 +155,10 @@ async def judge_reply(
         )
 
     result = await judged(session.last)
-    beside = await asyncio.gather(*map(judged, session.left_out if output is None else ()), return_exceptions=True)
-    session.outdone = any(isinstance(other, RewardResult) and other.value > result.value for other in beside)
+    looks = asyncio.gather(*map(judged, session.left_out if output is None else ()), return_exceptions=True)
+    with contextlib.suppress(TimeoutError):  # only told: no sample waits long for it
+        beside = await asyncio.wait_for(looks, LOOK_BESIDE_S)
+        session.outdone = any(isinstance(other, RewardResult) and other.value > result.value for other in beside)
     return {"reward": result.value, "raw_rewards": dict(result.raw_rewards), **result.details()}
 
 

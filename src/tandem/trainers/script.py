@@ -51,7 +51,11 @@ def open_training(
     Raises:
         ConfigError: anything about the configuration; or it needs a pass that is not among ``passes``, or not in ``step``.
     """
-    return _reinforcement(config, passes, step) if isinstance(config, TrainConfig) else _rows(config)
+    if isinstance(config, TrainConfig):
+        return _reinforcement(config, passes, step)
+    if passes is not None or step is not None:
+        raise ConfigError(f"passes= and step= are for training with rewards; leave them out with {type(config).__name__}")
+    return _rows(config)
 
 
 @contextmanager

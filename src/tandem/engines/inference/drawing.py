@@ -64,8 +64,8 @@ def draw_most_probable(
 
     Tokens lie in the order of their probabilities, equal ones in that of their numbers; a uniform number is a place in their
     cumulative sum. All sums are of whole multiples of 2^-60, so they are exact, and every way finds the same token: the
-    ``width`` highest probabilities are sorted; where the set is not among them a CPU sorts all, and a GPU, which the host
-    would have to ask where that is, finds the token by the digits of its probability (`_find`) wherever it might be.
+    ``width`` highest probabilities are sorted. If the set may be wider, a CPU sorts everything; a GPU, where asking would
+    make the host wait, finds the token by the digits of its probability (`_find`).
     ``widest``: the largest of ``top_k``, if it is known.
     """
     size = probabilities.shape[-1]
@@ -128,7 +128,7 @@ def _weight_of(key: torch.Tensor) -> torch.Tensor:
 
 def _limit(top_p: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
     """The sum that tokens must reach together."""
-    return (top_p.double() * totals.double()).ceil().long()
+    return (top_p.double() * totals.double()).ceil().long().clamp(min=1)
 
 
 def _target(uniforms: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

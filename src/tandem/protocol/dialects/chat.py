@@ -131,7 +131,7 @@ def piece(delta: Mapping[str, Any], index: int = 0, logprobs: Any = None, reason
 
 
 def pieces(reply: Reply, index: int, logprobs: Any, *, last: bool) -> Iterator[dict[str, Any]]:
-    """The next parts of a streamed reply; the last one says why it ended, and stands behind calls by itself."""
+    """The next parts of a streamed reply; the last one says why it ended. After calls it comes by itself."""
     made = [*deltas(reply), *([{}] if reply.calls else [])]
     made = made or ([{}] if last or logprobs else [])
     for number, delta in enumerate(made, 1):

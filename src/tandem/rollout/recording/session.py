@@ -139,9 +139,10 @@ class RecordingSession:
         self.forest, self.counts = forest, Counts()
         self.reward: dict[str, Any] | None = None
         self.failure: EpisodeFailure | None = None
+        """Why the last turn failed in the engine, which the agent saw as a refusal; None after one that went well."""
+
         self.outdone = False
         """True if the reward found a reply that is left out better than the one that it judges."""
-        """Why the last turn failed in the engine, which the agent saw as a refusal; None after one that went well."""
 
         self.refused: Refusal | None = None
         """The last refusal of a request."""

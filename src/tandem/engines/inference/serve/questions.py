@@ -25,7 +25,11 @@ WITHOUT_EFFECT: Mapping[str, list[Any]] = {
 }
 """Parameters of OpenAI's that this engine does not have, with the values that ask for nothing; others are refused."""
 
-CHAT_WITHOUT_EFFECT = {"top_logprobs": [0, None], "response_format": [{"type": "text"}, None]}
+CHAT_WITHOUT_EFFECT = {
+    "top_logprobs": [0, None],
+    "response_format": [{"type": "text"}, None],
+    "parallel_tool_calls": [True, None],
+}
 LEGACY_WITHOUT_EFFECT = {"best_of": [1, None], "echo": [False, None], "suffix": ["", None]}
 
 DEFAULT_LEGACY_TOKENS = 16
@@ -107,6 +111,9 @@ def chat_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Schema:
         "name": optional(text(256)),
         "tool_calls": optional(array(call, 0, 128)),
         "tool_call_id": optional(text(256)),
+        "reasoning_content": optional(text(limits.max_body_bytes)),
+        **{key: {"type": "null"} for key in ("refusal", "audio", "function_call")},  # of an answer that is sent back
+        "annotations": optional(array({"type": "object"}, 0, 0)),
     }
     function = {
         "type": "object",
