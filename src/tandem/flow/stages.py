@@ -6,9 +6,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from tandem.api.failures import kind_and_text
 from tandem.api.stage import Declaration, Kind
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, kind_and_text
 
 
 class TraceError(ConfigError):
