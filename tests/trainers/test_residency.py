@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import runpy
 import signal
 import subprocess
@@ -265,7 +266,7 @@ def test_under_the_planned_peak_a_run_finishes_that_cannot_with_everything_awake
     free = in_process(tmp_path / "free", big, 0, *keys)
     assert measured["RssAnon"] - base["RssAnon"] == pytest.approx(planned, rel=0.05)
     assert asleep.returncode == 0, asleep.stderr
-    assert awake.returncode != 0 and "emory" in awake.stderr
+    assert awake.returncode != 0 and re.search("emory|can.t start new thread", awake.stderr)  # whose stack is memory too
     assert free.returncode == 0, free.stderr
     folders = [tmp_path / name / "tandem" / "trial" for name in ("asleep", "free")]
     assert outcome(folders[0]) == outcome(folders[1])
