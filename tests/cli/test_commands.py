@@ -224,7 +224,7 @@ def test_a_configuration_of_another_command_is_told_by_its_keys(command, capsys)
 
 
 class Panic(BaseException):
-    """What a library in Rust raises."""
+    """The error of a library in Rust."""
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,11 @@ def test_metrics_to_watch_are_in_the_catalogue():
     assert {name for preset in PRESETS.values() for name in preset.watch} <= set(METRICS)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.refused])
 def test_what_a_page_says_is_refused_is_refused(preset):
-    for changes, message in SCRIPT["refusals"](preset):
+    refused = list(SCRIPT["refusals"](preset))
+    assert refused
+    for changes, message in refused:
         assert message, f"algorithm={preset} {changes} is not refused"
 
 

@@ -3,6 +3,7 @@
 python -m tests.trainers.colocated ROOT MODELS CAP_MIB KEY=VALUE…   (prints a JSON line: peaks over the start, in MiB)
 """
 
+import argparse
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem.api.weights import tensor_digest
+from tandem.cli.main import run
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.build import build_train_engine
@@ -178,7 +181,8 @@ def measured(cap_mib: int, work: Callable[[], object]) -> None:
 def main(root: str, models: str, cap_mib: str, *more: str) -> None:
     """Trains, under a limit of this process's data unless ``cap_mib`` is 0."""
     keys = keys_of(Path(root), Path(models), JUDGES, *more)
-    measured(int(cap_mib), lambda: train(load_config(TrainConfig, None, keys)))
+    work = partial(measured, int(cap_mib), lambda: train(load_config(TrainConfig, None, keys)))
+    sys.exit(run(lambda _: work(), argparse.Namespace(debug=False)))  # errors are told as a command tells them
 
 
 if __name__ == "__main__":

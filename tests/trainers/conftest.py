@@ -30,7 +30,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def zygote():
-    """What it imports takes seconds: one for all files."""
+    """A process that has imported torch and the trainers, from which runs are forked: one for all files."""
     trainers = (f"tandem.trainers.{name}" for name in ("rl", "sft", "preference", "reward", "distill"))
     with Zygote(*(f"tests.trainers.{name}" for name in MODULES), *trainers) as zygote:
         yield zygote

@@ -39,6 +39,11 @@ def whole(model, tmp_path_factory):
     return evaluated(model, tmp_path_factory.mktemp("evaluations"), f"data=[{DATA}/gsm8k, {DATA}/svamp]")
 
 
+def test_rows_of_numbers_are_judged_by_math_where_no_reward_is_named(model, tmp_path):
+    found = evaluated(model, tmp_path, "reward=null", "max_rows=2").results["data"]["gsm8k"]
+    assert (found["judged_by"], found["failed"]) == ("math", {})
+
+
 class Judged(RolloutWorkflow):
     """Its judgement fails in all rows but ``fine``."""
 

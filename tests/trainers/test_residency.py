@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-import re
 import runpy
 import signal
 import subprocess
@@ -64,7 +63,7 @@ EVALUATED = ("evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.every_
 def test_a_run_whose_models_sleep_is_the_run_in_which_all_are_awake_to_the_bit(models, tmp_path, more):
     limit = "memory_limit_gib=0.0007" if "actor.lora.rank=2" in more else TIGHT
     awake = run(tmp_path / "awake", models, *more)
-    for order in (JUDGES, JUDGES[::-1]) if more else (JUDGES[::-1],):
+    for order in (JUDGES, JUDGES[::-1]):
         asleep = run(tmp_path / order[0], models, limit, *more, order=order)
         assert outcome(asleep.folder) == outcome(awake.folder)
         last = rows(asleep.folder)[-1]
@@ -266,7 +265,7 @@ def test_under_the_planned_peak_a_run_finishes_that_cannot_with_everything_awake
     free = in_process(tmp_path / "free", big, 0, *keys)
     assert measured["RssAnon"] - base["RssAnon"] == pytest.approx(planned, rel=0.05)
     assert asleep.returncode == 0, asleep.stderr
-    assert awake.returncode != 0 and re.search("emory|can.t start new thread", awake.stderr)  # whose stack is memory too
+    assert awake.returncode != 0 and "emory" in awake.stderr
     assert free.returncode == 0, free.stderr
     folders = [tmp_path / name / "tandem" / "trial" for name in ("asleep", "free")]
     assert outcome(folders[0]) == outcome(folders[1])

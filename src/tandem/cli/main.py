@@ -201,8 +201,9 @@ def _no_process(error: BaseException | None) -> str:
                 "Type `ulimit -u 4096` before the command" if 0 <= most < 4096 else "Let the container have more (pids.max)"
             )
             return (
-                f". No process or thread can be started. `ulimit -u` is {most if most >= 0 else 'unlimited'} and counts all "
-                f"programs of your user; a container may allow fewer (pids.max). {more}, or ask for fewer by threads=1"
+                ". No process or thread can be started: there are too many, or no memory for another. `ulimit -u` is "
+                f"{most if most >= 0 else 'unlimited'} and counts all programs of your user; a container may allow fewer "
+                f"(pids.max). {more}, or ask for fewer by threads=1"
             )
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""

@@ -176,7 +176,7 @@ class EpisodeRunner:
                     raise
             except BaseException as error:  # the episode boundary, also for sys.exit()
                 if limit.expired():
-                    raise DataFailure("deadline", f"not done after {timeout_s:g} s (episode_timeout_s)") from error
+                    raise DataFailure("deadline", f"not done after {timeout_s:g} s (by episode_timeout_s)") from error
                 raise as_failure(error) from error.__cause__
         raise AssertionError("unreachable: the last attempt returns or raises")
 
