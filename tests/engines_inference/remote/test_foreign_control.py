@@ -19,6 +19,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.foreign import expected_digests
+from tandem.engines.inference.remote.foreign.in_server import tandem_vllm_worker
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.weights.cuda_ipc import CudaIpcChannel
@@ -219,6 +220,7 @@ def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, f
         server.extension = "tandem_vllm_worker.TandemWorker"
         engine = attach(kind, server, folder).take_by_group()
         assert engine.capabilities == {"in_place", "shared_memory"}
+        groups.append(group_of(server))
         for number in (1, 2):
             delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
             version = WeightVersion(number, version_digest(delivery.digests), "run")
@@ -227,7 +229,8 @@ def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, f
             engine.commit_weights(version)
             groups.append(group_of(server))
             assert server.seed != before and set(ask(engine).versions) == {number}
-        assert server.flushed == 2 and groups[0] is groups[1] is not None
+        assert server.flushed == 2
+        assert groups[0] is groups[1] is groups[2] is not None, "it is made at the start"
         groups.clear()
         engine.close()
         assert group_of(server) is None
@@ -236,6 +239,17 @@ def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, f
 
 def group_of(server):
     return server.worker.tandem_group if isinstance(server, VllmStandIn) else server.group
+
+
+def test_a_server_with_another_nccl_is_refused_at_the_start(folder, monkeypatch):
+    versions = iter(["2.27.5", "2.26.2"])
+    monkeypatch.setattr(tandem_vllm_worker, "version_of", lambda backend: next(versions))
+    with VllmStandIn(folder) as server:
+        server.extension = "tandem_vllm_worker.TandemWorker"
+        engine = attach(KINDS["vllm"], server, folder)
+        with pytest.raises(ConfigError, match=r"does not join .* 2\.2.* 2\.2.*: install the same version"):
+            engine.take_by_group()
+        engine.close()
 
 
 def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):

@@ -308,7 +308,8 @@ class VllmStandIn(StandIn):
             return answer({"results": [None]})
         if body["method"] == "tandem_gpu":
             return answer({"results": [self.gpu]})
-        assert (self.paused and "weights" not in self.asleep) or body["method"] == "tandem_leave"
+        paused = self.paused and "weights" not in self.asleep
+        assert paused or body["method"] in ("tandem_join", "tandem_leave")
         await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, ServerFailed, TandemError
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery
+from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, WeightGroup
 from tandem.protocol.client import HttpClient
 
 CONTROL_TIMEOUT_S = 60.0
@@ -221,6 +221,16 @@ class ServerProtocol(ABC):
             if isinstance(error, TandemError):
                 raise
             raise ServerFailed(f"the stream of weights to it broke off: {error}", url=self.http.base_url) from error
+
+    def join_group(self) -> None:
+        """Makes the group now: what keeps it from being made is known before the first step. Raises `ServerFailed`."""
+        assert self.by_group is not None
+        with self._failing():
+            self.by_group.send(self._joined)
+
+    def _joined(self) -> WeightGroup:
+        """Both ends of a new group; only asked where `lacks_to_join` found nothing."""
+        raise NotImplementedError(f"{self.maker} joins no group")
 
     def leave_group(self, *, tell: bool) -> None:
         """Closes this end of the group. ``tell``: the server lives on, and closes its end too."""

@@ -271,10 +271,15 @@ class ForeignServer(InferenceEngine):
             ConfigError: it cannot; with the remedy.
         """
         lacking = self._protocol.lacks_to_join()
+        if lacking is None:
+            reached = host or own_address(urlsplit(self.url).hostname or "127.0.0.1")
+            self._protocol.by_group, self._protocol.reads_memory = GroupDelivery(Way(reached, backend, device)), True
+            try:
+                self._protocol.join_group()
+            except ServerFailed as error:  # libraries of other versions, a firewall
+                lacking = f"does not join the process group of the weights: {error}"
         if lacking is not None:
             raise ConfigError(f"{self.name} at {self.url} {lacking}. Or leave rollout.weights.channel out: by folders")
-        reached = host or own_address(urlsplit(self.url).hostname or "127.0.0.1")
-        self._protocol.by_group, self._protocol.reads_memory = GroupDelivery(Way(reached, backend, device)), True
         return self
 
     def keep_kv(self) -> None:

@@ -150,14 +150,14 @@ def group_backend(device: str, trainer: Sequence[int], server: Sequence[int]) ->
 
 
 class GroupDelivery:
-    """The group that a protocol keeps: made at the first update, and made anew after a failure."""
+    """The group that a protocol keeps: made at the start, and made anew after a failure."""
 
     def __init__(self, way: Way):
         self.way = way
         self.group: WeightGroup | None = None
 
-    def send(self, make: Callable[[], WeightGroup], send: Callable[[WeightGroup], None]) -> None:
-        """Raises what either raises; this end of the group is closed then."""
+    def send(self, make: Callable[[], WeightGroup], send: Callable[[WeightGroup], None] = lambda group: None) -> None:
+        """Makes the group where there is none, and sends. Raises what either raises; this end is closed then."""
         try:
             self.group = self.group or make()
             send(self.group)
