@@ -1,6 +1,7 @@
 """The plan of a run: what it lists is what runs, for the loop, for the planner and for the example scripts."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,15 @@ def test_the_command_prints_the_plan_and_draws_a_picture(tmp_path, capsys):
     capsys.readouterr()
     assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "--png", str(tmp_path / "no" / "a.png")]) == 2
     assert "--png" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_graph_as_data(capsys):
+    assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "algorithm=ppo", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"before": "update", "after": "publish", "by": "actor.weights"} in found["edges"]
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    assert stages["values"]["pool"] == "critic" and stages["values"]["adds"] == ["values", "bootstrap_value"]
+    assert [model["name"] for model in found["models"]] == ["actor", "critic", "engine"]
 
 
 def test_the_page_shows_what_the_command_prints(capsys):

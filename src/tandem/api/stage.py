@@ -33,7 +33,7 @@ class Declaration:
     reads_state: tuple[str, ...] = ()
     writes_state: tuple[str, ...] = ()
     may_read: tuple[str, ...] = ()
-    """Read where they are there, or where the role's configuration needs them."""
+    """Read where they are there, or where the role's configuration needs them. ``rewards/``: every field that begins so."""
 
     may_add: tuple[str, ...] = ()
     """Added where the role's configuration needs them."""

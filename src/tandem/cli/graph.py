@@ -4,9 +4,11 @@ examples:
   tandem graph examples/gsm8k_grpo.yaml
   tandem graph examples/gsm8k_grpo.yaml algorithm=ppo --png ppo.png
   tandem graph examples/addition_preference.yaml --for preference --mermaid
+  tandem graph examples/gsm8k_grpo.yaml --json | jq '.edges[] | select(.after == "publish")'
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
@@ -14,14 +16,16 @@ from tandem.cli.running import resolve
 from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
 from tandem.config.preference import may_sleep
-from tandem.flow.draw import mermaid, picture, text
+from tandem.flow.draw import data, mermaid, picture, text
 from tandem.flow.plan import plan_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
-    parser.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
+    as_what = parser.add_mutually_exclusive_group()
+    as_what.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
+    as_what.add_argument("--json", action="store_true", help="print models, stages and which stage waits for which, as JSON")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file, a PNG whatever its name")
 
 
@@ -34,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         sleeping = sleep_plan_here(config, plan)
         slept = "" if sleeping is None else describe_sleep(sleeping)
-    print(mermaid(plan) if arguments.mermaid else text(plan))
-    if slept and not arguments.mermaid:
+    print(json.dumps(data(plan), indent=2) if arguments.json else mermaid(plan) if arguments.mermaid else text(plan))
+    if slept and not (arguments.mermaid or arguments.json):
         print(slept)
     if arguments.png is not None:
         try:

@@ -58,7 +58,7 @@ def open_scorer(
     process = Process(device, threads)
     residency = Residency(None, Path(), PhaseTimer(), open_model)
     roles = open_scores(config, plan, process, tokenizer, residency)
-    conductor = LocalConductor(lambda stage: contextlib.nullcontext(), residency)
+    conductor = LocalConductor(lambda stage: contextlib.nullcontext(), residency, plan)
     return make_scorer(config, plan, roles, conductor, process.team)
 
 

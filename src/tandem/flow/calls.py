@@ -39,7 +39,7 @@ PREPARE_BATCH = _calls(
         *("input_ids", "loss_mask", "rollout_logprobs", "versions", "temperature", "stop_reason", "expired"),
         *("reward", "accuracy", "group_id", "sample_id", "in_statistics", "in_loss"),
     ),
-    may_add=("token_rewards", "greedy", "replayed"),
+    may_add=("token_rewards", "greedy", "replayed", "rewards/"),
     reads_state=("weights", "random"),
     writes_state=("random",),
     title="generate",
@@ -54,7 +54,7 @@ NEXT_BATCH = _calls(
 )
 VERIFIER = _calls(
     "verify_if_due",
-    reads=("input_ids", "loss_mask", "rollout_logprobs", "versions", "temperature"),
+    reads=("input_ids", "loss_mask", "rollout_logprobs", "versions", "temperature", "group_id"),
     reads_state=("weights",),
     title="verify",
     time="verify",

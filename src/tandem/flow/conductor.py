@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tandem.flow.plan import RunPlan
 from tandem.flow.residency import Residency
 from tandem.flow.stages import Role, Stage
 
@@ -23,6 +24,14 @@ class Conductor(ABC):
     def prepare(self, name: str) -> None:
         """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
 
+    def value(self, promised: Any) -> Any:
+        """The result of a stage, where it is only promised: for a script that looks at it."""
+        return promised
+
+    def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
+        """Ends a step, which has returned these; what is only promised is waited for. Collective."""
+        return batch, dict(metrics)
+
     def of(self, objects: Mapping[str, Any]) -> Callable[..., Any]:
         """The function that handles call, where roles are these objects."""
 
@@ -39,8 +48,8 @@ class Conductor(ABC):
 class LocalConductor(Conductor):
     """Everything in this process, at once. The time of a stage counts towards `Stage.time`."""
 
-    def __init__(self, around: Around, residency: Residency):
-        """``residency``: wakes what a stage needs."""
+    def __init__(self, around: Around, residency: Residency, plan: RunPlan):
+        """``residency``: wakes what a stage needs. ``plan``: of the run, for those whose calls wait for each other."""
         self._around, self._residency = around, residency
 
     def prepare(self, name: str) -> None:

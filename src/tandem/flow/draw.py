@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tandem.flow.order import edges, pools_of
 from tandem.flow.plan import Resident, RunPlan
 
 if TYPE_CHECKING:
@@ -33,6 +34,28 @@ def form(plan: RunPlan, resident: Resident) -> str:
     shared = f", on the weights of {resident.trunk_of}" if resident.trunk_of is not None else ""
     what = "generates" if resident.engine is None else "trained" if resident.trained else "frozen"
     return f"{adapters}{what}{shared}{fewer}"
+
+
+def data(plan: RunPlan) -> dict[str, Any]:
+    """The same as plain data: ``models``, ``stages`` in order, and ``edges`` (`tandem.flow.order.edges`)."""
+    models = [{"name": one.name, "form": form(plan, one), "ranks": list(one.ranks)} for one in plan.residents]
+    pools = pools_of(plan)
+    stages = [
+        {
+            "name": stage.name,
+            "call": f"{stage.role}.{stage.call}",
+            "kind": stage.kind,
+            "reads": [*stage.declared.reads],
+            "may_read": [*stage.declared.may_read],
+            "adds": [*stage.added],
+            "awake": [*stage.awake],
+            "pool": pools.get(stage.role, "controller"),
+            "when": stage.when,
+        }
+        for stage in plan.stages
+    ]
+    ties = [{"before": before, "after": after, "by": by} for before, after, by in edges(plan)]
+    return {"models": models, "stages": stages, "edges": ties}
 
 
 def mermaid(plan: RunPlan) -> str:

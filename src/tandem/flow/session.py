@@ -230,7 +230,7 @@ def open_session(
             start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
-            conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency)
+            conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency, plan)
             scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, conductor, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)

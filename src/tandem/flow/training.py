@@ -49,9 +49,8 @@ class TrainingSession(ABC):
     def step(self) -> tuple[TensorDict, dict[str, float]]:
         """Trains one step; returns the batch with all its fields, and metrics. Collective."""
         assert self.plan.step is not None, "a plan that trains has a step"
-        run = handles(self.plan.roles, self.conductor.of(self.roles), **self.given)
-        batch, metrics = self.plan.step(run)
-        return batch, metrics
+        run = handles(self.plan.roles, self.conductor.of(self.roles), value=self.conductor.value, **self.given)
+        return self.conductor.settle(*self.plan.step(run))
 
     @property
     def given(self) -> Mapping[str, Any]:

@@ -109,6 +109,7 @@ class Actor:
             "expired",
             "in_loss",
             "greedy",
+            "rewards/",
             "token_rewards",
             "values",
             "bootstrap_value",

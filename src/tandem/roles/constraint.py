@@ -32,7 +32,7 @@ class Constraint:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.multiplier = float(state["multiplier"])
 
-    @stage("multiplier", reads=("sample_id", "in_statistics"), may_read=("replayed",))
+    @stage("multiplier", reads=("loss_mask", "sample_id", "in_statistics"), may_read=("replayed", "rewards/"))
     def follow(self, batch: TensorDict) -> dict[str, float]:
         """Moves λ by the mean cost of the new samples that enter statistics; returns both. Replayed ones, of an earlier
         policy, have moved it before."""
@@ -56,7 +56,9 @@ class Constraint:
             )
         return {"constraint/cost": mean, "constraint/multiplier": self.multiplier}
 
-    @stage("penalty", reads=("reward",), adds=("reward",), may_read=("token_rewards",), may_add=("token_rewards",))
+    @stage(
+        "penalty", reads=("reward",), adds=("reward",), may_read=("token_rewards", "rewards/"), may_add=("token_rewards",)
+    )
     def penalise(self, batch: TensorDict) -> TensorDict:
         """The batch with J = (R − λ·C) / (1 + λ) as its ``reward``. Samples whose reward has no such part cost nothing."""
         fields = {"reward": lagrangian(batch["reward"], self._costs(batch).nan_to_num(), self.multiplier)}
