@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tandem.api.scoring import FrozenModel, Score
     from tandem.api.workflow import GroupReward, RewardFn, RewardResult, RolloutWorkflow
     from tandem.cli.main import run_script
+    from tandem.cli.objects import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, train
     from tandem.config.errors import ConfigError
     from tandem.config.experiment import SFTConfig, TrainConfig
     from tandem.config.load import load_config
@@ -48,8 +49,10 @@ __all__ = [
     "Actor",
     "ChatWorkflow",
     "ConfigError",
+    "DPOTrainer",
     "DataFailure",
     "FrozenModel",
+    "GRPOTrainer",
     "Group",
     "GroupReward",
     "InfrastructureFailure",
@@ -64,8 +67,10 @@ __all__ = [
     "RewardModel",
     "RewardModelConfig",
     "RewardResult",
+    "RewardTrainer",
     "RolloutWorkflow",
     "SFTConfig",
+    "SFTTrainer",
     "Sample",
     "Score",
     "SearchBox",
@@ -86,6 +91,7 @@ __all__ = [
     "prepared_by",
     "run_script",
     "tool_schema",
+    "train",
 ]
 
 _MODULES = {
@@ -97,6 +103,7 @@ _MODULES = {
     "api.scoring": ("FrozenModel", "Score"),
     "api.workflow": ("GroupReward", "RewardFn", "RewardResult", "RolloutWorkflow"),
     "cli.main": ("run_script",),
+    "cli.objects": ("DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer", "train"),
     "config.errors": ("ConfigError",),
     "config.experiment": ("SFTConfig", "TrainConfig"),
     "config.load": ("load_config",),

@@ -181,32 +181,48 @@ def test_a_wrong_type_names_value_type_line_and_what_is_expected(reward):
 
 
 THEIRS = {
-    "trl": ("TRL", "def trl(prompts, completions, answer, **kwargs): return [c == a for c, a in zip(completions, answer)]"),
-    "strict": ("TRL", "def strict(completions, answer): return [float(c == a) for c, a in zip(completions, answer)]"),
-    "waits": ("TRL", "async def waits(completions, answer, **kwargs): return [completions[0] == answer[0]]"),
-    "compute_score": (
-        "verl",
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return {'score': solution_str == ground_truth, 'acc': 1.0, 'pred': solution_str}",
-    ),
-    "plain": ("verl", "def plain(data_source, solution_str, ground_truth, extra_info): return solution_str == ground_truth"),
+    "trl": "def trl(prompts, completions, answer, **kwargs): return [c == a for c, a in zip(completions, answer)]",
+    "strict": "def strict(completions, answer): return [float(c == a) for c, a in zip(completions, answer)]",
+    "waits": "async def waits(completions, answer, **kwargs): return [completions[0] == answer[0]]",
+    "array": "def array(completions, answer, **_):\n"
+    "    import numpy as np\n    return np.array(completions) == np.array(answer)",
+    "none": "def none(prompts, completions, answer, trainer_state, log_metric, **_):\n"
+    "    log_metric('seen', 1)\n    return [1.0 if c == a else None for c, a in zip(completions, answer)]",
+    "compute_score": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return {'score': solution_str == ground_truth, 'acc': 1.0, 'pred': solution_str}",
+    "plain": "def plain(data_source, solution_str, ground_truth, extra_info): return solution_str == ground_truth",
+    "columns": "def columns(data_source, solution_str, ground_truth, extra_info, **kwargs):\n"
+    "    return (solution_str == ground_truth) * (data_source == 'here') * extra_info['weight']",
 }
+"""Rewards as TRL's and verl's users write them, unchanged."""
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_a_function_of_trl_or_verl_is_named_with_the_lines_that_adapt_it(tmp_path, name):
-    whose, source = THEIRS[name]
+def test_a_function_of_trl_or_verl_judges_as_it_stands(tmp_path, name, caplog):
+    (tmp_path / "theirs.py").write_text(THEIRS[name])
+    row = {"answer": "c", "data_source": "here", "extra_info": {"weight": 1}}
+    with caplog.at_level("INFO"), closing(build_reward(f"{tmp_path}/theirs.py:{name}", timeout_s=20.0)) as built:
+        built.check_row(row)
+        assert call(built, **row).value == 1.0
+        assert call(built, **(row | {"answer": "other", "prompt": "a column"})).value == 0.0
+        with pytest.raises(ConfigError, match="needs 'answer', which is no column of the row"):
+            built.check_row({"data_source": "here"})
+    origin = "verl" if "solution_str" in THEIRS[name] else "TRL"
+    assert f"theirs.py:{name} has the signature of {origin}: it is called so" in caplog.text
+
+
+def test_a_function_of_trl_gets_chats_where_the_rows_have_chats(tmp_path):
+    source = "def chats(prompts, completions): return [prompts[0][-1]['content'] == completions[0][0]['content']]"
     (tmp_path / "theirs.py").write_text(source)
-    says = pytest.raises(ConfigError, match=f"has {whose}'s signature.*use reward=.*theirs.py:{name}_here")
-    with closing(build_reward(f"{tmp_path}/theirs.py:{name}", timeout_s=20.0)) as built, says as caught:
-        built.check_row({"answer": "c"})
-    lines = str(caught.value).split("\n\n")[1]
-    assert lines.count("\n") <= 3
-    (tmp_path / "adapted.py").write_text(f"{source}\n\n\n{lines}\n")
-    with closing(build_reward(f"{tmp_path}/adapted.py:{name}_here", timeout_s=20.0)) as adapted:
-        adapted.check_row({"answer": "c"})
-        assert call(adapted, answer="c").value == 1.0
-        assert call(adapted, answer="other", prompt="a column").value == 0.0
+    with closing(build_reward(f"{tmp_path}/theirs.py:chats", timeout_s=20.0)) as built:
+        assert call(built, prompt=[{"role": "user", "content": "c"}]).value == 1.0
+
+
+def test_the_score_of_a_verl_function_is_the_reward_and_acc_its_accuracy(tmp_path):
+    (tmp_path / "theirs.py").write_text(THEIRS["compute_score"])
+    with closing(build_reward(f"{tmp_path}/theirs.py:compute_score", timeout_s=20.0)) as built:
+        found = call(built, answer="c")
+    assert (found.value, found.accuracy, found.rewards) == (1.0, 1.0, {})
 
 
 def test_what_is_no_finite_number_is_a_named_failure(reward):

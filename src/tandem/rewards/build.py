@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,9 @@ from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.function import AsyncReward, FunctionReward, OwnGroupReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import compared, is_async
 from tandem.rewards.pool import WorkerPool
+from tandem.rewards.signatures import adapted, origin_of
+
+log = logging.getLogger(__name__)
 
 Judge = RewardFn | GroupReward
 
@@ -314,6 +318,9 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
         inspect.signature(make)
     except (TypeError, ValueError):
         raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
+    if origin := origin_of(make):
+        log.warning("%s has the signature of %s: it is called so, with one completion at a time", key, origin)
+        make = adapted(make)
     reward: FunctionReward = (
         AsyncReward(make, term.name, timeout_s=timeout_s)
         if is_async(make)

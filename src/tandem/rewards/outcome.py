@@ -36,28 +36,11 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-THEIRS = {
-    "completions": """TRL\'s
-{define} {name}_here(prompt, completion, completion_ids, **row):
-    row |= {{"prompts": prompt, "completions": completion, "completion_ids": completion_ids}}
-    return ({call}(**{{name: [value] for name, value in row.items(){some}}}))[0]
-
-If it reads chats, as completion[0]["content"]: "completions": [{{"role": "assistant", "content": completion}}]""",
-    "solution_str": """verl\'s
-{define} {name}_here(completion, {truth}, **row):
-    where = {{"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info")}}
-    score = {call}(solution_str=completion, ground_truth={truth}, **where)
-    return score["score"] if isinstance(score, dict) else score""",
-}
-"""A parameter that tells whose signature a function has: whose, and what adapts it. ``some``: a condition where the function
-does not take every column."""
-
-
 class Arguments:
     """The arguments that a function takes, read from its signature once."""
 
     def __init__(self, function: Callable[..., Any], name: str):
-        self.name, self.is_async = name, is_async(function)
+        self.name = name
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.names = {p.name for p in named}
@@ -74,18 +57,6 @@ class Arguments:
         absent = sorted(self.required - {*GIVEN, *LENT} - set(columns))
         if not absent:
             return None
-        for whose, _, lines in (THEIRS[word].partition("\n") for word in THEIRS if word in absent):
-            lines = lines.format(
-                define="async def" if self.is_async else "def",
-                name=self.name.rpartition(":")[2],
-                call=("await " if self.is_async else "") + self.name.rpartition(":")[2],
-                some="" if self.rest else f" if name in {sorted(self.names)}",
-                truth="ground_truth" if "ground_truth" in columns else "answer",
-            )
-            return (
-                f"reward {self.name} has {whose} signature, and here a reward judges one completion. Write this below "
-                f"it, and use reward={self.name}_here:\n\n{lines}"
-            )
         return (
             f"reward {self.name} needs {', '.join(map(repr, absent))}, which is no column of the row; "
             f"columns there: {', '.join(map(str, columns)) or 'none'}; always there: {', '.join(GIVEN)}"

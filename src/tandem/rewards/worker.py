@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.outcome import read_outcome, words_of
+from tandem.rewards.signatures import adapted
 from tandem.workers.child import Answering, failure_message, load_function, serve
 
 
@@ -29,7 +30,7 @@ def main(requests: int, answers: int, spec: str) -> None:
     """Serves until the run closes its end of the pipe."""
 
     def load() -> Answering:
-        function = load_function(spec)
+        function = adapted(load_function(spec))
         return lambda arguments: judge(function, arguments)
 
     serve(requests, answers, load, reason="reward_raised", tidy=True)
