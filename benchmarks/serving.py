@@ -1,10 +1,11 @@
 """Measures what HTTP costs, what a second server brings, and how long an update stops servers. Ratios within one run.
 
-    python benchmarks/serving.py                          # SmolLM2-135M: the three parts with `tandem serve`
+    python benchmarks/serving.py                          # SmolLM2-135M: the four parts with `tandem serve`
     python benchmarks/serving.py --vllm ENV/bin/python    # and vLLM's pause on the same machine
     python benchmarks/serving.py --requests 4 --tokens 8 --rounds 1 --updates 1      # only to see that it starts
 
 Throughput: the same requests, once to an engine in a process of its own and once to a server of the same model, in turn.
+Latency: the same of one request of 1 and of 32 tokens, with nothing beside it.
 Cores: the same requests to one server on one core, then shared by two servers on a core each, in turn.
 Pause: servers with requests under way take the same weights from a folder; ``pause_s`` is when nothing is generated,
 ``recompute_s`` the keys and values of running requests under the new weights (vLLM computes them after its pause, and
@@ -13,6 +14,7 @@ says no time). One vLLM server gets all the requests that two of ours share. Pri
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -167,14 +169,30 @@ class Servers:
         return server
 
 
+def both(servers: Servers) -> dict[str, Sequence[InferenceEngine]]:
+    """One that is served, and one whose process this one has on a pipe."""
+    threads, version = servers.arguments.threads, WeightVersion(0)
+    config = EmbeddedEngineConfig(threads=threads)
+    local = EmbeddedProcess.start(servers.folder, config, servers.dtype, "cpu", version=version, threads=threads)
+    servers.stack.callback(local.close)
+    return {"served": [servers.ours("served", threads)], "in_process": [local]}
+
+
 def served_throughput(servers: Servers) -> dict[str, float]:
     """Served against in process."""
     asked = servers.arguments
-    config, dtype = EmbeddedEngineConfig(threads=asked.threads), servers.dtype
-    local = EmbeddedProcess.start(servers.folder, config, dtype, "cpu", version=WeightVersion(0), threads=asked.threads)
-    servers.stack.callback(local.close)
-    contenders = {"served": [servers.ours("throughput", asked.threads)], "in_process": [local]}
-    return throughput(contenders, asked.requests, asked.tokens, asked.rounds)
+    return throughput(both(servers), asked.requests, asked.tokens, asked.rounds)
+
+
+def latency(servers: Servers) -> dict[str, float]:
+    """Milliseconds of a request alone, of 1 and of 32 tokens, served and in process: medians of 10 a round."""
+    contenders, lengths = both(servers), (1, 32)
+    found: dict[str, list[float]] = {f"{name}_{length}_ms": [] for name in contenders for length in lengths}
+    for number in range(-1, servers.arguments.rounds):
+        for name, length in itertools.product(sorted(contenders, reverse=bool(number % 2)), lengths):
+            took = [1e3 * seconds(contenders[name], requests_of(1, length, 10 * number + i)) for i in range(10)]
+            found[f"{name}_{length}_ms"] += took if number >= 0 else []  # the first round warms up
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def two_cores(servers: Servers) -> dict[str, float]:
@@ -204,7 +222,7 @@ def pause(servers: Servers) -> dict[str, float]:
     return result
 
 
-PARTS = {"throughput": served_throughput, "cores": two_cores, "pause": pause}
+PARTS = {"throughput": served_throughput, "latency": latency, "cores": two_cores, "pause": pause}
 
 
 def main() -> None:

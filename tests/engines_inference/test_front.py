@@ -70,6 +70,11 @@ def until(condition, timeout_s=60.0):
     return time.monotonic() - began
 
 
+def children():
+    """The processes below this one."""
+    return set(psutil.Process().children(recursive=True))
+
+
 def idle(engine):
     statistics = engine.statistics()
     return statistics["running"] == statistics["waiting"] == 0
@@ -225,10 +230,10 @@ def test_closing_fails_whoever_waits_and_all_who_come_later_and_can_be_repeated(
             engine.pause()
         return results
 
-    children = psutil.Process().children()
+    before = children()
     results = asyncio.run(close_under_way())
     assert all(isinstance(result, EngineDied) for result in results)
-    assert psutil.Process().children() == children
+    assert children() == before
 
 
 def test_what_the_engines_thread_raises_reaches_every_caller(folder):
@@ -301,6 +306,15 @@ class TestProcess:
         engine.close()
         assert not psutil.pid_exists(engine.pid)
 
+    def test_one_that_ends_at_its_start_or_is_too_slow_is_told_apart(self, folder, monkeypatch):
+        start, others = ChildStart(folder, ROLLOUT.engine, torch.float32, "cpu", WeightVersion(0), 1, False), children()
+        with pytest.raises(WaitTimeout, match=r"had not loaded its model within 0\.01 s"):
+            Link.start(start, Callers(), 0.01)
+        monkeypatch.setattr(sys, "path", [])  # so that it does not find Tandem
+        with pytest.raises(EngineDied, match=r"at its start its process \d+ ended with exit status 1; see its output above"):
+            Link.start(start, Callers(), 60)
+        assert children() == others
+
     @pytest.mark.slow
     def test_a_stopped_process_is_killed_on_close_and_a_call_to_it_ends_at_its_deadline(self, folder):
         start = ChildStart(folder, ROLLOUT.engine, torch.float32, "cpu", WeightVersion(0), 1, False)
@@ -308,7 +322,7 @@ class TestProcess:
         os.kill(link.pid, signal.SIGSTOP)
         with pytest.raises(WaitTimeout, match=r"did not answer statistics within 0\.3 s"):
             link.call("statistics", timeout_s=0.3)
-        link.close(timeout_s=0.3)
+        link.close()
         assert not psutil.pid_exists(link.pid)
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
@@ -322,12 +336,12 @@ class TestProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"},
         ) as parent:
             line = parent.stdout.readline().split()
             assert line, parent.stderr.read()
             child, orphan = psutil.Process(int(line[0])), int(line[1])
-            assert child.is_running() and child.ppid() == parent.pid
+            assert child.is_running() and psutil.Process(parent.pid) in child.parents()
             parent.send_signal(how)
             parent.wait(30)
             until(lambda: gone(child), 60)

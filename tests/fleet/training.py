@@ -72,11 +72,12 @@ def killer(root, after_steps):
 
 
 def engines():
-    """Server and engine processes below this one."""
+    """Server and engine processes below this one, without their keepers, which have the same words behind their own."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if {"tandem.engines.inference.child", "serve"} & set(process.cmdline()):
+            words = process.cmdline()
+            if {"tandem.engines.inference.child", "serve"} & set(words) and not any("keeper.py" in word for word in words):
                 found.append(process)
         except psutil.Error:
             continue

@@ -130,7 +130,7 @@ def command_of(folder, address):
         while not address.is_file():
             assert process.poll() is None
             time.sleep(0.1)
-        (engine,) = psutil.Process(process.pid).children(recursive=True)
+        _keeper, engine = psutil.Process(process.pid).children(recursive=True)
         yield process, engine
     finally:
         process.kill()

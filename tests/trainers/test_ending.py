@@ -38,6 +38,11 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def is_engine(line: str) -> bool:
+    """True for the engine's process, and not for its keeper, which has the same words behind its own."""
+    return "tandem.engines.inference.child" in line and "keeper.py" not in line
+
+
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
 
@@ -89,7 +94,7 @@ def test_ctrl_c_ends_a_run_within_seconds_and_leaves_nothing_but_its_folder(star
     memory = shared_memory()
     process = started(f"placement={placement}")
     children = descendants(process.pid)
-    assert any("tandem.engines.inference.child" in line for line in children.values()) == (placement == "decoupled")
+    assert any(map(is_engine, children.values())) == (placement == "decoupled")
     assert children  # the reward's worker at least
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
     began = time.monotonic()
@@ -109,7 +114,7 @@ def test_ctrl_c_ends_a_run_within_seconds_and_leaves_nothing_but_its_folder(star
 def test_a_killed_engine_process_ends_the_command_within_seconds_saying_so(started, tmp_path):
     process = started("placement=decoupled")
     children = descendants(process.pid)
-    (engine,) = [pid for pid, line in children.items() if "tandem.engines.inference.child" in line]
+    (engine,) = [pid for pid, line in children.items() if is_engine(line)]
     os.kill(engine, signal.SIGKILL)
     began = time.monotonic()
     output, _ = process.communicate(timeout=60)

@@ -130,6 +130,12 @@ def resumed_is_whole(runs: Runs, steps: int, *kills: tuple[str, int]) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_whose_engine_has_a_process_of_its_own_goes_on_too(zygote, overrides, tmp_path):
+    runs = Runs(zygote, tmp_path, "rl", [*overrides, *SAVED_EACH_STEP, "placement=decoupled"])
+    resumed_is_whole(runs, 3, ("after the optimizer step", 2))
+
+
+@pytest.mark.slow
 @pytest.mark.invariant
 def test_everything_that_a_run_can_remember_comes_back(zygote, overrides, tmp_path):
     items = [*overrides, *SAVED_EACH_STEP, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "algorithm.kl.target=0.01"]

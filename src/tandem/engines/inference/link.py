@@ -1,18 +1,19 @@
 """The pipe to an engine's process: what travels over it (both ends are ours, so it is pickled), and the parent's end, which
-starts the process, talks to it, notices its end, and ends it."""
+has the process started, talks to it and notices its end.
+
+To the child goes its `ChildStart`, then lists of pickled calls ``(number, method of Driver, arguments)``, which are answered
+under their number if they have one. From the child come ``(word, arguments)``: *ready* or *died* at first; then *resolve*
+and *progress* for `Callers`, one message a step each, and *answer* to a call; *died* last, with its reason and traceback.
+"""
 
 import itertools
-import os
 import pickle
 import queue
-import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -27,8 +28,9 @@ from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import kind_and_text
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Callers, NewTokens, Result
+from tandem.engines.inference.callers import Callers
 from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
+from tandem.engines.inference.remote.launch import ServerProcess, own_environment
 
 
 @dataclass(frozen=True)
@@ -42,51 +44,6 @@ class ChildStart:
     version: WeightVersion
     threads: int
     deterministic: bool
-
-
-@dataclass(frozen=True)
-class MethodCall:
-    """To the child: a method of `Driver`, answered under its number if it has one."""
-
-    number: int | None
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Ready:
-    """From the child, first: the model is loaded."""
-
-
-@dataclass(frozen=True)
-class RequestResults:
-    """From the child: results of requests, in one message a step."""
-
-    results: tuple[Result, ...]
-
-
-@dataclass(frozen=True)
-class StreamNews:
-    """From the child: new tokens of requests that are streamed, in one message a step."""
-
-    drawn: tuple[tuple[int, NewTokens], ...]
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """From the child: what a call gave, or raised."""
-
-    number: int
-    value: Mapping[str, float] | None = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class Died:
-    """From the child, last: what ended it, with its traceback."""
-
-    reason: str
-    trace: str
 
 
 def portable(error: Exception) -> Exception:
@@ -115,14 +72,13 @@ FIRST_WORD_S = 5.0
 class Link:
     """A running engine process. Nothing but `call` waits for it; results go to ``callers``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, callers: Callers):
+    def __init__(self, process: ServerProcess, connection: Connection, callers: Callers):
         self._process, self._connection, self._callers = process, connection, callers
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._calls: dict[int, Future[Mapping[str, float] | None]] = {}
         self._ended: str | None = None
-        self._closing = False
         self._threads = [
             threading.Thread(target=self._write, name="engine-writer", daemon=True),
             threading.Thread(target=self._read, name="engine-reader", daemon=True),
@@ -136,21 +92,37 @@ class Link:
             EngineDied: it ended; with its traceback.
             WaitTimeout: it was not ready within ``timeout_s``.
         """
-        process, connection = _launch(start.threads)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = ServerProcess.start(
+                # A fresh interpreter and not `multiprocessing`: that would import the user's script a second time.
+                [sys.executable, "-P", "-m", "tandem.engines.inference.child"],
+                stdin=theirs.fileno(),
+                environment=own_environment(start.threads),
+                grace_s=CLOSE_TIMEOUT_S,
+            )
+        link = cls(process, Connection(ours.detach()), callers)
         try:
-            connection.send_bytes(pickle.dumps(start))
-            _wait_ready(process, connection, timeout_s)
-        except BaseException as error:
-            connection.close()
-            process.kill()
-            process.wait()
-            if isinstance(error, (EOFError, OSError)):
-                raise EngineDied(f"at its start {_how_it_ended(process)}; see its output above") from error
+            link._introduce(start, timeout_s)
+        except BaseException:
+            process.close()
+            link._connection.close()
             raise
-        link = cls(process, connection, callers)
         for thread in link._threads:
             thread.start()
         return link
+
+    def _introduce(self, start: ChildStart, timeout_s: float) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(start))
+            in_time = self._connection.poll(timeout_s)
+            word, arguments = pickle.loads(self._connection.recv_bytes()) if in_time else ("", ())
+        except (EOFError, OSError) as error:
+            raise EngineDied(f"at its start {self._how_it_ended()}; see its output above") from error
+        if not in_time:
+            raise WaitTimeout(f"the engine process {self.pid} had not loaded its model within {timeout_s:g} s")
+        if word != "ready":
+            raise EngineDied("at its start: {}\n{}".format(*arguments))
 
     @property
     def pid(self) -> int:
@@ -166,7 +138,7 @@ class Link:
 
     def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
         """Queues a call; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
-        self._outbox.put(pickle.dumps(MethodCall(number, method, arguments)))
+        self._outbox.put(pickle.dumps((number, method, arguments)))
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> dict[str, float]:
         """Runs a method of the driver in the engine's process; see `TIMEOUTS_S`.
@@ -194,20 +166,14 @@ class Link:
             with self._lock:
                 self._calls.pop(number, None)
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Ends the process, kindly at first; kills it after ``timeout_s``. Idempotent."""
-        self._closing = True
+    def close(self) -> None:
+        """Ends the process, kindly at first, and kills it after `CLOSE_TIMEOUT_S`. Idempotent."""
         self._end("the engine was closed", None)
-        self._send("stop")
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.close()
         self._outbox.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout_s)
+                thread.join(CLOSE_TIMEOUT_S)
         self._connection.close()
 
     def _end(self, reason: str, cause: Exception | None) -> None:
@@ -237,84 +203,38 @@ class Link:
             reason, cause = self._listen(), None
         except Exception as error:  # the worker boundary: whoever waits gets the cause
             reason, cause = f"its pipe broke: {kind_and_text(error)}", error
-        if not self._closing:
-            self._end(reason, cause)
+        self._end(reason, cause)
 
     def _listen(self) -> str:
         """Takes messages until the process ends; returns what ended it."""
+        callers = self._callers
+        take: dict[str, Callable[..., None]]
+        take = {"resolve": callers.resolve, "progress": callers.progress, "answer": self._answer}
         while True:
             try:
                 if self._connection.poll(WATCH_S):
-                    message = pickle.loads(self._connection.recv_bytes())
-                elif self._process.poll() is None:
+                    word, arguments = pickle.loads(self._connection.recv_bytes())
+                elif self._process.alive:
                     continue
                 else:
-                    return _how_it_ended(self._process)
+                    return self._how_it_ended()
             except (EOFError, OSError):
-                return _how_it_ended(self._process)
-            if isinstance(message, Died):
-                return f"{message.reason}\n{message.trace}"
-            self._take(message)
+                return self._how_it_ended()
+            if word == "died":
+                return "\n".join(arguments)
+            take[word](*arguments)
 
-    def _take(self, message: Any) -> None:
-        match message:
-            case RequestResults(results):
-                self._callers.resolve(results)
-            case StreamNews(drawn):
-                self._callers.progress(drawn)
-            case CallResult():
-                with self._lock:
-                    answer = self._calls.pop(message.number, None)
-                if answer is None:  # it came too late, nobody waits any more
-                    return
-                if message.error is not None:
-                    answer.set_exception(message.error)
-                else:
-                    answer.set_result(message.value)
+    def _answer(self, number: int, value: Mapping[str, float] | None, error: Exception | None) -> None:
+        with self._lock:
+            answer = self._calls.pop(number, None)
+        if answer is None:  # it came too late, nobody waits any more
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)
 
-
-def _launch(threads: int) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts the interpreter of the child, with a socket pair to it and its own number of threads.
-
-    A fresh interpreter and not `multiprocessing`: that would import the user's script a second time.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tandem.engines.inference.child", str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # the terminal's Ctrl-C does not reach it
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "OMP_NUM_THREADS": str(threads),
-                "MKL_NUM_THREADS": str(threads),
-            },
-        )
-    return process, Connection(ours.detach())
-
-
-def _wait_ready(process: subprocess.Popen[bytes], connection: Connection, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not connection.poll(WATCH_S):
-        if process.poll() is not None:
-            raise EOFError
-        if time.monotonic() > deadline:
-            raise WaitTimeout(f"the engine process {process.pid} had not loaded its model within {timeout_s:g} s")
-    message = pickle.loads(connection.recv_bytes())
-    if isinstance(message, Died):
-        raise EngineDied(f"at its start: {message.reason}\n{message.trace}")
-    if not isinstance(message, Ready):
-        raise EngineDied(f"at its start the engine process said {message!r}")
-
-
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """In words; the process has closed its pipe, so it is about to end if it has not."""
-    try:
-        status = process.wait(CLOSE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return f"its process {process.pid} closed its pipe but did not end"
-    if status < 0:
-        return f"its process {process.pid} was killed by {signal.Signals(-status).name}"
-    return f"its process {process.pid} ended with exit status {status}"
+    def _how_it_ended(self) -> str:
+        """In words; one that has only closed its pipe is ended."""
+        self._process.close()
+        return self._process.how_it_ended() or f"its process {self.pid} does not end"

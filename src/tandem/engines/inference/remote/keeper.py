@@ -139,9 +139,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = os.getppid()
-    process = subprocess.Popen(
-        sys.argv[5:], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus)
-    )
+    process = subprocess.Popen(sys.argv[5:], stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus))
     os.write(1, f"{process.pid}\n".encode())
     os.close(1)
     watch(process, pipe, owner, (int(end_of_all), Path(file)) if file else None, told)

@@ -50,6 +50,12 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in of_others(os.environ).items() if not _OURS.fullmatch(name)}
 
 
+def own_environment(threads: int) -> dict[str, str]:
+    """The variables for a child that runs Tandem itself: the places of this process's modules, and its number of threads."""
+    path = os.pathsep.join(path for path in sys.path if path)
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
 def free_port() -> int:
     """A port of the loopback interface that nobody listens on now."""
     with socket.socket() as one:
@@ -80,7 +86,7 @@ class ServerProcess:
         keeper: Keeper,
         pid: int,
         pipe: int | None,
-        log_file: Path,
+        log_file: Path | None,
         grace_s: float = GRACE_S,
         file: Path | None = None,
     ):
@@ -101,13 +107,14 @@ class ServerProcess:
         cls,
         command: Sequence[str],
         *,
-        log_file: Path,
+        log_file: Path | None = None,
+        stdin: int = subprocess.DEVNULL,
         environment: Mapping[str, str] | None = None,
         cpus: Sequence[int] | None = None,
         grace_s: float = GRACE_S,
         keep: tuple[int, Path] | None = None,
     ) -> "ServerProcess":
-        """Starts the command; what it prints goes to ``log_file``.
+        """Starts the command; what it prints goes to ``log_file``, or without one where this process writes its errors.
 
         ``environment`` is added to this one's, without the variables that are about our own interpreter and libraries;
         ``cpus`` are the cores that it may run on (None: those of this process). ``keep``: the pipe with whose end it ends
@@ -118,17 +125,19 @@ class ServerProcess:
         """
         if not Path(command[0]).is_file():
             raise ConfigError(f"a server's interpreter must be a file, got {command[0]}; give the python of its environment")
-        log_file.parent.mkdir(parents=True, exist_ok=True)
         read, write = os.pipe()
         kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
         if keep is not None:
             private_folder(keep[1].parent)  # before others can read its name in the words of a process
-        with log_file.open("ab") as log:
-            log.write(f"$ {' '.join(command)}\n".encode())
-            log.flush()
+        with contextlib.ExitStack() as stack:
+            log = None
+            if log_file is not None:
+                log_file.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(log_file.open("ab", buffering=0))
+                log.write(f"$ {' '.join(command)}\n".encode())
             keeper = subprocess.Popen(
                 [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), kept, *command],
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 pass_fds=fds,
@@ -141,7 +150,7 @@ class ServerProcess:
             first = words.readline()
         if not first.strip():
             os.close(write)
-            raise EngineDied(f"the keeper of {command[0]} ended at once; see {log_file}")
+            raise EngineDied(f"the keeper of {command[0]} ended at once; see {log_file or 'its output above'}")
         return cls(keeper, int(first), write, log_file, grace_s, None if keep is None else keep[1])
 
     @property
@@ -160,6 +169,8 @@ class ServerProcess:
 
     def last_words(self, lines: int = 20) -> str:
         """The end of its log."""
+        if self.log_file is None:
+            return ""
         with contextlib.suppress(OSError), self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])

@@ -26,7 +26,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, keep, take_over, until_calm
-from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
+from tandem.engines.inference.remote.launch import ServerProcess, own_environment, wait_ready
 from tandem.engines.inference.requests import refuse_unsupported
 from tandem.protocol.client import HttpClient
 
@@ -318,12 +318,7 @@ def start_tandem_server(
         EngineDied: it ended before; with the end of its log.
         WaitTimeout: it was not ready within ``startup_timeout_s``; with the end of its log.
     """
-    threads = str(config.threads or 1)
-    environment = {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-    }
+    environment = own_environment(config.threads or 1)
     if seat is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
     fixed = [*server_command(folder, config, dtype, device, run, Path(), weights_roots), *options]
