@@ -42,6 +42,14 @@ def test_a_value_in_quotes_may_be_a_name_with_knobs_of_its_own():
     assert read_term(term.spelling, "workflow") == term
 
 
+def test_a_text_with_quotes_inside_keeps_what_looks_like_a_file():
+    (term,) = read_terms(r"judge(question='it\'s in mine.py:f', model=x)")
+    assert term.knobs == {"question": "it's in mine.py:f", "model": "x"}
+    recipes = r"by(column='task', recipes={'a': 'judge(question=\"it\'s in mine.py:f\", model=x)'})"
+    (term,) = read_terms(sum_of({"task": "a"}, recipes))
+    assert term.knobs["question"] == "it's in mine.py:f"
+
+
 def test_a_recipe_is_chosen_by_a_column_or_by_the_data_set(tmp_path):
     text = "reward:\n  by: task\n  recipes:\n    sums: [math, {name: format, weight: 0.2}]\n    chat: {name: length}\n"
     config = reward_of(tmp_path, text)

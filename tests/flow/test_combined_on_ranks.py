@@ -41,7 +41,7 @@ def collected(out, ranks):
             batches.append(session.rollout.prepare_batch(session.loader, session.workflow))
             session.rollout.end_step()
         names = ("reward", "rewards/even", "rewards/model", "rewards/points", "token_rewards", "loss_mask")
-        return [{name: batch[name] for name in names} for batch in batches], session.scorer.combination.state_dict()
+        return [{name: batch[name] for name in names} for batch in batches], session.episodes.reward.state_dict()
 
 
 def judged(out, ranks):

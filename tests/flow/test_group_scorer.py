@@ -17,7 +17,7 @@ from tandem.flow.conductor import Conductor
 from tandem.flow.plan import plan_run
 from tandem.flow.scoring import ModelGroupScorer, ModelReader, ScoreRole
 from tandem.flow.writing import Judged, WritingRole
-from tandem.rewards.combination import Combination
+from tandem.rewards.reward import Reward, Sum
 from tests.tiny import CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -47,7 +47,8 @@ def scorer(reward, verdict, *keys, min_group_size=None):
     roles = {one.name: ScoreRole(one, None, reader, len(TOKENIZER), timeout_s=1.0) for one in plan.staged}
     roles |= {one.name: WritingRole(one, None, team) for one in writes}
     hand = Hand(verdict)
-    return ModelGroupScorer(plan, roles, Combination(plan.sums, plan.later), hand, team, min_group_size), hand
+    reward = Reward(plan.reward, {spec: Sum(terms, {}, batch=True) for spec, terms in plan.sums.items()})
+    return ModelGroupScorer(plan, roles, reward, hand, team, min_group_size), hand
 
 
 def said(text, form=1.0, **fields):
@@ -257,7 +258,7 @@ def test_a_change_of_the_reward_closes_the_judges_that_go_and_those_alone():
     first, second = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("first", "second"))
     score.roles[planned.name] = WritingRole(planned, first, Team.alone())
     for engine, gone in ((first, []), (second, ["first"])):
-        score.change(score.plan, {planned.name: WritingRole(planned, engine, Team.alone())}, again=False)
+        score.change(score.plan, {planned.name: WritingRole(planned, engine, Team.alone())})
         assert closed == gone and score.roles[planned.name].engine is engine
     score.close()
     assert closed == ["first", "second"]

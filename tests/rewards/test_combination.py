@@ -13,8 +13,10 @@ from tandem.api.samples import Sample, Trajectory
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Options, read_terms
-from tandem.rewards.build import SumReward, build_reward
-from tandem.rewards.combination import Combination, RunningSpread, Scored
+from tandem.rewards.build import build_reward
+from tandem.rewards.engine_judge import WritingReward
+from tandem.rewards.reward import Reward, RunningSpread, Scored, Sum
+from tandem.rewards.terms import RewardTerm
 
 NONE = torch.zeros(3)
 TOKENS = Trajectory(NONE.long(), NONE.bool(), NONE, NONE.long())
@@ -31,11 +33,21 @@ class Gives(RewardFn):
         return RewardResult(row[self.column])
 
 
-def combined(spec, *samples, groups=None, training=True, combination=None):
-    """The samples of one batch, each as what its terms gave: those of a model are capitals."""
+def terms_of(spec):
+    """The terms of a sum: those of a model are capitals."""
+    scores = {True: WritingReward.__new__(WritingReward), False: None}
+    return [RewardTerm(term, term.label, term.options, scores[term.label.isupper()]) for term in read_terms(spec)]
+
+
+def reward_of(spec, **more):
+    """The reward of a run whose terms have all been judged."""
+    return Reward(spec, {spec: Sum(terms_of(spec), {}, batch=True, **more)})
+
+
+def combined(spec, *samples, groups=None, training=True, reward=None):
+    """The samples of one batch, each as what its terms gave."""
     terms = read_terms(spec)
     later = [term for term in terms if term.label.isupper() or term.options != Options()]
-    combination = combination or Combination({spec: terms}, {spec: later})
     scored = []
     for i, values in enumerate(samples):
         cheap = {name: value for name, value in values.items() if not name.isupper()}
@@ -43,7 +55,7 @@ def combined(spec, *samples, groups=None, training=True, combination=None):
         sample = Sample((TOKENS,), sum(now.values()), now, raw_rewards=cheap)
         models = {name: [value] for name, value in values.items() if name.isupper()}
         scored.append(Scored(sample, groups[i] if groups else 0, spec, values=models))
-    return combination.add(scored, training=training)
+    return (reward or reward_of(spec)).add(scored, training=training)
 
 
 def rewards(samples):
@@ -51,11 +63,12 @@ def rewards(samples):
 
 
 def test_a_baseline_beside_samples_that_are_all_the_same_is_no_millionfold_of_them():
-    terms = read_terms("M(normalise=group)")
-    combination, same = Combination({"": terms}, {"": terms}), [0.1, 0.1, 0.1]
+    reward, same = reward_of("M(normalise=group)"), [0.1, 0.1, 0.1]
     samples = [Sample((TOKENS,), 0.0, in_statistics=value == 0.1) for value in (*same, 1.0)]
-    scored = [Scored(one, 0, "", values={"M": [value]}) for one, value in zip(samples, (*same, 1.0), strict=True)]
-    assert rewards(combination.add(scored)) == [0.0, 0.0, 0.0, 0.0]
+    scored = [
+        Scored(one, 0, reward.default, values={"M": [value]}) for one, value in zip(samples, (*same, 1.0), strict=True)
+    ]
+    assert rewards(reward.add(scored)) == [0.0, 0.0, 0.0, 0.0]
     assert RunningSpread().scale(3.0) == 0.0
 
 
@@ -103,13 +116,13 @@ def test_a_gate_reads_the_value_before_its_weight():
 
 @pytest.mark.parametrize("over", ["running", "group"])
 def test_each_step_earns_its_value_at_its_token_and_the_mean_is_recorded(over):
-    terms, first = read_terms(f"0.5*S(normalise={over}, clip=[-1, 1])"), replace(TOKENS, input_ids=torch.ones(3).long())
+    reward, first = reward_of(f"0.5*S(normalise={over}, clip=[-1, 1])"), replace(TOKENS, input_ids=torch.ones(3).long())
     steps = {(0, 1, 2): [1.0, 2.0, 9.0], (0, 2): [4.0, 0.0]}
     scored = [
-        Scored(Sample((first, TOKENS), 0.25), 0, "", values={"S": values}, tokens={"S": list(tokens)})
+        Scored(Sample((first, TOKENS), 0.25), 0, reward.default, values={"S": values}, tokens={"S": list(tokens)})
         for tokens, values in steps.items()
     ]
-    samples = Combination({"": terms}, {"": terms}).add(scored)
+    samples = reward.add(scored)
     every = [x for values in steps.values() for x in values]
     for sample, (tokens, values) in zip(samples, steps.items(), strict=True):
         wanted = [0.5 * max(-1.0, min(1.0, (x - 3.2) / statistics.pstdev(every))) for x in values]
@@ -121,25 +134,25 @@ def test_each_step_earns_its_value_at_its_token_and_the_mean_is_recorded(over):
 
 @pytest.mark.parametrize("over", ["running", "group"])
 def test_a_sample_outside_statistics_is_scaled_by_the_others(over):
-    terms = read_terms(f"A(normalise={over})")
-    scored = [Scored(Sample((TOKENS,), 0.0, in_statistics=x < 9), 0, "", values={"A": [x]}) for x in (1.0, 50.0, 3.0)]
-    assert rewards(Combination({"": terms}, {"": terms}).add(scored)) == pytest.approx([-1, 48, 1], rel=1e-5)
+    reward, given = reward_of(f"A(normalise={over})"), (1.0, 50.0, 3.0)
+    samples = [Sample((TOKENS,), 0.0, in_statistics=x < 9) for x in given]
+    scored = [Scored(one, 0, reward.default, values={"A": [x]}) for one, x in zip(samples, given, strict=True)]
+    assert rewards(reward.add(scored)) == pytest.approx([-1, 48, 1], rel=1e-5)
 
 
 def test_a_cost_is_a_part_and_not_of_the_sum():
-    terms = read_terms("A + 2*C")
-    values = Scored(Sample((TOKENS,), 0.5), 0, "", values={"A": [3.0], "C": [10.0]})
-    (sample,) = Combination({"": terms}, {"": terms}, cost="C").add([values])
+    values = Scored(Sample((TOKENS,), 0.5), 0, "A + 2*C", values={"A": [3.0], "C": [10.0]})
+    (sample,) = reward_of("A + 2*C", cost="C").add([values])
     assert sample.reward == 3.5 and sample.rewards == {"A": 3.0, "C": 20.0}
 
 
 def test_a_running_mean_outlives_a_change_of_terms_if_its_own_term_does():
-    terms, after = (read_terms(f"A(normalise=running) + B{knobs}") for knobs in ("(normalise=running)", "(clip=[0, 1])"))
+    before, after = (f"A(normalise=running) + B{knobs}" for knobs in ("(normalise=running)", "(clip=[0, 1])"))
     for again, left in ((False, {"A"}), (True, {"A", "B"})):
-        combination = Combination({"": terms}, {"": terms})
-        combination.add([Scored(Sample((TOKENS,), 0.0), 0, "", values={"A": [x], "B": [x]}) for x in (1.0, 3.0)])
-        combination.change({"": after}, {"": after}, again=again)
-        assert combination.state_dict() == {"spreads": {name: [2, 2.0, 2.0] for name in sorted(left)}}
+        reward = reward_of(before)
+        reward.add([Scored(Sample((TOKENS,), 0.0), 0, before, values={"A": [x], "B": [x]}) for x in (1.0, 3.0)])
+        reward.change(reward_of(after), again=again)
+        assert reward.state_dict() == {"spreads": {name: [2, 2.0, 2.0] for name in sorted(left)}}
 
 
 def test_the_order_of_terms_changes_no_bit():
@@ -156,31 +169,28 @@ def test_the_order_of_terms_changes_no_bit():
 def test_what_goes_on_from_a_checkpoint_is_what_was_never_interrupted():
     spec, draw = "A(normalise=running) + b(normalise=running)", random.Random(0).random
     batches = [[{"A": draw(), "b": draw()} for _ in range(5)] for _ in range(4)]
-    terms = read_terms(spec)
-    whole, first, second = (Combination({spec: terms}, {spec: terms}) for _ in range(3))
-    expected = [rewards(combined(spec, *batch, combination=whole)) for batch in batches]
+    whole, first, second = (reward_of(spec) for _ in range(3))
+    expected = [rewards(combined(spec, *batch, reward=whole)) for batch in batches]
     for batch in batches[:2]:
-        combined(spec, *batch, combination=first)
+        combined(spec, *batch, reward=first)
     second.load_state_dict(first.state_dict())
-    assert [rewards(combined(spec, *batch, combination=second)) for batch in batches[2:]] == expected[2:]
+    assert [rewards(combined(spec, *batch, reward=second)) for batch in batches[2:]] == expected[2:]
 
 
 def test_evaluation_normalises_nothing_and_learns_nothing():
     spec = "0.5*A(normalise=running, clip=[-1, 1]) + B(clip=[-1, 1])"
-    terms = read_terms(spec)
-    combination = Combination({spec: terms}, {spec: terms})
-    assert rewards(combined(spec, {"A": 8.0, "B": 3.0}, training=False, combination=combination)) == [5.0]
-    assert combination.state_dict() == {"spreads": {}}
+    reward = reward_of(spec)
+    assert rewards(combined(spec, {"A": 8.0, "B": 3.0}, training=False, reward=reward)) == [5.0]
+    assert reward.state_dict() == {"spreads": {}}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
 def test_a_value_that_is_not_finite_costs_its_sample_and_no_mean(value):
     spec = "A(normalise=running)"
-    terms = read_terms(spec)
-    combination = Combination({spec: terms}, {spec: terms})
-    found = combined(spec, {"A": 1.0}, {"A": value}, {"A": 3.0}, combination=combination)
+    reward = reward_of(spec)
+    found = combined(spec, {"A": 1.0}, {"A": value}, {"A": 3.0}, reward=reward)
     assert isinstance(found[1], DataFailure) and found[1].reason == "reward_not_finite"
-    assert combination.state_dict() == {"spreads": {"A": [2, 2.0, 2.0]}}
+    assert reward.state_dict() == {"spreads": {"A": [2, 2.0, 2.0]}}
 
 
 def test_a_workflow_that_drops_what_the_reward_said_is_told_so():
@@ -188,9 +198,9 @@ def test_a_workflow_that_drops_what_the_reward_said_is_told_so():
         combined("a(clip=[0, 1])", {})
 
 
-def asked(spec, rows, options_later=False, **terms):
+def asked(spec, rows, batch=False, **terms):
     given = {name: Gives(name) for name in terms or rows[0]}
-    reward = SumReward([(t, given[t.label]) for t in read_terms(spec)], options_later=options_later)
+    reward = Sum(terms_of(spec), given, batch=batch)
     ids = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": ()}
     return [asyncio.run(reward(row=row, **ids)) for row in rows], {name: g.asked for name, g in given.items()}
 
@@ -215,9 +225,9 @@ def test_the_accuracy_of_a_sum_is_that_of_the_first_term_that_has_one():
         async def __call__(self, *, row, **rest):
             return RewardResult(0.0, accuracy=row[self.column])
 
-    terms = [(t, Knows(t.label) if t.label != "a" else Gives("a")) for t in read_terms("a + b + c")]
+    judges = {"a": Gives("a"), "b": Knows("b"), "c": Knows("c")}
     ids = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": ()}
-    result = asyncio.run(SumReward(terms)(row={"a": 0.25, "b": 1.0, "c": 0.0}, **ids))
+    result = asyncio.run(Sum(terms_of("a + b + c"), judges)(row={"a": 0.25, "b": 1.0, "c": 0.0}, **ids))
     assert result.accuracy == 1.0
 
 
@@ -236,11 +246,10 @@ def test_any_term_may_have_a_name_of_its_own():
 
 
 def test_a_score_of_steps_that_finds_none_is_a_failure_of_that_sample_alone():
-    terms = read_terms("M")
     samples = [
         Scored(Sample((TOKENS,), 0.0), 0, "M", values={"M": values}, tokens={"M": [2] * len(values)})
         for values in ([], [1.0])
     ]
-    failed, fine = Combination({"M": terms}, {"M": terms}).add(samples)
+    failed, fine = reward_of("M").add(samples)
     assert str(failed) == "no_steps: reward 'M' scores steps and found none in the reply"
     assert fine.reward == 1.0

@@ -89,7 +89,7 @@ def test_a_users_comparison_that_hangs_fails_at_its_deadline_and_the_next_is_jud
     reward.close()
     (tmp_path / "stop").touch()  # the one that blocks has blocked till here
     assert [failure.reason for failure in failures] == ["reward_timeout"] * 2 + ["reward_raised"] * 2
-    assert [(one.value, one.words) for one in fine] == [(0.0, {"odd": "a"}), (1.0, {"odd": "b"})] and len(later) == 1
+    assert [(one.reward, one.words) for one in fine] == [(0.0, {"odd": "a"}), (1.0, {"odd": "b"})] and len(later) == 1
 
 
 def test_a_judge_that_favours_a_place_favours_nobody():

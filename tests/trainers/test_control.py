@@ -5,7 +5,6 @@ import json
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from tandem.config.changes import Change, changed_reward
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.terms import read_terms
-from tandem.rewards.combination import Combination, RunningSpread
 from tandem.state.control import FOLDER, JOURNAL, Mailbox, ask, changes, requests, take_answer
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
@@ -265,19 +262,6 @@ def test_the_first_term_with_options_may_come_later_and_the_last_one_may_go(over
     first, second, third = rows(where)
     assert second["rewards/many"] == pytest.approx(0, abs=1e-6) and second["raw_rewards/many"] > 0
     assert "rewards/many" not in third and "rewards/many" not in first
-
-
-def test_means_of_terms_that_are_gone_are_forgotten():
-    def counting(spec):
-        return {spec: [replace(term, knobs={}) for term in read_terms(spec)]}
-
-    both, one = counting("a(normalise=running) + b(normalise=running)"), counting("b(normalise=running)")
-    combination = Combination(both, both)
-    combination.spreads = {"a": RunningSpread(2, 1.0, 1.0), "b": RunningSpread(3, 2.0, 1.0)}
-    combination.change(one, one, again=True)  # a run that goes on: what was loaded is as it was left
-    assert set(combination.spreads) == {"a", "b"}
-    combination.change(one, one)
-    assert combination.spreads == {"b": RunningSpread(3, 2.0, 1.0)}
 
 
 def test_the_cost_of_a_constraint_stays_a_term_that_costs(overrides, where):

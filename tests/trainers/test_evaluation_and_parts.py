@@ -14,8 +14,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.parts import open_rows
-from tandem.flow.services import RewardBySource, check_names, check_rows, make_reward
-from tandem.rewards.build import build_reward
+from tandem.flow.services import check_names, check_rows, make_reward
 from tests.trainers.evaluating import evaluate
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
@@ -107,7 +106,7 @@ def test_golds_that_are_prose_are_counted_at_start_and_refused_if_all_are(tmp_pa
 
 
 def test_a_long_data_set_is_looked_at_in_a_moment(caplog):
-    reward = RewardBySource("math", {"math": build_reward("math", timeout_s=1.0)})
+    reward = make_reward(TrainConfig(reward="math", reward_timeout_s=1.0))
     solution = "So we add. " * 100 + r"\boxed{7}."
     rows = [
         {"tandem.source": "a", "answer": solution if number % 2 else "First we add, and then we see."}

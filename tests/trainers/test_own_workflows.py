@@ -146,7 +146,7 @@ def config(*items):
 
 def in_training(*items):
     made = config(*items)
-    return training_workflow(made, plan_run(made), Services(tokenizer=None), None)
+    return training_workflow(made, plan_run(made), Services(tokenizer=None), make_reward(made))
 
 
 @pytest.mark.parametrize(

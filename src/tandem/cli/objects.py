@@ -155,9 +155,7 @@ class Trainer:
         """The spelling of a function: a file that holds it as it is, closures and all."""
         name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
         if name in taken or not name.isidentifier():
-            raise ConfigError(
-                f"reward_funcs: two have the name {name}, or it is none; it names the metric"
-            )
+            raise ConfigError(f"reward_funcs: two have the name {name}, or it is none; it names the metric")
         taken.add(name)
         try:
             pickled = base64.b64encode(cloudpickle.dumps(function)).decode()

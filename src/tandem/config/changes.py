@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.config.recipes import recipes_of
-from tandem.config.terms import Term, parse_terms, read_terms
+from tandem.config.terms import Term, parse_terms, read_terms, sum_text
 
 ACTIONS = {
     "reward.weight": "NAME=NUMBER",
@@ -65,11 +65,6 @@ def changed_reward(spec: str, change: Change) -> str:
     if parse_terms(text) != terms:
         raise ConfigError(f"{change}: the reward cannot be written as a sum ({text}); move the file to a plainer path")
     return text
-
-
-def sum_text(terms: Sequence[Term]) -> str:
-    """The terms as one text."""
-    return " + ".join(term.spelling if term.weight == 1.0 else f"{term.weight!r}*{term.spelling}" for term in terms)
 
 
 def _with_weight(terms: Sequence[Term], value: str) -> list[Term]:

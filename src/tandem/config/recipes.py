@@ -1,6 +1,5 @@
 """Rewards as YAML writes them, lists of terms and a recipe for each row, and the one text that they become."""
 
-import ast
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any
 from tandem.config.data import REWARD
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
-from tandem.config.terms import parse_terms, spelled
+from tandem.config.terms import Term, parse_terms, spelled, sum_text
 
 BY = "by(column='task', recipes={'maths': 'math + 0.2*format', 'chat': 'model(path=FOLDER)'})"
 
@@ -53,15 +52,12 @@ def recipes_of(spec: str) -> Recipes | None:
     if not spec.strip().startswith("by("):
         return None
     try:
-        call = ast.parse(spec.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError(spec)
-        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise ConfigError(f"reward {spec!r} cannot be read; a reward for each row is {BY}") from None
-    column, rewards = given.get("column"), given.get("recipes")
+        (term,) = parse_terms(spec)
+    except ValueError as error:  # a ConfigError is one
+        raise ConfigError(f"reward {spec!r} cannot be read; a reward for each row is {BY}") from error
+    column, rewards = term.knobs.get("column"), term.knobs.get("recipes")
     texts = isinstance(rewards, dict) and all(isinstance(x, str) for pair in rewards.items() for x in pair)
-    if set(given) != {"column", "recipes"} or not isinstance(column, str) or not texts or not rewards:
+    if {*term.knobs} != {"column", "recipes"} or not isinstance(column, str) or not texts or not rewards:
         raise ConfigError(f"reward {spec!r} needs the name of a column and the recipes by its values, as in {BY}")
     for name, reward in rewards.items():
         if recipes_of(reward) is not None:
@@ -103,7 +99,7 @@ def reward_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         if not value:
             raise ConfigError("must be a list of terms, and it is empty")
-        return " + ".join(_entry_text(entry) for entry in value)
+        return sum_text([term for entry in value for term in _terms_of(entry)])
     if not isinstance(value, str):
         raise ConfigError(f"must be a name, a sum of names, or a list of terms, got {value!r}")
     return value
@@ -117,18 +113,17 @@ def _term_text(entries: Mapping[str, Any]) -> str:
     return spelled(name, {key: value for key, value in entries.items() if key != "name"}, "name")
 
 
-def _entry_text(entry: Any) -> str:
-    """The text for one term of a list: ``weight`` stands before it, and ``label`` is its name in metrics."""
-    weight, text = 1.0, ""
-    if isinstance(entry, Mapping):
-        weight = entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ConfigError(f"the weight of a term must be a finite number, got {weight!r}")
-        text = _term_text({key: value for key, value in entry.items() if key not in ("weight", "label")})
-        if "label" in entry:
-            text = spelled(text, {"name": str(entry["label"])}, "name")
-    terms = [replace(term, weight=weight * term.weight) for term in parse_terms(text or reward_text(entry))]
-    return " + ".join(term.spelling if term.weight == 1 else f"{term.weight!r}*{term.spelling}" for term in terms)
+def _terms_of(entry: Any) -> list[Term]:
+    """The terms of one entry of a list: ``weight`` stands before it, and ``label`` is its name in metrics."""
+    if not isinstance(entry, Mapping):
+        return parse_terms(reward_text(entry))
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ConfigError(f"the weight of a term must be a finite number, got {weight!r}")
+    text = _term_text({key: value for key, value in entry.items() if key not in ("weight", "label")})
+    if "label" in entry:
+        text = spelled(text, {"name": str(entry["label"])}, "name")
+    return [replace(term, weight=weight * term.weight) for term in parse_terms(text)]
 
 
 def _by_text(entries: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import ast
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,7 +21,7 @@ Spec = Annotated[str, "spec"]
 same text (`tandem.config.recipes`)."""
 
 _FILE = re.compile(
-    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./:]*(?:-[\w./:]+)*)"""
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./:]*(?:-[\w./:]+)*)"""
 )
 """A user's file or ``name:ID``; texts in quotes are passed over."""
 
@@ -120,6 +120,11 @@ def read_term(spec: str, key: str) -> Term:
     if len(terms) != 1 or terms[0].weight != 1.0:
         raise ConfigError(f"{key} {spec!r} must be one name, as in name(knob=value) or my_file.py:name")
     return terms[0]
+
+
+def sum_text(terms: Sequence[Term]) -> str:
+    """The terms as one text."""
+    return " + ".join(term.spelling if term.weight == 1.0 else f"{term.weight!r}*{term.spelling}" for term in terms)
 
 
 def spelled(name: str, knobs: Mapping[str, Any], key: str) -> str:

@@ -17,8 +17,10 @@ from tandem.config.recipes import sums_of
 from tandem.data.dataset import load_dataset
 from tandem.data.known import Benchmark, find_benchmark, locate, recognise
 from tandem.data.table import Reading
-from tandem.flow.services import RewardBySource
-from tandem.rewards.build import build_reward, refuse_only_groups
+from tandem.flow.plan import RunPlan
+from tandem.flow.services import refuse_only_groups
+from tandem.rewards.build import build_sum
+from tandem.rewards.reward import Reward
 
 PROCEDURAL_ROWS = 500
 """Rows of a procedural data set where `max_rows` says nothing."""
@@ -128,27 +130,28 @@ def specs_of(questions: Sequence[Questions]) -> list[str]:
 def make_judges(
     questions: Sequence[Questions],
     timeout_s: float,
+    plan: RunPlan,
     services: Services | None = None,
     *,
     asked: bool = True,
-    models_later: bool = False,
     awaited: Mapping[str, RewardFn] = NOTHING,
-) -> RewardBySource:
-    """The reward of each data set, as one; every row is checked. ``services``: what a reward may ask for by name.
-    ``asked``: False where the workflow does without, as one with an environment. ``models_later`` and
-    ``awaited``: see `build_reward`.
+) -> Reward:
+    """The reward of each data set, as one; every row is checked. ``plan``: of `plan_scores`. ``services``: what a reward may
+    ask for by name. ``asked``: False where the workflow does without, as one with an environment. ``awaited``: see
+    `build_sum`.
 
     Raises:
         ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
     """
-    by_name = {
-        name: build_reward(name, timeout_s=timeout_s, services=services, models_later=models_later, awaited=awaited)
-        for name in specs_of(questions)
+    batch = bool(plan.scores)
+    sums = {
+        name: build_sum(name, terms, timeout_s=timeout_s, services=services, batch=batch, awaited=awaited)
+        for name, terms in plan.sums.items()
     }
-    judges = RewardBySource(questions[0].reward, by_name)
+    judges = Reward(questions[0].reward, sums)
     try:
-        for name, reward in by_name.items():
-            refuse_only_groups(name, reward)
+        for name, summed in sums.items():
+            refuse_only_groups(name, summed)
         for one in questions if asked else ():
             for number, row in enumerate(one.rows, 1):
                 try:

@@ -27,7 +27,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
 from tandem.config.services import NAMED, SERVICES
-from tandem.config.terms import read_term, read_terms
+from tandem.config.terms import read_term
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
@@ -48,7 +48,7 @@ from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
-from tandem.rewards.build import compares_group
+from tandem.rewards.reward import Reward
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import memory_available_gib, versions
 
@@ -103,6 +103,7 @@ class Checked:
     questions: Sequence[Questions]
     services: Services
     workflow: RolloutWorkflow
+    judges: Reward
     tokenizer: PreTrainedTokenizerBase
     asked: TrainConfig
     """The same as a run would be asked for it."""
@@ -139,7 +140,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     )
     questions = open_questions(config)
     rewards = plan_scores(asked, specs_of(questions))
-    check_names(asked, rewards.awaited)
+    check_names(asked, rewards)
     partner = partner_of(asked)
     machine = settle_machine(config, engines=1 if partner is None else 2)
     folder = describing(config.model)
@@ -153,28 +154,20 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     if partner is not None:
         load_tokenizer(describing(partner), chats=True)
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
-    later = bool(rewards.scores)
-    if later:
+    if rewards.scores:
         check_scores(asked, rewards, tokenizer)
         check_models(rewards, machine.device, tokenizer, rows)
     services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
     try:
         models = services.keep(EpisodeScores(rewards))
         services.add(models.rewards)
-        judges = make_judges(
-            questions,
-            config.reward_timeout_s,
-            services,
-            asked=asks,
-            models_later=later,
-            awaited=models.rewards,
-        )
-        judges = services.keep(judges)
+        made = make_judges(questions, config.reward_timeout_s, rewards, services, asked=asks, awaited=models.rewards)
+        judges = services.keep(made)
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
         for one in questions:
             print(one.name, one.reading.told(asked_columns_of(asked, judges)), file=sys.stderr, flush=True)
-        return Checked(machine, questions, services, workflow, tokenizer, asked, rewards, models, partner)
+        return Checked(machine, questions, services, workflow, judges, tokenizer, asked, rewards, models, partner)
     except BaseException:
         services.close()
         raise
@@ -217,7 +210,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         answers = folder.recorded(waves)
         progress = ProgressLine(total, len(answers))
         if len(answers) < total:
-            warn_of_comparisons(workflow, specs_of(questions))
+            warn_of_comparisons(workflow, checked.judges)
             tell_of_cache(config, machine)
             engine = make_engine(config, machine, model)
             checked.services.get("engine").start(engine)
@@ -228,7 +221,9 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
                 checked.services.get("partner").start(partner.engine, partner.tokenizer)
             scorer = None
             if checked.rewards.scores:
-                scorer = open_scorer(checked.asked, checked.rewards, checked.tokenizer, machine.device, machine.threads)
+                scorer = open_scorer(
+                    checked.asked, checked.rewards, checked.judges, checked.tokenizer, machine.device, machine.threads
+                )
                 stack.callback(scorer.close)
                 checked.models.start(scorer.roles, machine.device)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
@@ -352,10 +347,11 @@ def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[st
     }
 
 
-def warn_of_comparisons(workflow: RolloutWorkflow, specs: Sequence[str]) -> None:
-    """Says what judges samples against each other, which an evaluation does not do. ``specs``: the sums that judge rows."""
-    for term in (term for spec in specs for term in read_terms(spec)):
-        if compares_group(term):
+def warn_of_comparisons(workflow: RolloutWorkflow, judges: Reward) -> None:
+    """Says what judges samples against each other, which an evaluation does not do."""
+    every = ((summed, term) for summed in judges.sums.values() for term in summed.terms)
+    for summed, term in every:
+        if summed.compares(term):
             log.warning("reward %r compares the samples of a prompt; an evaluation leaves it out", term.label)
         elif term.options.normalise:
             log.warning("reward %r: an evaluation leaves normalise=%s out", term.label, term.options.normalise)

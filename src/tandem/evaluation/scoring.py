@@ -17,6 +17,7 @@ from tandem.flow.residency import Residency
 from tandem.flow.residents import open_model, open_scores
 from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.session import make_scorer
+from tandem.rewards.reward import Reward
 from tandem.tracking.statistics import PhaseTimer
 
 Groups = dict[tuple[int, int], tuple[Ask, Group]]
@@ -48,7 +49,7 @@ def _answer(item: Ask, asked: Group, outcome: Group | DataFailure) -> Answer:
 
 
 def open_scorer(
-    config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase, device: str, threads: int
+    config: TrainConfig, plan: RunPlan, reward: Reward, tokenizer: PreTrainedTokenizerBase, device: str, threads: int
 ) -> ModelGroupScorer:
     """The scorer of an evaluation by itself, whose models are open and stay awake. ``plan``: of `plan_scores`.
 
@@ -59,7 +60,7 @@ def open_scorer(
     residency = Residency(None, Path(), PhaseTimer(), open_model)
     roles = open_scores(config, plan, process, tokenizer, residency)
     conductor = LocalConductor(lambda stage: contextlib.nullcontext(), residency, plan)
-    return make_scorer(config, plan, roles, conductor, process.team)
+    return make_scorer(config, plan, roles, reward, conductor, process.team)
 
 
 def paths_of(plan: RunPlan) -> Mapping[str, str]:

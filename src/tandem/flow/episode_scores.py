@@ -20,7 +20,7 @@ from tandem.engines.inference.threads import use_gpu
 from tandem.flow.plan import RunPlan
 from tandem.flow.scoring import ScoreRole
 from tandem.flow.writing import WritingRole
-from tandem.rewards.combination import MOST
+from tandem.rewards.reward import MOST
 
 MAX_STUCK = 8
 """Scores that hang, each in a thread that cannot be ended, at which the run ends."""

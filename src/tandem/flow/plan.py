@@ -22,7 +22,7 @@ from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.recipes import sum_of
 from tandem.config.roles import CriticConfig, ReferenceConfig
-from tandem.config.terms import Options, Term, read_terms
+from tandem.config.terms import Term
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.calls import (
     ACTOR,
@@ -50,8 +50,8 @@ from tandem.flow.sharing import share_trunks, with_adapter
 from tandem.flow.stages import Role, Stage, TraceError, trace
 from tandem.flow.step import learn_from_preferences, learn_from_rewards, learn_from_rows
 from tandem.models.adapter_beside import AdapterBeside
-from tandem.rewards.build import build_scores, needs_model
 from tandem.rewards.model import ModelReward
+from tandem.rewards.terms import RewardTerm, read_sum
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 
@@ -122,7 +122,7 @@ class PlannedScore:
     resident: str
     """The model that it reads; several scores share one that they ask for alike."""
 
-    rewards: Mapping[str, Term]
+    rewards: Mapping[str, RewardTerm]
     """The sums that it is a term of, each with the term as it stands there."""
 
     in_episodes: bool = False
@@ -160,7 +160,7 @@ class RunPlan:
     scores: tuple[PlannedScore, ...] = ()
     """The rewards that need a model, in the order of their stages; those that episodes await have none."""
 
-    sums: Mapping[str, tuple[Term, ...]] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, tuple[RewardTerm, ...]] = dataclasses.field(default_factory=dict)
     """Every sum that judges rows, with its terms."""
 
     reward: str = ""
@@ -192,13 +192,9 @@ class RunPlan:
         return tuple(one.name for one in self.scores if one.in_episodes)
 
     @property
-    def later(self) -> dict[str, tuple[Term, ...]]:
-        """Every sum with the terms that are added when a batch is there: those of models, and those with options."""
-        models = {one.name for one in self.staged}
-        return {
-            spec: tuple(term for term in terms if term.label in models or term.options != Options())
-            for spec, terms in self.sums.items()
-        }
+    def later(self) -> tuple[RewardTerm, ...]:
+        """The terms of all sums that are added when a batch is there."""
+        return tuple(term for terms in self.sums.values() for term in terms if term.is_late)
 
     @property
     def passes(self) -> tuple[Stage, ...]:
@@ -376,7 +372,7 @@ def _collecting(config: TrainConfig, judges: Sequence[str]) -> str:
     return ", ".join(["each step", *words]) if words else ""
 
 
-Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[Term, ...]]]
+Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[RewardTerm, ...]]]
 
 
 def plan_scores(config: TrainConfig, specs: Sequence[str]) -> RunPlan:
@@ -406,20 +402,20 @@ def _scores(config: TrainConfig, specs: Iterable[str], taken: set[str]) -> Score
     """
     scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
-    sums: dict[str, tuple[Term, ...]] = {}
+    sums: dict[str, tuple[RewardTerm, ...]] = {}
     for spec in specs:
-        terms = read_terms(spec)
-        plain = {term.label for term in terms if not needs_model(term)}
+        sums[spec] = read_sum(spec)
+        plain = {term.label for term in sums[spec] if term.score is None}
         if both := plain & scores.keys():
             raise _name_taken(spec, min(both))
-        taken, made = taken | plain, build_scores(spec)
-        names = {term.label: name for name, term, _ in made}
-        sums[spec] = tuple(_renamed(term, names) for term in terms)
-        for name, term, score in made:
-            here = next(term for term in sums[spec] if term.label == name)
+        taken = taken | plain
+        for one in sums[spec]:
+            name, term, score = one.label, one.term, one.score
+            if score is None:
+                continue
             same = scores.get(name)
             if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):
-                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: here})
+                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: one})
                 continue
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
                 raise _name_taken(spec, name)
@@ -427,10 +423,12 @@ def _scores(config: TrainConfig, specs: Iterable[str], taken: set[str]) -> Score
             wanted = score.model
             if wanted not in residents:
                 residents[wanted] = _judge(config.actor, name, wanted)
-            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
+            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: one})
     ordered, ranks = _gates_first(scores), generating_ranks(config)
     midway = awaited(workflow_of(config), ordered)
     ordered = tuple(dataclasses.replace(one, in_episodes=one.name in midway) for one in ordered)
+    for spec, terms in sums.items():
+        sums[spec] = tuple(dataclasses.replace(term, awaited=term.label in midway) for term in terms)
     asked = {one.resident for one in ordered if one.in_episodes}
     return ordered, [_placed(one, ranks, one.name in asked) for one in residents.values()], sums
 
@@ -447,16 +445,6 @@ def _name_taken(spec: str, name: str) -> ConfigError:
         f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
         "model(path=…, name=helpful), or the attribute `name` of your class"
     )
-
-
-def _renamed(term: Term, names: Mapping[str, str]) -> Term:
-    """The term under the name that its score has in metrics, and so the term that opens its gate."""
-    name, gate = names.get(term.label, term.label), term.options.gate_name
-    options = term.options
-    if gate is not None and gate in names:
-        options = dataclasses.replace(options, gate=f"{names[gate]} > {options.gate_above!r}")
-    knobs = term.knobs if name == term.label else {**term.knobs, "name": name}
-    return dataclasses.replace(term, knobs=knobs, options=options)
 
 
 def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]:

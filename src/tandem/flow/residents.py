@@ -153,7 +153,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         ConfigError: a reward with options is asked for in the middle of an episode; a model's is replaced by a vote; or a
             model has no chat template.
     """
-    later = next((term.label for terms in plan.later.values() for term in terms), None)
+    later = next((term.label for term in plan.later), None)
     if later is not None and reads_reward(config) == "midway":
         raise ConfigError(
             f"the reward has {later!r}, which has options that count when the episode has ended, and "

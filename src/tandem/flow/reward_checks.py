@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
-from tandem.config.terms import Term
+from tandem.rewards.terms import RewardTerm
 
-Sums = Mapping[str, Sequence[Term]]
+Sums = Mapping[str, Sequence[RewardTerm]]
 
 
 def check_rewards(

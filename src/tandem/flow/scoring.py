@@ -23,8 +23,8 @@ from tandem.flow.plan import PlannedScore, RunPlan
 from tandem.flow.stages import Stage
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.flow.writing import Judged, WritingRole
-from tandem.rewards.combination import Combination, Scored, is_open
 from tandem.rewards.engine_judge import WritingReward
+from tandem.rewards.reward import Reward, Scored, is_open
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -201,31 +201,30 @@ class ModelGroupScorer:
         self,
         plan: RunPlan,
         roles: dict[str, ScoreRole | WritingRole],
-        combination: Combination,
+        reward: Reward,
         conductor: Conductor,
         team: Team,
         min_group_size: int | None,
     ):
         """``roles``: by the names of the scores; no other hand keeps the models of those that go (`change`)."""
-        self.plan, self.roles, self.combination, self.conductor, self.team = plan, roles, combination, conductor, team
+        self.plan, self.roles, self.reward, self.conductor, self.team = plan, roles, reward, conductor, team
         self.min_group_size = min_group_size
         self._log = FailureLog()
 
     def __bool__(self) -> bool:
-        return any(self.plan.later.values())
+        return bool(self.plan.later)
 
-    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole], *, again: bool) -> None:
-        """From now on the rewards are those of another plan. ``again``: see `Combination.change`."""
+    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole]) -> None:
+        """From now on the models are those of another plan."""
         stay = [role.engine for role in roles.values()]
         self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
         self.plan = plan
         self.roles.clear()
         self.roles.update(roles)
-        self.combination.change(plan.sums, plan.later, again=again)
 
     def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
-        ``training``: see `Combination.add`.
+        ``training``: see `Reward.add`.
 
         A sample that a model cannot judge leaves its group, as one that failed in its episode does.
         """
@@ -244,7 +243,7 @@ class ModelGroupScorer:
             self._add(planned, stage, judged)
         with self.team.together():
             scored = [one for samples in judged for one in samples if isinstance(one, Scored)]
-            added = iter(self.combination.add(scored, training=training))
+            added = iter(self.reward.add(scored, training=training))
             whole = [[next(added) if isinstance(one, Scored) else one for one in samples] for samples in judged]
         return [self._whole(group, samples) for group, samples in zip(groups, whole, strict=True)]
 

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,28 +10,27 @@ from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import InfrastructureFailure, RewardFailure
+from tandem.api.failures import InfrastructureFailure
 from tandem.api.plugins import check_coroutine
 from tandem.api.requests import LLMRequest, LLMResponse
-from tandem.api.samples import Sample
 from tandem.api.services import NOTHING, Services, arguments_of, factory_of
-from tandem.api.workflow import EPISODE, GeneratesTokens, ReadsReward, RewardFn, RewardResult, RolloutWorkflow, messages_for
+from tandem.api.workflow import GeneratesTokens, ReadsReward, RewardFn, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.data import SOURCE, WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
-from tandem.config.recipes import sum_of, sums_of
+from tandem.config.recipes import sums_of
 from tandem.config.services import GIVEN, NAMED
-from tandem.config.terms import read_terms
 from tandem.engines.inference.check import context_of
 from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan
 from tandem.models.catalog import describing
-from tandem.rewards.build import Judge, SumReward, asked_columns, build_reward, judges_of, refuse_only_groups, worker_counts
-from tandem.rewards.engine_judge import WritingReward
+from tandem.rewards.build import asked_columns, build_sum, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
+from tandem.rewards.reward import Judge, Reward, Sum
+from tandem.rewards.terms import RewardTerm, read_sum
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.own import AGENT_ARGUMENTS, AGENT_KNOBS, AgentWorkflow, FunctionWorkflow, is_agent
 from tandem.rollout.recording.recorder import SessionRecorder
@@ -82,7 +80,7 @@ class EpisodeParts:
     models that they await."""
 
     tokenizer: PreTrainedTokenizerBase
-    reward: "RewardBySource"
+    reward: Reward
     workflow: RolloutWorkflow
     examiner: RolloutWorkflow
     services: Services
@@ -103,11 +101,11 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     try:
         models = services.keep(EpisodeScores(plan))
         services.add(models.rewards)
-        reward = services.keep(make_reward(config, services, models.rewards))
+        reward = services.keep(make_reward(config, services, models.rewards, plan.sums))
         reward.goes_on = reads_reward(config) == "partly"
         if config.evaluate.every_steps:
             for spec in sums_of(config.reward):
-                refuse_only_groups(spec, reward.by_name[spec])
+                refuse_only_groups(spec, reward.sums[spec])
         workflow = training_workflow(config, plan, services, reward)
         examiner = make_workflow(config, services, reward, evaluation_gconfig(config))
         refuse_unused(config, services)
@@ -143,124 +141,13 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
         )
 
 
-class RewardBySource(RewardFn):
-    """Gives each row to the reward of its data set. ``vote``: who judges in training instead, where there are no labels."""
-
-    def __init__(self, default: str, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
-        """``default``: the reward of rows whose data set names none. ``by_name``: every sum that judges rows."""
-        sums = [reward for reward in by_name.values() if isinstance(reward, SumReward)]
-        for reward in sums:  # or a mean of raw values would be over other rows than that of the parts
-            reward.told = reward.told.union(*(one.told for one in sums))
-        self.cost = next((reward.cost for reward in sums), None)
-        self._judges = (default, by_name)  # one object: while it is changed, episodes read it in another thread
-        self.vote = vote
-        self.goes_on = False
-        """True: the workflow goes on by the terms that are there at once (`RolloutWorkflow.reads_reward`)."""
-        self._gone: list[Judge] = []
-        self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
-
-    @property
-    def default(self) -> str:
-        """The reward of rows whose data set names none."""
-        return self._judges[0]
-
-    @property
-    def by_name(self) -> Mapping[str, RewardFn]:
-        """Every sum that judges rows."""
-        return self._judges[1]
-
-    def change(self, other: "RewardBySource") -> None:
-        """From now on it judges as the other one, which may share terms with it. Episodes may still be in a reward that is
-        gone, so that is closed at the end."""
-        self._gone += self.judges
-        self._judges = other._judges
-
-    @property
-    def judges(self) -> list[Judge]:
-        """The terms of all sums, each once."""
-        every = (reward.judges if isinstance(reward, SumReward) else [reward] for reward in self.by_name.values())
-        return list({id(judge): judge for judges in every for judge in judges}.values())
-
-    @property
-    def reads_messages(self) -> bool:  # type: ignore[override]
-        """True if a reward reads the conversation."""
-        return any(reward.reads_messages for reward in self.by_name.values())
-
-    @property
-    def samples(self) -> int:
-        """Samples judged since the last call of `metrics`."""
-        return self._waits[0]
-
-    def of(self, row: Mapping[str, Any]) -> RewardFn:
-        """The reward of a row.
-
-        Raises:
-            ConfigError: the row names no recipe (`tandem.config.recipes`).
-        """
-        default, by_name = self._judges
-        return by_name[sum_of(row, default)]
-
-    async def __call__(
-        self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
-    ) -> RewardResult:
-        """Implements `RewardFn.__call__`."""
-        try:
-            began, reward = time.perf_counter(), self.of(row)
-        except ConfigError as error:
-            raise RewardFailure("unknown_recipe", str(error)) from error
-        try:
-            result = await reward(row=row, **rest, **messages_for(reward, messages))
-            missing, episode = getattr(reward, "later", ()), EPISODE.get()
-            if missing and not self.goes_on and episode is not None:
-                episode.has_read((*rest["prompt_ids"], *rest["completion_ids"]), missing)
-            return result
-        finally:
-            waited_s = time.perf_counter() - began
-            samples, total_s, longest_s = self._waits
-            self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Asks the row's reward whether the row has what it needs.
-
-        Raises:
-            ConfigError: it lacks something; or it names no recipe.
-        """
-        check = getattr(self.of(row), "check_row", None)
-        if check is not None:
-            check(row)
-
-    @property
-    def compares(self) -> bool:
-        """True if the reward of any row has a term that judges the samples of a prompt together."""
-        return any(getattr(reward, "together", ()) for reward in self.by_name.values())
-
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
-        """The amounts that such terms add to each sample's reward, by the reward of the row."""
-        reward = self.of(row)
-        return await reward.compare(samples, row) if isinstance(reward, SumReward) else [RewardResult(0.0) for _ in samples]
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
-        themselves. Empty if there were none."""
-        (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
-        times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
-        return times | {name: value for reward in self.by_name.values() for name, value in reward.metrics().items()}
-
-    def close(self) -> None:
-        """Closes all of them."""
-        for judge in {id(judge): judge for judge in (*self.judges, *self._gone)}.values():
-            judge.close()
-        if self.vote is not None:
-            self.vote.close()
-
-
-def asked_columns_of(config: TrainConfig, reward: RewardBySource) -> set[str]:
+def asked_columns_of(config: TrainConfig, reward: Reward) -> set[str]:
     """Columns that the reward asks for by name; ``row``, which is all of them, if it or the workflow gets the whole row."""
     plain = workflow_of(config).name in ("rlvr", "multi_turn")
-    return set().union(*map(asked_columns, reward.by_name.values()), [] if plain else ["row"])
+    return asked_columns(reward.judges) | (set() if plain else {"row"})
 
 
-def check_rows(reward: RewardBySource, rows: Sequence[Mapping[str, Any]]) -> None:
+def check_rows(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
     """Asks the rewards whether the rows have what they need: of a long list, of some thousand rows spread evenly over it. A
     vote needs nothing.
 
@@ -296,21 +183,25 @@ def check_rows(reward: RewardBySource, rows: Sequence[Mapping[str, Any]]) -> Non
 
 
 def make_reward(
-    config: TrainConfig, services: Services | None = None, awaited: Mapping[str, RewardFn] = NOTHING
-) -> RewardBySource:
+    config: TrainConfig,
+    services: Services | None = None,
+    awaited: Mapping[str, RewardFn] = NOTHING,
+    sums: Mapping[str, Sequence[RewardTerm]] | None = None,
+) -> Reward:
     """The run's reward, and those that single sources name. ``services``: what classes of the user's may ask for by name.
-    ``awaited``: see `build_reward`.
+    ``awaited``: see `build_sum`. ``sums``: those of the plan; None reads them.
 
     Raises:
-        ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
+        ConfigError: see `build_sum`; or `reward_workers` is set, and no reward runs in workers, or all that do say
             themselves how many they have.
     """
-    by_name = {spec: _maker(config, services, awaited)(spec) for spec in rewards_of(config)}
-    vote = None
+    sums = {spec: read_sum(spec) for spec in rewards_of(config)} if sums is None else sums
+    make = _maker(config, services, awaited)
+    built, vote = {spec: make(spec, terms) for spec, terms in sums.items()}, None
     if config.algorithm.labels == "majority":
         vote = MajorityVote(timeout_s=config.reward_timeout_s, workers=_workers(config))
-    reward = RewardBySource(config.reward, by_name, vote)
-    counts = {count for one in by_name.values() for count in worker_counts(one)}
+    reward = Reward(config.reward, built, vote)
+    counts = worker_counts(reward.judges)
     if config.reward_workers not in (None, *counts) and vote is None:
         reward.close()
         why = "says itself how many workers it has" if counts else "runs inside the run and has no worker processes"
@@ -325,38 +216,52 @@ def _workers(config: TrainConfig) -> int:
     return config.reward_workers or most_workers(samples_together(config, here=True))
 
 
-def _maker(config: TrainConfig, services: Services | None, awaited: Mapping[str, RewardFn]) -> Callable[..., RewardFn]:
+def _maker(config: TrainConfig, services: Services | None, awaited: Mapping[str, RewardFn]) -> Callable[..., Sum]:
     """Makes a sum that judges rows of the run."""
     return partial(
-        build_reward,
+        build_sum,
         timeout_s=config.reward_timeout_s,
         workers=_workers(config),
-        models_later=True,
+        batch=True,
         services=services,
         cost=config.constraint.cost,
         awaited=awaited,
     )
 
 
-def changed_reward_of(config: TrainConfig, parts: EpisodeParts) -> RewardBySource:
-    """The run's reward with the default that ``config`` names now, a sum as the present one. Terms that stay are shared
-    with the present one; those that are new are closed again if one of them cannot be made.
+def changed_reward_of(config: TrainConfig, plan: RunPlan, parts: EpisodeParts) -> Reward:
+    """The run's reward with the default that ``config`` names now, a sum as the present one. Judges that stay are shared
+    with the present one; those that are new are closed again if one of them cannot be made. ``plan``: of ``config``.
 
     Raises:
-        ConfigError: see `build_reward`.
+        ConfigError: see `build_sum`.
     """
     present = parts.reward
-    made = judges_of(present.default, present.by_name[present.default])
+    before = present.sums[present.default]
+    made = {term.term.spelling: before.judges[term.label] for term in before.terms if term.label in before.judges}
     try:
-        default = _maker(config, parts.services, parts.models.rewards)(config.reward, made=made)
+        default = _maker(config, parts.services, parts.models.rewards)(config.reward, plan.sums[config.reward], made=made)
     except BaseException:
         close_new(present, made.values())
         raise
-    named = {spec: present.by_name[spec] for spec in rewards_of(config) if spec != config.reward}
-    return RewardBySource(config.reward, {config.reward: default, **named}, present.vote)
+    named = {spec: present.sums[spec] for spec in rewards_of(config) if spec != config.reward}
+    return Reward(config.reward, {config.reward: default, **named}, present.vote)
 
 
-def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
+def refuse_only_groups(spec: str, reward: Sum) -> None:
+    """Passes if a single sample can be judged, as evaluation does.
+
+    Raises:
+        ConfigError: all terms judge the samples of a prompt together.
+    """
+    if all(map(reward.compares, reward.terms)):
+        raise ConfigError(
+            f"reward={spec} compares the samples of a prompt, and evaluation judges them one by one: add a term such as "
+            "0*math, which counts for nothing in training; a run may also leave evaluation out (evaluate.every_steps=null)"
+        )
+
+
+def close_new(present: Reward, judges: Iterable[Judge]) -> None:
     """Closes those of the terms that the present reward does not have."""
     there = {id(judge) for judge in present.judges}
     for judge in judges:
@@ -364,14 +269,14 @@ def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
             judge.close()
 
 
-def check_names(config: TrainConfig, awaited: Collection[str] = ()) -> None:
+def check_names(config: TrainConfig, plan: RunPlan | None = None) -> None:
     """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
-    are read. ``awaited``: rewards of models that the workflow may await (`RunPlan.awaited`).
+    are read. ``plan``: says which rewards of models the workflow may await; without one there are none.
 
     Raises:
         ConfigError: they are not, or the workflow would ignore a key of the configuration.
     """
-    term = workflow_of(config)
+    term, awaited = workflow_of(config), () if plan is None else plan.awaited
     make, skip = _workflow_factory(config)
     services, key = Services({name: getattr(config, name) for name in NAMED}), f"workflow={term.name}"
     if is_agent(make):
@@ -386,7 +291,7 @@ def check_names(config: TrainConfig, awaited: Collection[str] = ()) -> None:
     else:
         asked, _ = services.check(key, make, term.arguments, (*GIVEN, *awaited), skip=skip)
     taken = {*asked, *(("chat_template_kwargs",) if "recorder" in asked else ())}
-    if {term.label for spec in rewards_of(config) for term in read_terms(spec)} <= taken.intersection(awaited):
+    if plan is not None and all(term.label in taken.intersection(awaited) for terms in plan.sums.values() for term in terms):
         taken.add("reward")  # the workflow asks for all of its terms
     _refuse_ignored(config, taken)
     check_sinks(config.tracking)
@@ -503,15 +408,14 @@ def make_workflow(
     return workflow
 
 
-def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: RewardFn, whole: bool) -> None:
+def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: Reward, whole: bool) -> None:
     """Passes if no term compares the samples of a prompt, or each has others that it can be compared with. ``whole``: the
     workflow makes whole groups.
 
     Raises:
         ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
     """
-    written = any(isinstance(one.score, WritingReward) and one.score.compares for one in plan.scores)
-    if not written and not (isinstance(reward, RewardBySource) and reward.compares):
+    if not any(one.compares(term) for one in reward.sums.values() for term in one.terms):
         return
     why = f"reward={config.reward} has a term that compares the samples of a prompt"
     if plan.greedy_baseline:
@@ -523,15 +427,15 @@ def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: RewardFn, whole
         raise ConfigError(f"{why}, so gconfig.n_samples must be at least 2, got {config.gconfig.n_samples}")
 
 
-def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: RewardFn) -> None:
+def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: Reward) -> None:
     """Passes if no term that judges a group has options or opens the gate of another one. For runs that finish groups behind
     the terms that count when the batch is there.
 
     Raises:
         ConfigError: one does.
     """
-    together = {t.label for one in getattr(reward, "by_name", {}).values() for t, _ in getattr(one, "together", ())}
-    needed = (name for terms in plan.later.values() for t in terms for name in (t.label, t.options.gate_name))
+    together = {name for one in reward.sums.values() for name in one.together}
+    needed = (name for term in plan.later for name in (term.label, term.options.gate_name))
     name = next((name for name in needed if name in together), None)
     if name is not None:
         why = f"workflow={config.workflow}" if config.algorithm.update_samples is None else "algorithm.update_samples"
@@ -557,7 +461,7 @@ def refuse_waiting(config: TrainConfig, plan: RunPlan, workflow: RolloutWorkflow
         )
 
 
-def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
+def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: Reward) -> RolloutWorkflow:
     """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
     algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
 
@@ -565,14 +469,14 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
         ConfigError: see `make_workflow`; or a greedy answer of one sample is compared with whole groups.
     """
     algorithm, gconfig, smallest = config.algorithm, config.gconfig, config.rollout.min_group_size
-    vote = getattr(reward, "vote", None)
+    vote = reward.vote
     judge = reward if vote is None else AnswerOnly()
     one = make_workflow(config, services, judge, gconfig)
     refuse_waiting(config, plan, one)
     whole = one.makes_group
     if vote is not None:
         one = MajorityLabels(one, vote)
-    elif isinstance(reward, RewardBySource) and reward.compares:
+    elif reward.compares:
         one = Compared(one, reward)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
@@ -582,7 +486,7 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
         )
-    later = any(plan.later.values()) and (one.reads_scores or algorithm.update_samples is not None)
+    later = bool(plan.later) and (one.reads_scores or algorithm.update_samples is not None)
     if later:
         refuse_compared_later(config, plan, reward)
     group = (

@@ -43,7 +43,7 @@ from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
-from tandem.rewards.combination import Combination
+from tandem.rewards.reward import Reward
 from tandem.roles.actor import Actor
 from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
@@ -160,7 +160,7 @@ class Session(TrainingSession):
     @property
     def parts(self) -> dict[str, Stateful]:
         """Those of `SAVED` that the run has; a shared critic has its state in the actor's model."""
-        named = {"loader": self.loader, "trainer": self.trainer, "combination": self.scorer.combination, **self.roles}
+        named = {"loader": self.loader, "trainer": self.trainer, "combination": self.episodes.reward, **self.roles}
         return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
 
     @property
@@ -231,7 +231,9 @@ def open_session(
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
             conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency, plan)
-            scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, conductor, process.team)))
+            scorer = stack.enter_context(
+                contextlib.closing(make_scorer(config, plan, scores, parts.reward, conductor, process.team))
+            )
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         keep_from_collector(stack)
@@ -292,10 +294,11 @@ def open_models(
     return trainer, reference, critic, teacher, scores
 
 
-def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, conductor: Conductor, team: Team) -> ModelGroupScorer:
-    """The scorer, which adds the terms of the reward that need a model or the whole batch."""
-    combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
-    return ModelGroupScorer(plan, roles, combination, conductor, team, config.rollout.min_group_size)
+def make_scorer(
+    config: TrainConfig, plan: RunPlan, roles: Scores, reward: Reward, conductor: Conductor, team: Team
+) -> ModelGroupScorer:
+    """The scorer, which asks the models of the reward and has it add up what needs the whole batch."""
+    return ModelGroupScorer(plan, roles, reward, conductor, team, config.rollout.min_group_size)
 
 
 def make_constraint(config: TrainConfig, plan: RunPlan, critic: Critic | SharedCritic | None) -> Constraint | None:

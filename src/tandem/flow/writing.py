@@ -25,7 +25,7 @@ from tandem.flow.plan import PlannedScore
 from tandem.flow.residency import free_cache
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.engine_judge import PLACE, SamplePlace, WritingReward
-from tandem.rewards.outcome import Judgement, compared
+from tandem.rewards.outcome import compared
 
 SETTLE_S = 0.02
 """Without a new request for so long, all that judge have asked."""
@@ -187,5 +187,5 @@ class WritingRole:
         return _judged(result)
 
 
-def _judged(result: RewardResult | Judgement) -> Judged:
+def _judged(result: RewardResult) -> Judged:
     return Judged(result.value, "\n---\n".join(result.words.values()))

@@ -13,13 +13,8 @@ from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.data import OURS
 from tandem.config.errors import ConfigError
-from tandem.rewards.outcome import WHOLE, Arguments, Judgement, late, read_outcome, words_of
+from tandem.rewards.outcome import WHOLE, Arguments, late, read_outcome, words_of
 from tandem.rewards.pool import WorkerPool
-
-
-def as_result(outcome: Judgement) -> RewardResult:
-    """The same for the rest of Tandem."""
-    return RewardResult(outcome.value, outcome.rewards, outcome.accuracy, outcome.answer, outcome.extracted, outcome.words)
 
 
 def require_answer(row: Mapping[str, Any], name: str) -> None:
@@ -75,10 +70,10 @@ class FunctionReward(RewardFn):
         }
         if WHOLE in self.arguments.names:
             given[WHOLE] = self.tokenizer.decode(list(completion_ids)) if self.tokenizer is not None else completion
-        return as_result(await self._judge(self.arguments.select(given, row)))
+        return await self._judge(self.arguments.select(given, row))
 
     @abstractmethod
-    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
+    async def _judge(self, arguments: dict[str, Any]) -> RewardResult:
         """Calls the function."""
 
 
@@ -89,7 +84,7 @@ class WorkerReward(FunctionReward):
         super().__init__(function, name)
         self.pool = WorkerPool(spec, name=name, timeout_s=timeout_s, size=workers)
 
-    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
+    async def _judge(self, arguments: dict[str, Any]) -> RewardResult:
         return await self.pool.call(arguments)
 
     def close(self) -> None:
@@ -113,7 +108,7 @@ class DirectReward(FunctionReward):
         if self.check is not None:
             self.check(row, self.name)
 
-    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
+    async def _judge(self, arguments: dict[str, Any]) -> RewardResult:
         try:
             return read_outcome(self.function(**arguments))
         except RewardFailure:
@@ -130,7 +125,7 @@ class AsyncReward(FunctionReward):
         self.function, self.timeout_s = function, timeout_s
         self._abandoned: set[asyncio.Task[Any]] = set()
 
-    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
+    async def _judge(self, arguments: dict[str, Any]) -> RewardResult:
         task = asyncio.ensure_future(self._called(arguments))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
@@ -177,7 +172,7 @@ class OwnReward(AsyncReward):
 
     async def __call__(self, **given: Any) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        return as_result(await self._judge(given))
+        return await self._judge(given)
 
     def metrics(self) -> dict[str, float]:
         """Its own counts.

@@ -3,13 +3,12 @@
 import inspect
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.api.numbers import as_float
+from tandem.api.workflow import RewardResult
 
 WHOLE = "completion_with_special_tokens"
 GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row", WHOLE)
@@ -17,18 +16,6 @@ GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row", WHOLE)
 
 LENT = {name: f"tandem.{name}" for name in ("source", "index", "epoch")}
 """Names that stand for Tandem's own keys where the row has no such column; in an evaluation index and epoch are None."""
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A judgement, checked: finite numbers only. (`RewardResult` without torch behind it.)"""
-
-    value: float
-    rewards: dict[str, float] = field(default_factory=dict)
-    accuracy: float | None = None
-    answer: str | None = None
-    extracted: bool | None = None
-    words: dict[str, str] = field(default_factory=dict)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -105,7 +92,7 @@ def words_of(failure: RewardFailure, function: Callable[..., Any]) -> str:
     return failure.words + place
 
 
-def read_outcome(value: Any) -> Judgement:
+def read_outcome(value: Any) -> RewardResult:
     """Checks what a reward function returned.
 
     A mapping's text under ``answer`` is the answer that was found in the completion, its None that none was found.
@@ -113,11 +100,10 @@ def read_outcome(value: Any) -> Judgement:
     Raises:
         RewardFailure: ``reward_wrong_type`` or ``reward_not_finite``.
     """
-    module = sys.modules.get("tandem.api.workflow")  # not imported here: it brings torch
     answer: str | None = None
     extracted: bool | None = None
     words: dict[str, str] = {}
-    if isinstance(value, Judgement) or (module and isinstance(value, module.RewardResult)):
+    if isinstance(value, RewardResult):
         parts, total, accuracy = dict(value.rewards), value.value, value.accuracy
         answer, extracted = value.answer, value.extracted
         words = {str(judge): str(text) for judge, text in value.words.items()}
@@ -138,10 +124,10 @@ def read_outcome(value: Any) -> Judgement:
         accuracy = _number(accuracy, "accuracy")
         if not 0 <= accuracy <= 1:
             raise RewardFailure("reward_wrong_type", f"accuracy must lie in 0…1, got {accuracy}")
-    return Judgement(total, rewards, accuracy, answer, extracted, words)
+    return RewardResult(total, rewards, accuracy, answer, extracted, words)
 
 
-def compared(name: str, values: Any, count: int) -> list[Judgement]:
+def compared(name: str, values: Any, count: int) -> list[RewardResult]:
     """Checks what a reward that compares the samples of a group returned: a number, or a `RewardResult` with words, each.
 
     Raises:

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.failures import RewardFailure
+from tandem.api.workflow import RewardResult
 from tandem.config.cores import usable_cores
-from tandem.rewards.outcome import Judgement, late
+from tandem.rewards.outcome import late
 from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
 from tandem.workers.trees import computes
 
@@ -56,7 +57,7 @@ class WorkerPool:
         with self._changed:
             return [worker.pid for worker in self._all]
 
-    async def call(self, arguments: dict[str, Any]) -> Judgement:
+    async def call(self, arguments: dict[str, Any]) -> RewardResult:
         """Calls the function with keyword arguments.
 
         Raises:
@@ -84,7 +85,7 @@ class WorkerPool:
             worker.release()
         self._all.clear()
 
-    def _call(self, token: str, body: bytes) -> Judgement:
+    def _call(self, token: str, body: bytes) -> RewardResult:
         worker = self._take()
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -167,8 +168,8 @@ class WorkerPool:
             return RewardFailure("reward_timeout", f"{self.name} took longer than {limit_s:g} s{when} and was killed")
         return RewardFailure("reward_raised", f"{self.name}: the worker died with exit code {exit_code(code)}{when}")
 
-    def _outcome(self, message: dict[str, Any]) -> Judgement:
+    def _outcome(self, message: dict[str, Any]) -> RewardResult:
         if "failure" in message:
             cause = RemoteError(message["traceback"])
             raise RewardFailure(message["failure"], f"{self.name}: {message['message']}") from cause
-        return Judgement(**{name: message[name] for name in ("value", "rewards", "accuracy", "answer", "extracted")})
+        return RewardResult(**{name: message[name] for name in ("value", "rewards", "accuracy", "answer", "extracted")})

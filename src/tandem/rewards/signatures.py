@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tandem.rewards.outcome import Judgement, is_async
+from tandem.api.workflow import RewardResult
+from tandem.rewards.outcome import is_async
 
 TRL_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """The arguments that TRL gives beside the columns; the last ones are None here, or do nothing."""
@@ -91,4 +92,4 @@ def _from_verl(value: Any) -> Any:
     if not isinstance(value, Mapping) or "score" not in value:
         return value
     accuracy = value.get("acc")
-    return Judgement(float(value["score"]), accuracy=None if accuracy is None else float(accuracy))
+    return RewardResult(float(value["score"]), accuracy=None if accuracy is None else float(accuracy))

@@ -11,8 +11,7 @@ from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, is_answer, last_number
-from tandem.rewards.function import DirectReward, as_result, require_answer
-from tandem.rewards.outcome import Judgement
+from tandem.rewards.function import DirectReward, require_answer
 from tandem.rewards.pool import WorkerPool
 from tandem.rewards.reading import agree, plain_number, read
 
@@ -37,8 +36,8 @@ def _gold_number(row: Mapping[str, Any], name: str) -> str:
     return number
 
 
-def _verdict(right: bool, answer: str | None) -> Judgement:
-    return Judgement(float(right), accuracy=float(right), answer=answer, extracted=answer is not None)
+def _verdict(right: bool, answer: str | None) -> RewardResult:
+    return RewardResult(float(right), accuracy=float(right), answer=answer, extracted=answer is not None)
 
 
 class MathReward(RewardFn):
@@ -77,16 +76,16 @@ class MathReward(RewardFn):
             raise RewardFailure("answer_unreadable" if row.get("answer") else "reward_raised", str(error)) from error
         verdict = right if right or answer is None else agree(gold, answer)
         if verdict is not None:
-            return as_result(_verdict(verdict, answer))
+            return _verdict(verdict, answer)
         outcome = await self.pool.call({"gold": gold, "answer": answer})
-        return as_result(_verdict(outcome.value > 0, answer))
+        return _verdict(outcome.value > 0, answer)
 
     def close(self) -> None:
         """Kills the workers."""
         self.pool.close()
 
 
-def exact_number(completion: str, row: Mapping[str, Any]) -> Judgement:
+def exact_number(completion: str, row: Mapping[str, Any]) -> RewardResult:
     """1 if the last number of the completion, with the words behind it, is the row's number, else 0."""
     expected, found = _gold_number(row, "exact_number"), last_number(completion)
     number = found or ""

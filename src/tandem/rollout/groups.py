@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.samples import Group, Sample, Vote
-from tandem.api.workflow import GeneratesTokens, RewardResult, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.data import EPOCH, INDEX, SOURCE
 from tandem.config.errors import ConfigError
 from tandem.rollout.failure_budget import counted, least_samples
@@ -94,10 +94,10 @@ def _vote_metrics(vote: Vote) -> dict[str, float]:
 
 
 class Compares(Protocol):
-    """Judges the samples of a prompt together: `tandem.rewards.build.SumReward`, by the row's data set."""
+    """Judges the samples of a prompt together: `tandem.rewards.reward.Reward`, by the row's data set."""
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
-        """The amount that is added to each sample's reward, and its parts."""
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[Sample]:
+        """The samples with what is added to their rewards."""
         ...
 
 
@@ -116,19 +116,8 @@ class Compared(RolloutWorkflow):
         """Compares them."""
         samples = await self.workflow.finish_group(samples, data)
         asked = [sample for sample in samples if not sample.own_reward]
-        parts = iter(await self.reward.compare(asked, data) if asked else ())
-        return tuple(sample if sample.own_reward else _with_more(sample, next(parts)) for sample in samples)
-
-
-def _with_more(sample: Sample, more: RewardResult) -> Sample:
-    """The sample with more parts of its reward."""
-    return replace(
-        sample,
-        reward=sample.reward + more.value,
-        rewards={**sample.rewards, **more.rewards},
-        raw_rewards={**sample.raw_rewards, **more.raw_rewards},
-        words={**sample.words, **more.words},
-    )
+        judged = iter(await self.reward.compare(asked, data) if asked else ())
+        return tuple(sample if sample.own_reward else next(judged) for sample in samples)
 
 
 class FirstSamples(RolloutWorkflow):

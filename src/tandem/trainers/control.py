@@ -21,7 +21,6 @@ from tandem.flow.residents import check_models, check_scores, open_scores
 from tandem.flow.scoring import ScoreRole
 from tandem.flow.services import (
     EpisodeParts,
-    RewardBySource,
     asks_for_reward,
     changed_reward_of,
     check_names,
@@ -29,11 +28,12 @@ from tandem.flow.services import (
     close_new,
     refuse_compared_later,
     refuse_comparing,
+    refuse_only_groups,
 )
 from tandem.flow.session import Session, is_everywhere
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingRole
-from tandem.rewards.build import refuse_only_groups
+from tandem.rewards.reward import Reward
 from tandem.state.control import Mailbox, Request
 from tandem.trainers.opening import Run
 from tandem.trainers.start import check_cost, fetch_weights
@@ -49,7 +49,7 @@ class Changed:
 
     config: TrainConfig
     plan: RunPlan
-    reward: RewardBySource
+    reward: Reward
     roles: dict[str, ScoreRole | WritingRole]
     taking_back: contextlib.ExitStack
     """Lets go of all that is new, if the change does not come."""
@@ -119,9 +119,9 @@ class Control:
             changed.taking_back.pop_all()
         self._config, self._plan, self._count = changed.config, changed.plan, self._count + 1
         with session.rollout.standing_still():
-            self._parts.reward.change(changed.reward)
+            self._parts.reward.change(changed.reward, again=request.step is not None and request.step < step)
             self._parts.models.start(changed.roles, self._process.device)
-            session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
+            session.scorer.change(changed.plan, changed.roles)
             session.rollout.begin_again()
             collect_and_keep()  # models that went give their memory back, though the collector was kept from them
         if "constraint" in session.roles:
@@ -138,7 +138,7 @@ class Control:
         names = staying(self._plan, plan)
         with contextlib.ExitStack() as stack:
             with team.together():
-                reward = changed_reward_of(config, self._parts)
+                reward = changed_reward_of(config, plan, self._parts)
                 stack.callback(lambda: close_new(present, reward.judges))
                 self._check_reward(config, plan, reward)
                 fetch_weights(plan)
@@ -158,7 +158,7 @@ class Control:
         """
         check(config, written=self._written)
         plan, session = beside(self._plan, plan_run(config), config.device), self._session
-        check_names(config, plan.awaited)
+        check_names(config, plan)
         if _episodes_ask(plan) != _episodes_ask(self._plan):
             raise ConfigError(
                 "the workflow awaits rewards of models in the middle of an episode, and those stay as they are"
@@ -166,7 +166,7 @@ class Control:
         check_scores(config, plan, session.tokenizer)
         check_models(plan, self._process.device, session.tokenizer)
         sleep_plan_here(config, plan)
-        later = any(plan.later.values())
+        later = bool(plan.later)
         early = session.episodes.examiner.reads_scores or config.algorithm.update_samples is not None
         if early and later and not session.workflow.reads_scores:
             raise ConfigError(f"the workflow finishes a group behind the rewards that need a model, and {BEGIN_WITH_IT}")
@@ -177,7 +177,7 @@ class Control:
             )
         return plan
 
-    def _check_reward(self, config: TrainConfig, plan: RunPlan, reward: RewardBySource) -> None:
+    def _check_reward(self, config: TrainConfig, plan: RunPlan, reward: Reward) -> None:
         """Passes if each row can be judged, and by what the workflow was made for."""
         if reward.compares and not self._compares:
             raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
@@ -185,7 +185,7 @@ class Control:
         if self._session.workflow.reads_scores:
             refuse_compared_later(config, plan, reward)
         if config.evaluate.every_steps:
-            refuse_only_groups(config.reward, reward.by_name[config.reward])
+            refuse_only_groups(config.reward, reward.sums[config.reward])
         if asks_for_reward(config):
             check_rows(reward, self._rows.train.rows)
             check_rows(reward, self._rows.valid)

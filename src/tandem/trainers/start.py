@@ -48,7 +48,7 @@ def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeP
     Raises:
         ConfigError: see `check_names`, `open_rows` and `check_start`.
     """
-    check_names(config, plan.awaited)
+    check_names(config, plan)
     rows = open_rows(config)
     parts = check_start(config, rows, plan)
     try:
