@@ -136,13 +136,13 @@ GRADES = {
     [
         ('{"score": 9} so {"reason": "neat", "grades": {"style": 3}}', 0.75),
         ("I like it", "judge_unreadable: judge: there is no JSON object"),
-        ('{"grades": {"style": 3}}', "judge_off_schema: judge: its JSON object: reason is required"),
+        ('{"grades": {"style": 3}}', "judge_off_schema: judge: its JSON object: reason is missing"),
         (
             '{"reason": "neat", "grades": {"style": 5}}',
             "judge_off_schema: judge: its JSON object: grades.style must be at most 4",
         ),
-        ('{"reason": "neat", "grades": {"style": "3"}}', "grades.style must be a whole number, got '3'"),
-        ('{"reason": "neat", "grades": {"style": NaN}}', "grades.style must be a whole number, got nan"),
+        ('{"reason": "neat", "grades": {"style": "3"}}', 'grades.style must be of type integer, not "3"'),
+        ('{"reason": "neat", "grades": {"style": NaN}}', "grades.style must be of type integer, not NaN"),
     ],
 )
 def test_a_verdict_in_json_must_fit_its_schema(tmp_path, text, value):
@@ -174,16 +174,21 @@ def test_a_judge_that_thought_until_its_tokens_ended_is_not_asked_again():
         ("template=none.txt", "the template none.txt cannot be read"),
         ("schema=judge.json", "schema and field are for answer_form=json, got answer_form=score"),
         ("answer_form=json, schema=none.json", "the schema none.json cannot be read"),
-        ("answer_form=json, schema={'pattern': 'a'}", "it has 'pattern', and only .*properties.* are checked"),
+        ("answer_form=json, schema={'pattern': 'a'}", 'cannot be used: pattern is not allowed: "a"'),
+        ("answer_form=json, schema={'minimun': 1}", "cannot be used: it is wrong: .*'minimun' was unexpected"),
+        ("answer_form=json, schema={'anyOf': [{'enumm': [1]}]}", r"cannot be used: anyOf\[0\] is wrong: .*'enumm'"),
         ("answer_form=json, schema={'type': 'object', 'required': ['score']}", "in the schema field=score must be a number"),
         ("answer_form=json, schema={'type': 'object'}", "schema must require 'score'"),
-        ("answer_form=json, schema={'type': 'array', 'items': {'type': 'real'}}", "at items it has the type 'real'"),
-        ("answer_form=json, schema={'required': ['score']}", "it has 'required' and no type; add 'type': 'object'"),
-        ("answer_form=json, schema={'type': 'string', 'minimum': 1}", "for the type number or integer, not string"),
         (
-            "answer_form=json, schema={'type': 'object', 'anyOf': []}",
-            "has 'type' beside 'anyOf', which alone would count",
+            "answer_form=json, schema={'type': 'array', 'items': {'type': 'real'}}",
+            r'cannot be used: items\.type must be one of .*"number".*, not "real"',
         ),
+        ("answer_form=json, schema={'required': ['score']}", "cannot be used: type is missing"),
+        (
+            "answer_form=json, schema={'type': 'string', 'minimum': 1}",
+            r'type must be one of \["number", "integer"\], not "string"',
+        ),
+        ("answer_form=json, schema={'type': 'object', 'anyOf': []}", "cannot be used: anyOf "),
         ("answer_form=json, field=a..b", "field must be a path of names such as scores.style, got 'a..b'"),
     ],
 )

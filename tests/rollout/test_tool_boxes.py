@@ -1,21 +1,27 @@
 """The built-in tools, and MCP servers: what they answer, and what becomes of an episode when they die."""
 
 import asyncio
+import contextlib
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import time
 import venv
 from contextlib import AsyncExitStack
 
+import psutil
 import pytest
 from aiohttp import web
 
 from tandem.api.failures import InfrastructureFailure
+from tandem.api.services import factory_of
 from tandem.config.errors import ConfigError
 from tandem.rollout.tools.files import FilesBox
-from tandem.rollout.tools.mcp import McpBox, Piped, ServerGone
+from tandem.rollout.tools.mcp import McpBox
 from tandem.rollout.tools.python import PythonBox
 from tandem.rollout.tools.search import SearchBox
 from tandem.rollout.tools.tool import ToolFailure
@@ -30,7 +36,8 @@ for line in sys.stdin:
     message = json.loads(line)
     number, method, given = message.get("id"), message.get("method"), message.get("params") or {}
     if method == "initialize":
-        say(id=number, result={"protocolVersion": "2024-11-05", "capabilities": {}, "serverInfo": {"name": "t"}})
+        hello = {"protocolVersion": "2024-11-05", "capabilities": {}, "serverInfo": {"name": "t", "version": "1"}}
+        say(id=number, result=hello)
     elif method == "tools/list":
         names = ["pid", "add"] if not given.get("cursor") else ["die", "sleep", "fail"]
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -45,6 +52,8 @@ for line in sys.stdin:
         text = str(os.getpid() if name == "pid" else n + 1)
         say(id=99, method="ping")
         say(id=number, result={"content": [{"type": "text", "text": text}], "isError": name == "fail"})
+    elif number is not None:
+        say(id=number, error={"code": -32601, "message": "no such method"})
 """
 
 
@@ -204,18 +213,13 @@ def test_a_server_that_cannot_be_started_is_a_named_infrastructure_failure():
         McpBox(command="no-such-program")
 
 
-def test_a_server_that_ended_before_it_was_asked_is_named_with_its_exit_code():
-    async def ask(server):
-        await server.begin()
-        while not server.gone:
-            await asyncio.sleep(0.01)
-        await server.ask({"id": 1})
-
-    program = "import sys; print('no licence', file=sys.stderr); sys.exit(3)"
-    server = Piped([sys.executable, "-c", program])
-    with pytest.raises(ServerGone, match="exit code 3"):
-        asyncio.run(asyncio.wait_for(ask(server), 60))
-    assert server.words == "no licence"
+@pytest.mark.parametrize(
+    "begins", ["", "import sys; sys.stdin.readline(); ", "import os, time; os.close(0); time.sleep(0.1); "]
+)
+def test_a_server_that_ends_is_named_with_its_exit_code_whoever_notices_it_first(begins):
+    program = f"{begins}import sys; print('no licence', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(InfrastructureFailure, match=r"did not start: .*exit code 3; no licence"):
+        use(McpBox(command=shlex.join([sys.executable, "-c", program])))
 
 
 def test_a_server_over_http_answers_as_json_or_as_events_and_may_lose_its_session():
@@ -226,9 +230,10 @@ def test_a_server_over_http_answers_as_json_or_as_events_and_may_lose_its_sessio
         asked.append(message["method"])
         if message["method"] == "initialize":
             sessions.append(f"s{len(sessions)}")
-            result = {"jsonrpc": "2.0", "id": message["id"], "result": {}}
+            hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "t", "version": "1"}}
+            result = {"jsonrpc": "2.0", "id": message["id"], "result": hello}
             return web.json_response(result, headers={"Mcp-Session-Id": sessions[-1]})
-        if request.headers.get("Mcp-Session-Id") != sessions[-1]:
+        if request.headers.get("Mcp-Session-Id") not in sessions[-1:]:
             return web.Response(status=404)
         if message["method"] == "tools/list":
             listed = {"tools": [{"name": "ask", "inputSchema": {"type": "object"}}]}
@@ -259,6 +264,83 @@ def test_a_server_over_http_answers_as_json_or_as_events_and_may_lose_its_sessio
 
     assert asyncio.run(run()) == ["web_ask", "s0", "s2"]
     assert asked.count("initialize") == 2
+
+
+OF_THE_SDK = """
+import subprocess, sys, time
+from mcp.server import MCPServer
+server = MCPServer("t")
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    "Adds."
+    return a + b
+@server.tool()
+async def hang() -> None:
+    time.sleep(60)
+@server.tool()
+def child() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+server.run(**({"transport": "streamable-http", "port": int(sys.argv[1])} if sys.argv[1:] else {}))
+"""
+
+
+@contextlib.contextmanager
+def of_the_sdk(tmp_path, over):
+    """The arguments of `McpBox` for a real server, over a pipe or over HTTP."""
+    file = tmp_path / "server.py"
+    file.write_text(OF_THE_SDK)
+    if over == "pipe":
+        yield {"command": f"{sys.executable} {file}"}
+        return
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(file), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield {"url": f"http://127.0.0.1:{port}/mcp"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_without_the_library_of_mcp_the_tool_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)  # as Python itself marks what is not there
+    with pytest.raises(ConfigError, match=r"tool 'mcp' needs a library that is missing: .*pip install .*\[mcp\]"):
+        factory_of("tool", "mcp")
+
+
+@pytest.mark.parametrize("over", ["pipe", "http"])
+def test_a_real_server_answers_and_when_it_hangs_is_cut_off(tmp_path, over):
+    async def cut(tools):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await tools["hang"].run({})
+
+    async def describe(tools):
+        return tools["add"].schema["function"]["parameters"]["properties"]["b"]["default"]
+
+    with of_the_sdk(tmp_path, over) as server:
+        box = McpBox(**server)
+        added, wrong, default, child = use(box, call("add", a=2, b=3), call("add", a="x"), describe, call("child"))
+        assert added == "5" and wrong.startswith("Error") and default == 1
+        begun = time.monotonic()
+        assert use(McpBox(**server), cut) == [None] and time.monotonic() - begun < 20
+    if over == "pipe":
+        assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_never_lists_its_tools_is_cut_off_with_its_programs(tmp_path):
+    program = f"import subprocess; subprocess.run(['sh', '-c', 'echo slow >&2; echo $$ > {tmp_path}/pid; sleep 60'])"
+    begun = time.monotonic()
+    with pytest.raises(InfrastructureFailure, match=r"it listed no tools in 2 s; .*slow"):
+        use(McpBox(command=shlex.join([sys.executable, "-c", program]), start_s=2))
+    assert time.monotonic() - begun < 10
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY_WITHOUT_EFFECT, WITHOUT_EFFECT
+from tandem.protocol.arguments import Unfit, check_schema
+from tandem.protocol.rewards import REWARDS_BODY, SCORE_BODY
 from tandem.protocol.schema import SchemaError, array, check_value, integer, optional, record, text
 from tests.serve.served import TOKEN
 
@@ -159,6 +161,19 @@ def test_whole_numbers_written_as_fractions_are_integers():
     assert check_value({"a": 2.0}, SHAPE) == {"a": 2} and isinstance(check_value({"a": 2.0}, SHAPE)["a"], int)
 
 
-def test_a_schema_with_an_unknown_word_is_a_mistake_of_ours():
-    with pytest.raises(TypeError, match="pattern"):
-        check_value("a", {"type": "string", "pattern": "a"})
+def words(schema):
+    """All words of a schema and of those in it."""
+    inside = [*schema.get("properties", {}).values(), *schema.get("anyOf", ())]
+    inside += [schema[word] for word in ("items", "additionalProperties") if isinstance(schema.get(word), dict)]
+    return {*schema}.union(*map(words, inside))
+
+
+def test_the_bodies_of_all_servers_say_only_what_is_checked(guarded):
+    known = "type properties required additionalProperties items minItems maxItems minLength maxLength"
+    known = {*known.split(), "minimum", "maximum", "exclusiveMinimum", "enum", "anyOf", "description"}
+    schemas = [route.body for route in guarded.server.routes if route.body] + [SCORE_BODY, REWARDS_BODY]
+    for schema in schemas:
+        assert words(schema) <= known
+        check_schema(schema)
+    with pytest.raises(Unfit, match="patern"):
+        check_schema({"patern": "a"})

@@ -101,7 +101,7 @@ for _service in (
     Service("tool", "python", "tandem.rollout.tools.python:PythonBox"),
     Service("tool", "search", "tandem.rollout.tools.search:SearchBox"),
     Service("tool", "files", "tandem.rollout.tools.files:FilesBox"),
-    Service("tool", "mcp", "tandem.rollout.tools.mcp:McpBox"),
+    Service("tool", "mcp", "tandem.rollout.tools.mcp:McpBox", package="mcp"),
     Service("workflow", "verifiers", "tandem.rollout.verifiers_taskset:VerifiersWorkflow"),
     Service("workflow", "environment", "tandem.rollout.environments.workflow:EnvironmentWorkflow"),
     Service("environment", "gymnasium", "tandem.rollout.environments.gymnasium_text:GymnasiumText", package="gymnasium"),

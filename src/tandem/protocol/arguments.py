@@ -1,196 +1,222 @@
-"""Arguments of a call, checked and cast by the tool's JSON schema."""
+"""Values against the JSON schemas of users and tools: arguments of a call, which are cast as well, and verdicts of judges.
 
+`jsonschema` says what is wrong, and where; what a request of our own routes may be says `tandem.protocol.schema`.
+"""
+
+import contextlib
+import copy
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
+
+import regex
+from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+from jsonschema_specifications import REGISTRY
 
 from tandem.protocol.parsing import STRICT
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
+_KNOWN = Draft202012Validator.VALIDATORS
+_TYPES = Draft4Validator.TYPE_CHECKER
+"""The types of JSON, 3.0 no integer: it is made one."""
+
+_NAMES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
+_WORDS: Mapping[str, Mapping[str, Any]] = {"null": {"null": None, "none": None}, "boolean": {"true": True, "false": False}}
+_NO_CAST = object()
+_MAX_CASTS = 8
+"""Most casts one inside of another, such as a text that holds a list of texts that hold numbers."""
+
+_MATCH_S = 0.1
+"""Seconds for a pattern to match: some take for ever, and all episodes would wait."""
+
+_SHOWN = 80
+_RULES = {
+    "type": "must be of type {limit}, not {value}",
+    "enum": "must be one of {limit}, not {value}",
+    "const": "must be {limit}, not {value}",
+    "minimum": "must be at least {limit}, not {value}",
+    "maximum": "must be at most {limit}, not {value}",
+    "exclusiveMinimum": "is out of bounds: it must be above {limit}, not {value}",
+    "exclusiveMaximum": "is out of bounds: it must be below {limit}, not {value}",
+    "minLength": "must be at least {limit} in length, not {size}",
+    "maxLength": "must be at most {limit} in length, not {size}",
+    "minItems": "must be at least {limit} in length, not {size}",
+    "maxItems": "must be at most {limit} in length, not {size}",
+    "pattern": "must match {limit}, not {value}",
+    "required": "is missing",
+    "additionalProperties": "is not known; there are: {names}",
+    "not": "is not allowed: {value}",
 }
+_OF_TYPE = {
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "minItems", "maxItems"),
+    "string": ("minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+_STANDARD = "https://json-schema.org/draft/2020-12/schema"
+_STRICT_SCHEMA = Draft202012Validator(
+    {
+        "$id": "urn:tandem:schema",
+        "$ref": _STANDARD,
+        "$dynamicAnchor": "meta",  # the standard's own schema comes back here for each schema inside of another
+        "unevaluatedProperties": False,
+        "properties": {word: {"not": {}} for word in ("$ref", "$dynamicRef", "pattern", "patternProperties", "format")},
+        "dependentSchemas": {
+            word: {"required": ["type"], "properties": {"type": {"enum": [kind, "integer"] if kind == "number" else [kind]}}}
+            for kind, words in _OF_TYPE.items()
+            for word in words
+        },
+    },
+    registry=REGISTRY,
+)
 
 
 class Unfit(ValueError):
-    """An argument that the schema does not allow; says which, in words for the model."""
+    """A value that its schema does not allow, in words for the model; ``where`` is its path, such as ``edits[2].line``."""
+
+    def __init__(self, error: ValidationError):
+        while error.context:  # of the choices that failed, the one which went deepest
+            error = max(error.context, key=lambda inner: len(inner.path))
+        path, limit, value = [*error.absolute_path], error.validator_value, error.instance
+        names = list(error.schema.get("properties", ())) if isinstance(error.schema, Mapping) else []
+        if error.validator == "required":
+            path.append(next(name for name in limit if name not in value))
+        elif error.validator == "additionalProperties":
+            path += sorted(set(value) - set(names))[:1]
+        self.where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        self.rule = _RULES.get(str(error.validator), "is wrong: {message}").format(
+            message=error.message[:_SHOWN],
+            limit=" or ".join(_names(limit)) if error.validator == "type" else _short(limit),
+            value=_short(value),
+            size=len(value) if isinstance(value, str | list) else None,
+            names=", ".join(names) or "none",
+        )
+        super().__init__(f"{f'argument {self.where!r}' if self.where else 'the arguments'} {self.rule}")
 
 
 def fit(arguments: Mapping[str, Any], schema: Mapping[str, Any], *, bare: bool = False) -> dict[str, Any]:
     """The arguments as the schema wants them: ``"3"`` becomes 3 where an integer is wanted. ``bare``: all are text as it
     stood in the reply, to be read by the schema.
 
-    Knows type, enum, const, anyOf, oneOf, allOf, $ref, nullable, properties, required, additionalProperties, items, and
-    the bounds of numbers, texts and lists. Other keywords are not checked.
+    Knows JSON Schema 2020-12 and OpenAPI's ``nullable``.
 
     Raises:
         Unfit: one is missing, of another type, or not allowed.
     """
-    properties, root = schema.get("properties") or {}, schema
-    if bare:
-        arguments = {name: _read(text, _resolve(properties.get(name), root), root) for name, text in arguments.items()}
-    fitted = _fit(dict(arguments), {"type": "object", **schema}, root, "")
-    return dict(fitted)
+    checker = _Lenient({"type": "object", **schema}, registry=REGISTRY)
+    fitted = copy.deepcopy(dict(arguments))
+    try:
+        if bare:
+            properties = schema.get("properties") or {}
+            fitted = {name: _read(text, checker.evolve(schema=properties.get(name, {}))) for name, text in fitted.items()}
+        return dict(_fitted(fitted, checker))
+    except (Unfit, RecursionError):
+        raise
+    except Exception:  # boundary: a tool's schema that is none, or refers to nothing, checks nothing
+        return fitted
 
 
-def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Follows ``$ref: #/$defs/…``."""
-    for _ in range(10):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+def check(value: Any, schema: Mapping[str, Any]) -> None:
+    """Raises `Unfit` for a value that the schema does not allow; nothing is cast."""
+    for error in Draft202012Validator(schema, registry=REGISTRY).iter_errors(value):
+        raise Unfit(error)
+
+
+def check_schema(schema: Any) -> None:
+    """Passes if `check` checks all that a schema says.
+
+    Raises:
+        Unfit: it is no schema, has a word that is not known, or a bound without the type that it is for; names the place.
+    """
+    for error in _STRICT_SCHEMA.iter_errors(schema):
+        raise Unfit(error)
+
+
+def _fitted(value: Any, checker: Any) -> Any:
+    holder = [value]
+    for _ in range(_MAX_CASTS):
+        errors = list(checker.iter_errors(holder[0]))
+        if not errors:
+            return holder[0]
+        casts = [([0, *error.path], cast) for error in errors if (cast := _mended(error, checker)) is not _NO_CAST]
+        if not casts:
             break
-        target: Any = root
-        for part in schema["$ref"].removeprefix("#").strip("/").split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        schema = target
-    return schema if isinstance(schema, Mapping) else {}
+        for (*way, last), cast in casts:
+            reduce(getitem, way, holder)[last] = cast
+    raise Unfit(min(errors, key=lambda error: len(error.path)))  # what is missing before what is wrong inside
 
 
-def _types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
-    """Names of all types that the schema allows; empty if it says nothing."""
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ()), *(schema.get("allOf") or ())):
-        types |= _types(_resolve(choice, root), root)
-    return types | ({"null"} if schema.get("nullable") else set())
+def _mended(error: ValidationError, checker: Any) -> Any:
+    """The value at fault as the schema wants it; `_NO_CAST` if it cannot be."""
+    if error.validator == "type":
+        casts = (_cast(error.instance, name) for name in _names(error.validator_value))
+        return next((cast for cast in casts if cast is not _NO_CAST), _NO_CAST)
+    for choice in error.validator_value if error.context else ():
+        with contextlib.suppress(Unfit):
+            return _fitted(copy.deepcopy(error.instance), checker.evolve(schema=choice))
+    return _NO_CAST
 
 
-def _read(text: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+def _read(text: Any, checker: Any) -> Any:
     """The value of a bare text: itself where a text is allowed, else what it says."""
-    types = _types(schema, root)
     if not isinstance(text, str):
         return text
-    plain = text.strip()
-    if "null" in types and plain in ("null", "None"):
-        return None
-    if "boolean" in types and plain.lower() in ("true", "false"):
-        return plain.lower() == "true"
-    if "string" in types or not plain:
-        return text
+    types = set(_types(checker.iter_errors(_NO_CAST)))
+    for name in types.intersection(_WORDS):
+        if (cast := _cast(text, name)) is not _NO_CAST:
+            return cast
+    if types:
+        return text  # another type is cast
     try:
-        return STRICT.decode(plain)
+        return STRICT.decode(text)
     except (ValueError, RecursionError):
         return text
 
 
-def _fit(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], path: str) -> Any:
-    schema = _resolve(schema, root)
-    if value is None and schema.get("nullable"):
-        return None
-    for keyword in ("anyOf", "oneOf"):
-        if schema.get(keyword):
-            value = _first_that_fits(value, schema[keyword], root, path)
-    for part in schema.get("allOf") or ():
-        value = _fit(value, part, root, path)
-    value = _typed(value, schema, path)
-    if "enum" in schema and value not in schema["enum"]:
-        raise Unfit(f"{_named(path)} must be one of {_short(schema['enum'])}, not {_short(value)}")
-    if "const" in schema and value != schema["const"]:
-        raise Unfit(f"{_named(path)} must be {_short(schema['const'])}, not {_short(value)}")
-    _check_bounds(value, schema, path)
-    if isinstance(value, dict):
-        return _fit_object(value, schema, root, path)
-    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        return [_fit(one, schema["items"], root, f"{path}[{i}]") for i, one in enumerate(value)]
-    return value
-
-
-def _first_that_fits(value: Any, choices: list[Any], root: Mapping[str, Any], path: str) -> Any:
-    """Choices that take the value as it is come before those that cast it."""
-    casts, why = [], None
-    for choice in choices:
-        try:
-            fitted = _fit(value, choice, root, path)
-        except Unfit as error:
-            why = error
-            continue
-        if type(fitted) is type(value) and fitted == value:
-            return fitted
-        casts.append(fitted)
-    if not casts and why is not None:
-        raise why
-    return casts[0] if casts else value
-
-
-def _typed(value: Any, schema: Mapping[str, Any], path: str) -> Any:
-    declared = schema.get("type")
-    names = [declared] if isinstance(declared, str) else list(declared or ())
-    if schema.get("nullable") and names:
-        names.append("null")
-    if not names or any(_is(value, name) for name in names):
-        return value
-    for name in names:
-        cast = _cast(value, name)
-        if cast is not None or (name == "null" and value in ("null", "None")):
-            return cast
-    raise Unfit(f"{_named(path)} must be of type {' or '.join(names)}, not {_short(value)}")
-
-
-def _is(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"
-    return isinstance(value, _TYPES.get(name, (object,)))
+def _types(errors: Any) -> Iterator[str]:
+    """The types that a schema allows, by its faults with a value of none of them."""
+    for error in errors:
+        yield from _names(error.validator_value) if error.validator == "type" else _types(error.context)
+        yield from ("null",) if error.schema.get("nullable") else ()
 
 
 def _cast(value: Any, name: str) -> Any:
-    """The same thing as another type; None if it cannot be."""
+    """The same thing as another type; `_NO_CAST` if it cannot be."""
     if name == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     if name == "string" and isinstance(value, int | float):
         return json.dumps(value)
     if not isinstance(value, str) or name == "string":
-        return None
-    if name == "boolean":
-        return {"true": True, "false": False}.get(value.strip().lower())
+        return _NO_CAST
+    if name in _WORDS:
+        return _WORDS[name].get(value.strip().lower(), _NO_CAST)
     try:
         read = STRICT.decode(value)
     except (ValueError, RecursionError):
-        return None
-    return read if _is(read, name) else (_cast(read, name) if isinstance(read, float) else None)
+        return _NO_CAST
+    return read if _TYPES.is_type(read, name) else _cast(read, name) if isinstance(read, float) else _NO_CAST
 
 
-def _check_bounds(value: Any, schema: Mapping[str, Any], path: str) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        size, low, high, words = value, schema.get("minimum"), schema.get("maximum"), ""
-        if not schema.get("exclusiveMinimum", -math.inf) < value < schema.get("exclusiveMaximum", math.inf):
-            raise Unfit(f"{_named(path)} is out of bounds: {_short(value)}")
-    elif isinstance(value, str | list):
-        what = ("minLength", "maxLength") if isinstance(value, str) else ("minItems", "maxItems")
-        size, low, high, words = len(value), schema.get(what[0]), schema.get(what[1]), " in length"
-    else:
-        return
-    if low is not None and size < low:
-        raise Unfit(f"{_named(path)} must be at least {low}{words}, not {size}")
-    if high is not None and size > high:
-        raise Unfit(f"{_named(path)} must be at most {high}{words}, not {size}")
+def _type(checker: Any, types: str | Sequence[str], value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+    """A type that JSON does not have allows everything, and ``nullable`` allows null."""
+    if _NAMES.issuperset(_names(types)) and not (value is None and schema.get("nullable")):
+        yield from _KNOWN["type"](checker, types, value, schema)
 
 
-def _fit_object(value: dict[str, Any], schema: Mapping[str, Any], root: Mapping[str, Any], path: str) -> dict[str, Any]:
-    properties = schema.get("properties") or {}
-    for name in schema.get("required") or ():
-        if name not in value:
-            raise Unfit(f"{_named(_join(path, name))} is missing")
-    others = schema.get("additionalProperties", True)
-    unknown = sorted(set(value) - set(properties))
-    if unknown and others is False:
-        raise Unfit(f"there is no argument {_join(path, unknown[0])!r}; there are: {', '.join(properties) or 'none'}")
-    parts = {name: properties.get(name, others if isinstance(others, Mapping) else {}) for name in value}
-    return {name: _fit(one, parts[name], root, _join(path, name)) for name, one in value.items()}
+def _pattern(checker: Any, pattern: str, value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+    if isinstance(value, str) and not regex.search(pattern, value, timeout=_MATCH_S):
+        yield ValidationError("")
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+_Lenient = extend(Draft202012Validator, {"type": _type, "oneOf": _KNOWN["anyOf"], "pattern": _pattern}, type_checker=_TYPES)
 
 
-def _named(path: str) -> str:
-    return f"argument {path!r}" if path else "the arguments"
+def _names(types: str | Sequence[str]) -> Sequence[str]:
+    return [types] if isinstance(types, str) else types
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

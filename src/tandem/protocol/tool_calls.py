@@ -307,11 +307,6 @@ def plain_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
     return list(_as_plain_text(_with_system_block(written, tools, FAMILIES["hermes"]) if tools else written))
 
 
-def call_message(call: Call) -> dict[str, Any]:
-    """A call in the shape of a chat template."""
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-
-
 def _with_ids(calls: Sequence[Call], salt: str) -> tuple[Call, ...]:
     """Each with an id of its own: the model's, or nine letters and digits, as Mistral's templates want; the same for the
     same reply to the same prompt.

@@ -42,6 +42,10 @@ class Call:
 
     call_id: str = ""
 
+    def message(self) -> dict[str, Any]:
+        """The call in the shape of a chat template."""
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -80,10 +84,7 @@ class Reply:
         if self.reasoning:
             made["reasoning_content"] = self.reasoning
         if self.good_calls:
-            made["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-                for call in self.good_calls
-            ]
+            made["tool_calls"] = [call.message() for call in self.good_calls]
         return made
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tandem.config.errors import ConfigError
-from tandem.protocol.schema import Schema, SchemaError, check_schema, check_value
+from tandem.protocol.arguments import Unfit, check, check_schema
+from tandem.protocol.parsing import STRICT
+from tandem.protocol.schema import Schema
 from tandem.rewards.asking import finite_knobs, read_knob_file
 
 Parse = Callable[[str], float]
@@ -78,9 +80,9 @@ def read_json(text: str, low: float, high: float, field: str = "score", schema: 
     for value in reversed(list(_objects(text))):
         if schema is not None:
             try:
-                value = check_value(value, schema)
-            except SchemaError as error:
-                raise Unreadable(f"its JSON object: {error}", "judge_off_schema") from error
+                check(value, schema)
+            except Unfit as error:
+                raise Unreadable(f"its JSON object: {error.where} {error.rule}", "judge_off_schema") from error
         score = _at(value, field)
         if isinstance(score, int | float) and not isinstance(score, bool):
             return _share(score, low, high)
@@ -169,9 +171,10 @@ def _schema_of(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
     """
     text = read_knob_file(name, "schema", given) if isinstance(given, str) else ""
     try:
-        schema = json.loads(text) if isinstance(given, str) else given
+        schema = STRICT.decode(text) if isinstance(given, str) else given
         check_schema(schema)
     except ValueError as error:
         shown = given if isinstance(given, str) else "in the configuration"
-        raise ConfigError(f"reward {name!r}: the schema {shown} cannot be used: {error}") from error
+        why = f"{error.where or 'it'} {error.rule}" if isinstance(error, Unfit) else error
+        raise ConfigError(f"reward {name!r}: the schema {shown} cannot be used: {why}") from error
     return dict(schema)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from tandem.api.requests import LLMResponse
-from tandem.protocol.tool_calls import CallReader, call_message
+from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Reply
 from tandem.rollout.chat import Chat, Tokens
 from tandem.rollout.workflows import ChatWorkflow
@@ -39,7 +39,7 @@ class ToolChat(Chat):
         if named:
             reasoning = {"reasoning_content": self.reply.reasoning} if self.reply.reasoning else {}
             message = {"role": "assistant", "content": self.reply.content, **reasoning}
-            self.messages[-1] = message | {"tool_calls": [call_message(call) for call in named]}
+            self.messages[-1] = message | {"tool_calls": [call.message() for call in named]}
 
     def observe(self, results: Mapping[str, str]) -> None:
         """Adds what became of the calls of the last reply, by their ids: context, masked out of the loss."""

@@ -1,33 +1,33 @@
 """Tools of MCP servers (Model Context Protocol), over standard input and output or over HTTP.
 
-The wire is JSON-RPC: `initialize`, `tools/list`, `tools/call`. It is spoken here and not through a library, so that a server
-which hangs or dies is this file's to cut off, to name and to start again.
+The SDK speaks the protocol. A server that is a program is started and ended here, so that one which hangs is cut off, one
+which dies is named by its exit code and last words, and no program of its own is left behind.
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import shlex
 import shutil
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import aiohttp
+import anyio
+import httpx2
+import mcp
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, Implementation, jsonrpc_message_adapter
 
 from tandem.api.failures import InfrastructureFailure
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure
 
-VERSION = "2025-06-18"
-"""Version of the protocol. A server may answer with an older one: these three requests are the same in all."""
-
-CLIENT = {"name": "tandem", "version": "1"}
+CLIENT = Implementation(name="tandem", version="1")
 MOST_BYTES = 16 << 20
 """Most bytes of one message."""
 
@@ -37,12 +37,11 @@ MOST_WORDS = 500
 WORDS_S = 2.0
 """Seconds for which they are waited for: a program of the server's may hold the pipe open for ever."""
 
+CONNECT_S = 30.0
+"""Seconds to connect to a server over HTTP. Its answer may take as long as the call may."""
+
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "PYTHONPATH")
 """Variables of this process's environment that a server sees: no keys."""
-
-
-class ServerGone(Exception):
-    """The server ended, or the connection to it did."""
 
 
 class McpBox(Toolbox):
@@ -67,8 +66,7 @@ class McpBox(Toolbox):
         argv = shlex.split(command or "")
         if command is not None and (not argv or shutil.which(argv[0]) is None):
             raise ConfigError(f"tool mcp: command={command!r} names no program of this machine")
-        make = partial(Piped, argv) if command is not None else partial(Posted, str(url))
-        self._make = partial(McpServer, make, command or str(url), start_s)
+        self._make = partial(McpServer, argv, url, start_s)
         self._shared: McpServer | None = None
 
     @asynccontextmanager
@@ -83,16 +81,16 @@ class McpBox(Toolbox):
             self._shared = self._make()
         server = self._make() if self.each_episode else self._shared
         try:
-            yield [self._tool(server, one) for one in await server.tools()]
+            yield [self._tool(server, listed) for listed in (await server.running()).tools]
         finally:
             if self.each_episode:
                 server.kill()
 
-    def _tool(self, server: "McpServer", listed: Mapping[str, Any]) -> Tool:
-        name = str(listed["name"])
-        schema = {key: value for key, value in (listed.get("inputSchema") or {}).items() if key != "$schema"}
-        function = {"name": f"{self.prefix}{name}", "description": listed.get("description") or "", "parameters": schema}
-        return Tool({"type": "function", "function": function}, partial(server.call, name))
+    def _tool(self, server: "McpServer", listed: mcp.types.Tool) -> Tool:
+        schema = {key: value for key, value in listed.input_schema.items() if key != "$schema"}
+        name, words = f"{self.prefix}{listed.name}", listed.description or ""
+        function = {"name": name, "description": words, "parameters": schema}
+        return Tool({"type": "function", "function": function}, partial(server.call, listed.name))
 
     def close(self) -> None:
         """Implements `Toolbox.close`."""
@@ -101,45 +99,30 @@ class McpBox(Toolbox):
             self._shared = None
 
 
-class Connection(ABC):
-    """A way to send messages to a server and to get their answers."""
-
-    @abstractmethod
-    async def begin(self) -> None:
-        """Starts the server, or connects to it."""
-
-    @abstractmethod
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; `{}` to a notification, which has no ``id``. Raises `ServerGone`."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Ends it at once; for any thread, idempotent."""
-
-    gone: bool = False
-
-    @property
-    def words(self) -> str:
-        """The end of what the server said beside its messages."""
-        return ""
-
-
 class McpServer:
     """A server that is started when it is needed, and again when it has died. Of one event loop."""
 
-    def __init__(self, make: Any, name: str, start_s: float):
+    def __init__(self, argv: list[str], url: str | None, start_s: float):
         self.loop = asyncio.get_running_loop()
-        self.starts = 0
-        self._make, self._name, self._start_s = make, name, start_s
+        self._argv, self._url, self._start_s = argv, url, start_s
         self._connection: Connection | None = None
-        self._numbers = itertools.count(1)
-        self._tools: list[dict[str, Any]] = []
         self._starting = asyncio.Lock()
 
-    async def tools(self) -> list[dict[str, Any]]:
-        """The tools that the server lists; asked once each time it is started."""
-        await self._running()
-        return self._tools
+    async def running(self) -> "Connection":
+        """The connection to the server, which is started if it is not there."""
+        async with self._starting:
+            if self._connection is None or self._connection.gone:
+                self._connection = connection = Connection(self._argv, self._url, self._start_s)
+                try:
+                    either: list[asyncio.Future[Any]] = [connection.ready, connection.task]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                except BaseException:
+                    connection.kill()
+                    raise
+                if not connection.ready.done():
+                    name = self._url or shlex.join(self._argv)
+                    raise InfrastructureFailure("mcp_server", f"{name} did not start: {connection.why}")
+            return self._connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a call's result.
@@ -147,16 +130,20 @@ class McpServer:
         Raises:
             ToolFailure: the tool says that it failed; or the server died.
         """
-        connection = await self._running()
+        connection = await self.running()
         try:
-            result = await self._ask(connection, "tools/call", {"name": name, "arguments": dict(arguments)})
-        except ServerGone as error:
-            raise ToolFailure(
-                f"the tool's server ended during the call ({error}); it is started again for the next"
-            ) from None
-        parts = [part.get("text") or f"[{part.get('type', 'unknown')}]" for part in result.get("content") or ()]
-        text = "\n".join(map(str, parts)) or json.dumps(result.get("structuredContent") or {}, ensure_ascii=False)
-        if result.get("isError"):
+            result = await connection.ready.result().call_tool(name, dict(arguments))
+        except mcp.MCPError as error:
+            # what the SDK says of a server over HTTP which forgot the session, or answers with a status and no message
+            if error.code != CONNECTION_CLOSED and not (self._url and error.code in (INVALID_REQUEST, INTERNAL_ERROR)):
+                raise ToolFailure(error.message) from None
+            connection.kill()
+            await asyncio.wait([connection.task], timeout=2 * WORDS_S)  # it learns the exit code
+            why = connection.why or error.message
+            raise ToolFailure(f"the tool's server ended during the call ({why}); it is started again for the next") from None
+        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        text = "\n".join(parts) or json.dumps(result.structured_content or {}, ensure_ascii=False)
+        if result.is_error:
             raise ToolFailure(text)
         return text
 
@@ -165,186 +152,103 @@ class McpServer:
         if self._connection is not None:
             self._connection.kill()
 
-    async def _running(self) -> Connection:
-        async with self._starting:
-            if self._connection is None or self._connection.gone:
-                self.kill()
-                self._connection = None
-                connection = self._make()
-                try:
-                    async with asyncio.timeout(self._start_s):
-                        await self._start(connection)
-                except BaseException as error:
-                    connection.kill()
-                    if isinstance(error, ServerGone | OSError | ToolFailure):
-                        words = "; ".join(filter(None, (kind_and_text(error), connection.words)))
-                        raise InfrastructureFailure("mcp_server", f"{self._name} did not start: {words}") from error
-                    raise
-                self._connection, self.starts = connection, self.starts + 1
-            return self._connection
 
-    async def _start(self, connection: Connection) -> None:
-        await connection.begin()
-        hello = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": CLIENT}
-        await self._ask(connection, "initialize", hello)
-        await connection.ask({"jsonrpc": "2.0", "method": "notifications/initialized"})
-        tools: list[dict[str, Any]] = []
-        cursor = None
-        while True:
-            page = await self._ask(connection, "tools/list", {"cursor": cursor} if cursor else {})
-            tools += page.get("tools") or []
-            cursor = page.get("nextCursor")
-            if not cursor:
-                break
-        self._tools = tools
+class Connection:
+    """One start of a server. Everything of the SDK lives in one task, as it demands."""
 
-    async def _ask(self, connection: Connection, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        message = {"jsonrpc": "2.0", "id": next(self._numbers), "method": method, "params": parameters}
-        answer = await connection.ask(message)
-        if "error" in answer:
-            raise ToolFailure(str((answer["error"] or {}).get("message") or answer["error"]))
-        return dict(answer.get("result") or {})
+    def __init__(self, argv: list[str], url: str | None, start_s: float):
+        self.gone = False
+        self.why = ""
+        """The reason of its end, once ``task`` is done."""
 
+        self.tools: list[mcp.types.Tool] = []
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[mcp.Client] = self._loop.create_future()
+        self._process: Any = None
+        self.task = asyncio.create_task(self._serve(self._post(url) if url else self._pipe(argv), start_s))
 
-class Piped(Connection):
-    """A program of ours: a message a line on its standard input and output. It ends when we do."""
+    async def _serve(self, transport: Any, start_s: float) -> None:
+        try:
+            async with asyncio.timeout(start_s) as starting, mcp.Client(transport, client_info=CLIENT) as client:
+                page = await client.list_tools()
+                self.tools += page.tools
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    self.tools += page.tools
+                starting.reschedule(None)
+                self.ready.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:  # boundary: whatever a server does, it ends the server
+            first: BaseException = error
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            late = isinstance(first, TimeoutError)
+            words = f"it listed no tools in {start_s:g} s" if late else kind_and_text(first)
+            self.why = f"{words}; {self.why}".removesuffix("; ")
+        finally:
+            self.gone = True
 
-    def __init__(self, argv: list[str]):
-        self._argv = argv
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._said = b""
-        self._why = "it closed its output"
-        self._waiting: dict[Any, asyncio.Future[dict[str, Any]]] = {}
+    @asynccontextmanager
+    async def _post(self, url: str) -> AsyncIterator[Any]:
+        """The streams to a server elsewhere."""
+        timeout, most = httpx2.Timeout(CONNECT_S, read=None), MOST_BYTES
+        async with (
+            httpx2.AsyncClient(timeout=timeout) as http,
+            # to end the session would be one more request that may hang
+            streamable_http_client(url, http_client=http, terminate_on_close=False, max_sse_event_size=most) as streams,
+        ):
+            yield streams
 
-    async def begin(self) -> None:
-        """Implements `Connection.begin`."""
+    @asynccontextmanager
+    async def _pipe(self, argv: list[str]) -> AsyncIterator[Any]:
+        """The streams to a program of ours: a message a line on its standard input and output. It ends when we do."""
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, limit=MOST_BYTES, start_new_session=True
+        process: Any = await asyncio.create_subprocess_exec(
+            *argv, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, limit=MOST_BYTES, start_new_session=True
         )
-        self._reader = asyncio.create_task(self._read(self._process))
+        self._process = process
+        from_server, reading = anyio.create_memory_object_stream[Any](0)
+        writing, to_server = anyio.create_memory_object_stream[Any](0)
+        said = bytearray()
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Implements `Connection.ask`."""
-        answer = asyncio.get_running_loop().create_future()
-        if "id" in message:
-            self._waiting[message["id"]] = answer
-        try:
-            if self.gone or self._process is None:
-                raise ServerGone("it is gone")
-            await self._send(message)
-            return await answer if "id" in message else {}
-        except ServerGone as error:
-            self._waiting.pop(message.get("id"), None)
-            self.kill()
-            if self._reader is None:
-                raise
-            await asyncio.wait([self._reader], timeout=2 * WORDS_S)  # it learns the exit code, whoever noticed the end first
-            raise ServerGone(self._why) from error
-        finally:
-            self._waiting.pop(message.get("id"), None)
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
-        except OSError as error:
-            self.gone = True
-            raise ServerGone("it closed its input") from error
-
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        listening = asyncio.create_task(self._listen(process))
-        try:
+        async def listen() -> None:
             while line := await process.stdout.readline():
-                await self._take(line)
-        except (ValueError, ServerGone) as error:
-            self._why = str(error)
+                with contextlib.suppress(ValueError):  # a server that prints something else beside its messages
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    await from_server.send(SessionMessage(message))
+            self.gone = True
+            raise EOFError("it closed its output")
+
+        async def speak() -> None:
+            async for sent in to_server:
+                process.stdin.write(sent.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                await process.stdin.drain()
+
+        async def remember() -> None:
+            while piece := await process.stderr.read(1 << 12):
+                said[:] = (said + piece)[-MOST_WORDS:]
+
+        words = asyncio.create_task(remember())
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(listen)
+                group.start_soon(speak)
+                yield reading, writing
+                group.cancel_scope.cancel()
         finally:
-            self.gone = True
             self.kill()
-            with contextlib.suppress(asyncio.CancelledError):
-                code = await process.wait()
-                await asyncio.wait([listening], timeout=WORDS_S)
-                self._why = f"{self._why}; exit code {code}"
-            listening.cancel()
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(ServerGone(self._why))
-
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Remembers the end of what the server says beside its messages, for the error when it dies."""
-        assert process.stderr is not None
-        while piece := await process.stderr.read(1 << 12):
-            self._said = (self._said + piece)[-MOST_WORDS:]
-
-    @property
-    def words(self) -> str:
-        return self._said.decode(errors="replace").strip()
-
-    async def _take(self, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            return  # a server that prints something else beside its messages
-        if not isinstance(message, dict):
-            return
-        if "method" in message and "id" in message:  # the server asks: we answer pings, and offer nothing else
-            refusal = {"error": {"code": -32601, "message": "not offered by this client"}}
-            await self._send(
-                {"jsonrpc": "2.0", "id": message["id"]} | ({"result": {}} if message["method"] == "ping" else refusal)
-            )
-        answer = self._waiting.get(message.get("id"))
-        if answer is not None and not answer.done() and "method" not in message:
-            answer.set_result(message)
+            for stream in (from_server, reading, writing, to_server):
+                stream.close()
+            await asyncio.wait([words, asyncio.create_task(process.wait())], timeout=WORDS_S)
+            words.cancel()
+            self.why = f"exit code {process.returncode}; {said.decode(errors='replace').strip()}".removesuffix("; ")
 
     def kill(self) -> None:
-        """Implements `Connection.kill`."""
+        """Ends it at once; for any thread, idempotent."""
         self.gone = True
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-
-class Posted(Connection):
-    """A server elsewhere, by HTTP: a request a message, answered as JSON or as a stream of events."""
-
-    def __init__(self, url: str):
-        self._url = url
-        self._headers = {"Accept": "application/json, text/event-stream", "MCP-Protocol-Version": VERSION}
-
-    async def begin(self) -> None:
-        """Implements `Connection.begin`."""
-
-    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Implements `Connection.ask`."""
-        try:
-            async with (
-                aiohttp.ClientSession(read_bufsize=MOST_BYTES) as client,
-                client.post(self._url, json=message, headers=self._headers) as answer,
-            ):
-                if answer.status >= 400:
-                    raise ServerGone(f"status {answer.status}")
-                if session := answer.headers.get("Mcp-Session-Id"):
-                    self._headers["Mcp-Session-Id"] = session
-                return await self._answer(answer, message) if "id" in message else {}
-        except (aiohttp.ClientError, ServerGone, OSError, ValueError) as error:
-            self.gone = True
-            raise ServerGone(f"{self._url}: {kind_and_text(error)}") from error
-
-    async def _answer(self, answer: aiohttp.ClientResponse, message: dict[str, Any]) -> dict[str, Any]:
-        if answer.content_type != "text/event-stream":
-            return dict(json.loads(await answer.text()))
-        async for line in answer.content:
-            if line.startswith(b"data:"):
-                event = json.loads(line[5:])
-                if event.get("id") == message["id"] and "method" not in event:
-                    return dict(event)
-        raise ServerGone("the stream ended without an answer")
-
-    def kill(self) -> None:
-        """Implements `Connection.kill`."""
-        self.gone = True
+        with contextlib.suppress(RuntimeError, OSError):  # the loop is closed, and the task with it; the process has ended
+            if self._process is None:
+                self._loop.call_soon_threadsafe(self.task.cancel)
+            elif self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)  # its end is the task's
