@@ -135,7 +135,7 @@ def test_a_correction_s_bound_follows_its_kind_whatever_the_preset_s_kind_is(pre
         ("gconfig.n_sample=4", ["did you mean gconfig.n_samples?"]),
         (
             "allocation_mode=sglang:d4+fsdp:d4",
-            ["allocation_mode is AReaL's: use rollout.backend=… actor.backend=…; see docs/coming_from.md"],
+            ["allocation_mode is AReaL's: use allocation=…; see docs/coming_from.md"],
         ),
         ("mode=ray", ["mode is AReaL's, and no key here", "torchrun"]),
         ("num_generations=8", ["num_generations is TRL's: use gconfig.n_samples=…; see"]),

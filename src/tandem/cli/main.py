@@ -43,6 +43,7 @@ COMMANDS = {
     "preference": SubCommand("tandem.cli.training:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
     "reward": SubCommand("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
     "distill": SubCommand("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
+    "launch": SubCommand("tandem.cli.launch", "start a run or a script on this machine, on Slurm or on Ray"),
     "continue": SubCommand("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
     "control": SubCommand("tandem.cli.control", "change the reward of a run while it trains"),
     "runs": SubCommand("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),

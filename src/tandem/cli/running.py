@@ -2,12 +2,11 @@
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
 from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, check_interface, is_rank, run_ranks
-from tandem.launch.watch import LaunchEnd
+from tandem.launch.place import Place
+from tandem.launch.watch import LaunchEnd, Record
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
@@ -81,17 +81,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     if not (arguments.dry_run or arguments.json):  # what those print is what they are for
         survive_lost_output()
     if starts_ranks:
-        if ranks > 1:
-            check_interface()
-        code = run_ranks(
-            [sys.executable, "-P", "-m", "tandem", *arguments.command_line],
-            ranks,
-            stalled_after_s=stalled_after_s(config),
-            max_restarts=config.recover.max_restarts,
-            grace_s=config.recover.grace_s,
-            record=functools.partial(write_failure, folder),
-        )
-        return code or _ended_silently(folder)
+        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line], config)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         summary = train(resolved, dry_run=arguments.dry_run, **options)
@@ -102,6 +92,32 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     elif not arguments.dry_run:
         print(describe(summary))
     return 0
+
+
+def run_group(
+    command: Sequence[str], config: BaseConfig, place: Place | None = None, record: Record = lambda ended, restart: None
+) -> int:
+    """Runs the command on the run's ranks of this machine, and returns the exit status. ``place``: of these among others,
+    whose launcher starts them again if need be. ``record`` hears of failures, which the run folder has too."""
+    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    ranks = parse_layout(config.actor.backend).ranks
+    if ranks > 1 and place is None:
+        check_interface()
+
+    def write(ended: LaunchEnd, restart: int | None) -> None:
+        write_failure(folder, ended, restart)
+        record(ended, restart)
+
+    code = run_ranks(
+        command,
+        place.count if place else ranks,
+        stalled_after_s=stalled_after_s(config),
+        max_restarts=0 if place else config.recover.max_restarts,
+        grace_s=config.recover.grace_s,
+        record=write,
+        place=place,
+    )
+    return code or (_ended_silently(folder) if place is None or place.first == 0 else 0)
 
 
 def _ended_silently(folder: Path) -> int:

@@ -104,6 +104,10 @@ class TrainConfig(BaseConfig):
     async_training: bool = False
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
+    allocation: str | None = None
+    """Servers and ranks in one word, which sets `rollout.backend`, `actor.backend` and `placement`: `vllm:d4t2+fsdp:d8` has
+    4 servers of 2 GPUs and 8 ranks, each with devices of their own; `vllm:d4|fsdp:d4` shares them."""
+
     placement: Literal["colocate", "decoupled"] | None = None
     """`colocate`: generation and training take turns on the same devices; `decoupled`: the engine is a process of its own.
     null: `decoupled` if `async_training` is true, else `colocate`. For the embedded engine; servers are always processes of

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from tandem.config.algorithm import Component
+from tandem.config.allocation import check_allocation
 from tandem.config.check import check
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -52,7 +53,7 @@ def load_config(cls: type[C], file: Path | str | None = None, overrides: Sequenc
         except ConfigError as error:
             problems.append(str(error))
     written = _drafted(cls, layers)
-    preset = _preset_of(cls, written.tree, problems)
+    preset = [*_preset_of(cls, written.tree, problems), *_allocated(written, problems)]
     draft = _drafted(cls, [preset, *layers])
     refuse(problems + draft.errors)
     config = draft.build()
@@ -77,6 +78,25 @@ def _told_aside(key: str, choice: str, written: Draft) -> str:
     place = written.sources[key]
     log.warning("%s of %s is left aside: with the %s of the command line nothing reads it", key, place, choice)
     return f"default; {place} is for another {choice}"
+
+
+def _allocated(written: Draft, problems: list[str]) -> list[Assignment]:
+    """The keys that `allocation` sets, where it is given."""
+    text = written.tree.get("allocation")
+    if text is None:
+        return []
+    beside = {}
+    for key in written.sources:
+        value: Any = written.tree
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        beside[key] = value
+    try:
+        found = check_allocation(text, beside)
+    except ConfigError as error:
+        problems.append(str(error))
+        return []
+    return [Assignment(tuple(key.split(".")), _scalars(value), f"allocation={text}") for key, value in found.items()]
 
 
 def _preset_of(cls: type, tree: Mapping[str, Any], problems: list[str]) -> list[Assignment]:

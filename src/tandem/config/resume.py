@@ -20,6 +20,7 @@ FREE = (
     "rollout.verify",
     "rollout.fleet",
     "rollout.weights",
+    "allocation",
 )
 """Change nothing that is learnt: a run goes on with the new value."""
 

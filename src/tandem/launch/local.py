@@ -7,6 +7,7 @@ in a file, so no port is taken. Rank 0 speaks to the terminal; what the others s
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ import psutil
 
 from tandem.config.errors import ConfigError
 from tandem.launch.kept_servers import KEPT, KeptServers
+from tandem.launch.place import Place, interface_to
 from tandem.launch.requests import each_request_once
 from tandem.launch.watch import SILENT_S, WEDGED_S, Fault, LaunchEnd, Record, Told, Watch, waits_for_disk, work_of
 
@@ -147,6 +149,7 @@ def run_ranks(
     grace_s: float = 0.0,
     record: Record = lambda ended, restart: None,
     patience: Patience = USUAL,
+    place: Place | None = None,
 ) -> int:
     """Runs ``command`` on ``count`` ranks and returns the exit status: that of the rank that failed.
 
@@ -154,14 +157,18 @@ def run_ranks(
     rank is left, and nothing that a rank has started. A group that failed is started again, ``max_restarts`` times, unless
     it would fail again (a wrong configuration, a user's function, a full disk). ``stalled_after_s``: see `Watch`.
     ``grace_s``: what a rank may take for its step when it is interrupted. Servers that the ranks keep outlive a group, and
-    end before this returns.
+    end before this returns. ``place``: of these ranks, where others are on other machines, or in other groups.
     """
     restarts = 0
+    if place is not None:  # a group waits long for ranks that it does not see: only its launcher could judge that
+        patience = replace(patience, wedged_s=math.inf)
     try:
         with each_request_once(), KeptServers() if max_restarts else contextlib.nullcontext() as kept:
             while True:
-                watch = Watch(count, stalled_after_s, silent_s=patience.silent_s, wedged_s=patience.wedged_s)
-                ended = _run_once(command, count, watch, kept, restarts, grace_s, patience)
+                waits = {"silent_s": patience.silent_s, "wedged_s": patience.wedged_s}
+                first, world = (place.first, place.world) if place else (0, count)
+                watch = Watch(count, stalled_after_s, **waits, first=first, world=world)
+                ended = _run_once(command, count, watch, kept, restarts, grace_s, patience, place)
                 again = ended.may_pass and restarts < max_restarts
                 restarts += again
                 if ended.cause and ended.code != EXIT_INTERRUPTED:
@@ -175,8 +182,9 @@ def run_ranks(
 
 
 def _outer() -> dict[str, str]:
-    """This process' environment; where it is a rank itself, the servers that are kept for it are not for ranks below it."""
-    return {name: value for name, value in os.environ.items() if name != KEPT}
+    """This process' environment; where it is a rank itself, the servers that are kept for it are not for ranks below it, nor
+    is the store that others meet in."""
+    return {name: value for name, value in os.environ.items() if name not in (KEPT, "MASTER_ADDR", "MASTER_PORT")}
 
 
 def _run_once(
@@ -187,9 +195,10 @@ def _run_once(
     restarts: int,
     grace_s: float,
     patience: Patience,
+    place: Place | None,
 ) -> LaunchEnd:
     with meeting_folder() as meeting, contextlib.ExitStack() as stack:
-        ranks = RankProcesses(meeting, watch, kept, patience)
+        ranks = RankProcesses(meeting, watch, kept, patience, place)
         stack.callback(ranks.close)
         try:
             ranks.start(command, count, restarts)
@@ -201,9 +210,17 @@ def _run_once(
 class RankProcesses:
     """The processes of one run."""
 
-    def __init__(self, meeting: Meeting, watch: Watch, kept: KeptServers | None = None, patience: Patience = USUAL):
-        """``kept``: for servers that need not end with them."""
+    def __init__(
+        self,
+        meeting: Meeting,
+        watch: Watch,
+        kept: KeptServers | None = None,
+        patience: Patience = USUAL,
+        place: Place | None = None,
+    ):
+        """``kept``: for servers that need not end with them. Methods count the ranks of this group from 0."""
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._place, self._first = place, place.first if place else 0
         self._meeting, self._watch, self._kept, self._patience = meeting, watch, kept, patience
         self._pipes: list[int] = []
         self._words: dict[int, bytes] = {}
@@ -217,14 +234,14 @@ class RankProcesses:
                 self._pipes.append(read)
                 for end in (read, write):
                     os.set_blocking(end, False)
-                place = rank_environment(rank, count, self._meeting.folder / "rendezvous")
+                variables = rank_environment(rank, count, self._meeting.folder / "rendezvous", self._place)
                 kept = None if rank else self._kept
                 if kept is not None:
-                    place |= kept.environment()
+                    variables |= kept.environment()
                 self.processes.append(
                     subprocess.Popen(
                         list(command),
-                        env=_outer() | place | {TELL: str(write), RESTARTS: str(restarts)},
+                        env=_outer() | variables | {TELL: str(write), RESTARTS: str(restarts)},
                         stdin=None if rank == 0 else subprocess.DEVNULL,
                         stdout=said,
                         stderr=said and subprocess.STDOUT,
@@ -257,7 +274,9 @@ class RankProcesses:
         self._end_all(text)
         code = max(failed[cause], 0) or EXIT_FAILED
         final = code in (EXIT_CONFIG, EXIT_FINAL, EXIT_INTERRUPTED)
-        return self._ended(EXIT_FAILED if code == EXIT_FINAL else code, text, cause, may_pass=not final)
+        ended = self._ended(EXIT_FAILED if code == EXIT_FINAL else code, text, self._first + cause, may_pass=not final)
+        raised = errors[cause].get("at")
+        return ended if raised is None else replace(ended, at=time.time() - time.monotonic() + raised)
 
     def interrupt(self, grace_s: float = 0.0) -> LaunchEnd:
         """Lets all of them close."""
@@ -298,7 +317,8 @@ class RankProcesses:
         while time.monotonic() < deadline and not all(self._stacks(rank) for rank in self._alive()):
             time.sleep(WATCH_S)
         time.sleep(WATCH_S)  # the last one may be at it
-        stacks = "\n".join(f"--- rank {rank}\n{self._stacks(rank)}" for rank in range(len(self.processes)))
+        ranks = range(len(self.processes))
+        stacks = "\n".join(f"--- rank {self._first + rank}\n{self._stacks(rank)}" for rank in ranks)
         self._end_all(fault.text, FAULT_TERM_S)
         stacks = f"{fault.text}\n\n{places}\n\n{stacks}"
         return self._ended(EXIT_FAILED, fault.text, fault.rank, may_pass=True, stacks=stacks)
@@ -329,12 +349,13 @@ class RankProcesses:
         how = f"with exit status {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
         if not errors[rank]:
             how += f"{' and raised no error' if code > 0 else ''}{self._watch.during(rank)}"
-        text = str(errors[rank].get("text") or f"rank {rank} of {len(self.processes)} ended {how}")
+        name = f"rank {self._first + rank} of {self._place.world if self._place else len(self.processes)}"
+        text = str(errors[rank].get("text") or f"{name} ended {how}")
         heard = bool(errors[rank]) and (rank == 0 or errors[0].get("text") == errors[rank].get("text"))
         refused = 0 in failed and not errors[0] and set(failed.values()) == {EXIT_CONFIG}
         if (heard and code > 0) or refused:
             return text
-        print(f"error: rank {rank} of {len(self.processes)} ended {how}, and all with it", file=sys.stderr)
+        print(f"error: {name} ended {how}, and all with it", file=sys.stderr)
         if -code == signal.SIGKILL:
             print(
                 "The system ends a process so when memory runs out: lower actor.max_tokens_per_micro_batch, or spread the "
@@ -343,7 +364,7 @@ class RankProcesses:
             )
         if rank:
             lines = self._output(rank).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            print("".join(f"  rank {rank} | {line}\n" for line in lines), end="", file=sys.stderr)
+            print("".join(f"  rank {self._first + rank} | {line}\n" for line in lines), end="", file=sys.stderr)
         return text
 
     def _listen(self) -> None:
@@ -369,13 +390,13 @@ class RankProcesses:
     def _error(self, rank: int) -> dict[str, Any]:
         """A rank's own words about its error; empty if it could not write them."""
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self._meeting.folder / ERROR.format(rank=rank)).read_text(encoding="utf-8"))
+            found = json.loads((self._meeting.folder / ERROR.format(rank=self._first + rank)).read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else {}
         return {}
 
     def _stacks(self, rank: int) -> str:
         with contextlib.suppress(OSError):
-            return (self._meeting.folder / STACKS.format(rank=rank)).read_text(errors="replace")
+            return (self._meeting.folder / STACKS.format(rank=self._first + rank)).read_text(errors="replace")
         return ""
 
     def _output(self, rank: int) -> Path:
@@ -413,21 +434,18 @@ class RankProcesses:
         return False
 
 
-def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        RENDEZVOUS: str(rendezvous),
-        LAUNCHER: str(os.getpid()),
-    }
-    return variables | {IFNAME: _interface()}
+def rank_environment(rank: int, count: int, rendezvous: Path, place: Place | None = None) -> dict[str, str]:
+    """``rank``, of ``count`` ranks of a group: without a ``place`` there is no other group."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    own = own if place is None else place.environment(rank)
+    variables = own | {RENDEZVOUS: str(rendezvous), LAUNCHER: str(os.getpid())}
+    # one machine: nothing has to be reached from outside, whatever its host name resolves to
+    name = _interface() if place is None else os.environ.get(IFNAME) or interface_to(place.address, place.port)
+    return variables | ({IFNAME: name} if name else {})
 
 
 def _interface() -> str:
-    """The network interface over which ranks exchange tensors on CPUs."""
-    # one machine: nothing has to be reached from outside, whatever its host name resolves to
+    """The network interface over which the ranks of one machine exchange tensors on CPUs."""
     return os.environ.get(IFNAME) or ("lo" if sys.platform == "linux" else "lo0")
 
 

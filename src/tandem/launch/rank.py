@@ -31,9 +31,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def meeting_place() -> str:
-    """The address at which ranks find each other, as torch.distributed wants it: our file, or torchrun's."""
+    """The address at which ranks find each other, as torch.distributed wants it: our file, or the store of rank 0."""
     file = os.environ.get(RENDEZVOUS)
-    return f"file://{file}" if file else "env://"
+    return f"file://{file}" if file and "MASTER_ADDR" not in os.environ else "env://"
 
 
 def has_launcher() -> bool:

@@ -42,6 +42,9 @@ class LaunchEnd:
     has_folder: bool = False
     """True if the run folder was this group's when it failed."""
 
+    at: float = 0.0
+    """When its error was raised, in seconds since 1970; 0: it raised none, as one that was killed."""
+
 
 Record = Callable[[LaunchEnd, int | None], None]
 """Writes down how a group failed, and the number of the restart that follows; None: it is over."""
@@ -145,8 +148,20 @@ class _Rank:
 class Watch:
     """Over the ranks of one group. ``now`` is any clock that never goes back."""
 
-    def __init__(self, count: int, stalled_after_s: float | None, *, silent_s: float = SILENT_S, wedged_s: float = WEDGED_S):
-        """``stalled_after_s``: None judges by silence alone."""
+    def __init__(
+        self,
+        count: int,
+        stalled_after_s: float | None,
+        *,
+        silent_s: float = SILENT_S,
+        wedged_s: float = WEDGED_S,
+        first: int = 0,
+        world: int | None = None,
+    ):
+        """``stalled_after_s``: None judges by silence alone. ``first``: the number of the first of them among the ``world``
+        ranks of the run, where others are elsewhere; methods count those of the group from 0, faults and words say numbers
+        of the run."""
+        self._first, self._world = first, world or count
         self._ranks = [_Rank() for _ in range(count)]
         self._stalled_after_s, self._silent_s, self._wedged_s = stalled_after_s, silent_s, wedged_s
         self._clock = 0.0
@@ -168,7 +183,7 @@ class Watch:
         one.first_step = one.first_step or told.step
         before = one.told
         one.told = told
-        if rank == 0 and told.phase != "start":
+        if self._first + rank == 0 and told.phase != "start":
             self.step, self.has_folder = max(self.step, told.step), True
         if before is None or (before.count, before.phase) != (told.count, told.phase):
             if before is not None and before.phase in WATCHED:
@@ -203,16 +218,17 @@ class Watch:
 
     def describe(self) -> str:
         """The place of every rank, a line for each."""
-        return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks))
+        return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks, self._first))
 
     def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
         for number, one in enumerate(self._ranks):
+            name = f"rank {self._first + number} of {self._world}"
             quiet = one.told is not None and self._clock - one.heard_at > self._silent_s
             if quiet and is_held(number, one.seconds):
                 return Fault(
                     "silent",
-                    number,
-                    f"rank {number} of {len(self._ranks)} has not answered for {self._clock - one.heard_at:.0f} s: it is "
+                    self._first + number,
+                    f"{name} has not answered for {self._clock - one.heard_at:.0f} s: it is "
                     f"stopped, or the system holds it ({self._where(one)})",
                 )
         return None
@@ -246,12 +262,16 @@ class Watch:
         if still <= (self._stalled_after_s if mute is None else max(START_S, self._stalled_after_s)):
             return None
         if mute is not None:
-            text = f"rank {mute} of {len(self._ranks)} has said nothing since it was started, and nothing was done for"
-            return Fault("stalled", mute, f"{text} {still:.0f} s (recover.stalled_after_s)")
-        number = next((i for i, one in enumerate(self._ranks) if one.told and one.told.waits != OTHER_RANKS), 0)
+            name = f"rank {self._first + mute} of {self._world}"
+            text = f"{name} has said nothing since it was started, and nothing was done for"
+            return Fault("stalled", self._first + mute, f"{text} {still:.0f} s (recover.stalled_after_s)")
+        number = next((i for i, one in enumerate(self._ranks) if one.told and one.told.waits != OTHER_RANKS), None)
+        if number is None and len(self._ranks) < self._world:
+            return None  # all wait for ranks elsewhere, who are watched there
+        number = number or 0
         one = self._ranks[number]
         assert one.told is not None
-        return Fault("stalled", number, stalled_text(one.told, still))
+        return Fault("stalled", self._first + number, stalled_text(one.told, still))
 
     def _where(self, one: _Rank) -> str:
         if one.told is None:

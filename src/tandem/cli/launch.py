@@ -1,0 +1,154 @@
+"""Start a run, or a script of yours, on this machine, on Slurm or on Ray: ranks on one machine or on several.
+
+The words after the launcher are those of `tandem train`: a YAML file and `key=value` overrides, or a script and its own
+words. What a script trains is read from the YAML file beside it that has its name, and from its overrides.
+
+examples:
+  tandem launch local examples/addition_grpo.yaml actor.backend=fsdp:d2
+  tandem launch slurm examples/gsm8k_grpo.yaml actor.backend=fsdp:d16 --nodes 2 --time 12:00:00 --sbatch gpus-per-node=8
+  tandem launch slurm examples/gsm8k_grpo.py actor.backend=fsdp:d2 --dry-run
+  tandem launch ray examples/gsm8k_grpo.yaml actor.backend=fsdp:d8 --gpus-per-rank 1
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.arguments import split_arguments
+from tandem.cli.output import survive_lost_output
+from tandem.cli.running import run_group
+from tandem.cli.training import TRAINING
+from tandem.config.backend import parse_layout
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig
+from tandem.config.load import load_config
+from tandem.config.nearest import nearest_names
+from tandem.launch.launcher import (
+    ATTEMPT,
+    EXIT_INTERRUPTED,
+    FOLDER,
+    HELD,
+    LaunchJob,
+    launcher_class,
+    launcher_names,
+    supervise,
+    write_end,
+)
+from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED
+from tandem.launch.place import place_of
+from tandem.launch.watch import LaunchEnd
+from tandem.state.run_folder import run_path
+
+RANKS = "ranks"
+"""The name under which launchers start a group of ranks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("launcher", help=f"one of {', '.join(launcher_names())}")
+    parser.add_argument("words", nargs="*", metavar="CONFIG|SCRIPT.py [key=value …]", help="the run")
+    parser.add_argument("--command", choices=TRAINING, default="train", help="for a CONFIG (default: train)")
+    parser.add_argument("--dry-run", action="store_true", help="check the run, show what would be started, start nothing")
+    for name in launcher_names():
+        launcher_class(name).add_arguments(parser.add_argument_group(name))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    name, names = arguments.launcher, launcher_names()
+    if name == RANKS:
+        return _ranks(arguments)
+    if name not in names:
+        raise ConfigError(f"there is no launcher {name!r}; {nearest_names(name, names)}")
+    _refuse_others(arguments, name)
+    kind, series = launcher_class(name), [shlex.split(one) for one in getattr(arguments, "array", [])]
+    jobs = [_job(arguments, more) for more in series or [[]]]
+    launcher = kind(jobs, arguments)
+    if arguments.dry_run:
+        print(launcher.describe())
+        return 0
+    survive_lost_output()
+    return supervise(launcher, sys.stdout)
+
+
+def _refuse_others(arguments: argparse.Namespace, name: str) -> None:
+    """Raises `ConfigError` for an option of another launcher, which this one would not read."""
+    own, options = _options(name), {other: _options(other) for other in launcher_names()}
+    for other, theirs in options.items():
+        for option, default in theirs.items():
+            if option not in own and getattr(arguments, option) != default:
+                raise ConfigError(f"--{option.replace('_', '-')} is an option of tandem launch {other}, not of {name}")
+
+
+def _options(name: str) -> dict[str, Any]:
+    """The launcher's own options and their defaults."""
+    parser = argparse.ArgumentParser(add_help=False)
+    launcher_class(name).add_arguments(parser)
+    return vars(parser.parse_args([]))
+
+
+def _job(arguments: argparse.Namespace, more: Sequence[str] = ()) -> LaunchJob:
+    """The run of these words; ``more`` are added, and a file among them stands in place of the file before."""
+    words = list(arguments.words)
+    if split_arguments(more)[0] is not None:
+        words = split_arguments(words)[1]
+    words += more
+    config = _config(arguments.command, words)
+    folder = run_path(config.run.root, config.experiment_name, config.trial_name).resolve()
+    command = [] if arguments.command == "train" else ["--command", arguments.command]
+    ranks, recover = parse_layout(config.actor.backend).ranks, config.recover
+    name = f"{config.experiment_name}/{config.trial_name}"
+    return LaunchJob(name, folder / FOLDER, (*command, *words), ranks, recover.grace_s, recover.max_restarts)
+
+
+def _config(command: str, words: Sequence[str]) -> BaseConfig:
+    """The configuration that the words name. Raises `ConfigError`."""
+    file, overrides = split_arguments(words)
+    if file is not None and file.endswith(".py"):
+        if not Path(file).is_file():
+            raise ConfigError(f"there is no script {file}")
+        beside = Path(file).with_suffix(".yaml")
+        file = str(beside) if beside.is_file() else None
+    return load_config(TRAINING[command].config, file, overrides).config
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    """Runs one group of ranks, and writes how it ended. One that was asked to end, and did, is no failure to the launcher,
+    which would end the others at once."""
+    if os.environ.get(HELD):
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
+    place, attempt, failures = place_of(os.environ), os.environ.get(ATTEMPT), []
+
+    def record(ended: LaunchEnd, restart: int | None) -> None:
+        failures.append(ended)
+
+    script = split_arguments(arguments.words)[0] or ""
+    start = ["-m", "tandem", arguments.command] if not script.endswith(".py") else []
+    words = [word for word in arguments.words if start or word != script]
+    command = [sys.executable, *(["-P", *start] if start else [script]), *words]
+    code = EXIT_FAILED
+    try:
+        code = run_group(command, _config(arguments.command, arguments.words), place, record)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except ConfigError:
+        code = EXIT_CONFIG
+        raise
+    finally:
+        if attempt:
+            group = place.first if place else 0
+            refused = LaunchEnd(code, rank=group, at=time.time()) if code == EXIT_CONFIG and not failures else None
+            write_end(Path(attempt), group, code, failures[-1] if failures and code else refused)
+    return 0 if code == EXIT_INTERRUPTED else code
+
+
+def _end_with_launcher() -> None:
+    """Standard input ends with the launcher, however that went."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""Launchers by the names of their files."""

@@ -1,0 +1,94 @@
+"""Ranks on this machine, alone or, by the same command on each, on several."""
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+from tandem.launch.launcher import ATTEMPT, HELD, LOG, Launcher, LaunchJob, new_attempt, outcome
+from tandem.launch.place import Place
+
+END_S = 40.0
+"""Seconds that a group which lost its launcher may take."""
+
+
+class LocalGroup(Launcher):
+    """One group on this machine."""
+
+    def __init__(self, jobs: Sequence[LaunchJob], options: argparse.Namespace):
+        super().__init__(jobs, options)
+        (self._job,) = jobs
+        self._place = self._placed()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._attempt: Path | None = None
+
+    @staticmethod
+    def add_arguments(parser: Any) -> None:
+        parser.add_argument("--machines", type=int, metavar="N", help="machines; each runs this command (default: 1)")
+        parser.add_argument("--machine", type=int, metavar="I", help="number of this one, from 0; machine 0 has rank 0")
+        parser.add_argument("--meet", metavar="HOST:PORT", help="machine 0 and a free port there, as the others reach it")
+
+    def _placed(self) -> Place | None:
+        machines, number, meet = self.options.machines, self.options.machine, self.options.meet
+        if machines is None and number is None and meet is None:
+            return None
+        host, _, port = (meet or "").rpartition(":")
+        if machines is None or number is None or not 0 <= number < machines or not host or not port.isdigit():
+            raise ConfigError(
+                "several machines need all of --machines N, --machine I (0 to N - 1) and --meet HOST:PORT, for example "
+                "--machines 2 --machine 0 --meet host0:29500 on host0 and --machine 1 on the other"
+            )
+        each, left = divmod(self._job.ranks, machines)
+        if left:
+            raise ConfigError(f"{self._job.ranks} ranks (actor.backend) cannot be spread evenly over {machines} machines")
+        if self._job.max_restarts:
+            raise ConfigError(
+                "recover.max_restarts is for one machine, Slurm and Ray: nobody here can start the others again"
+            )
+        return Place(number * each, each, self._job.ranks, 0, each, host.strip("[]"), int(port))
+
+    def describe(self) -> str:
+        place = "all ranks on this machine" if self._place is None else json.dumps(self._place.__dict__)
+        return f"{' '.join(self._job.command())}\n{self._job.ranks} rank(s): {place}\nlogs: {self._job.folder}"
+
+    def start(self) -> None:
+        self._attempt = new_attempt(self._job)
+        told = self._place.told() if self._place else {}
+        with (self._attempt / LOG.format(rank=self._place.first if self._place else 0)).open("wb") as log:
+            self._process = subprocess.Popen(
+                self._job.command(),
+                env=os.environ | told | {ATTEMPT: str(self._attempt), HELD: "1", "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through this process, once
+            )
+
+    def poll(self) -> int | None:
+        code = self._process.poll() if self._process else 0
+        return None if code is None else outcome(self._attempt, abs(code))
+
+    def signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def groups(self, job: LaunchJob) -> Sequence[int]:
+        return [self._place.first if self._place else 0]
+
+    def attempt(self, job: LaunchJob) -> Path | None:
+        return self._attempt
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(END_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.kill()
+
+
+LAUNCHER = LocalGroup

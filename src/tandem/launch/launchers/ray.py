@@ -1,0 +1,180 @@
+"""One actor a rank, in one placement group, on a Ray cluster that is there or on this machine."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError, TandemError
+from tandem.launch.launcher import ATTEMPT, HELD, LOG, Launcher, LaunchJob, new_attempt, outcome
+from tandem.launch.place import Place, free_port
+
+READY_S = 600.0
+"""Seconds that the cluster may take to give the devices."""
+
+ANSWER_S = 60.0
+END_S = 40.0
+POLL_S = 0.5
+
+
+class RankGroup:
+    """The actor: one rank, its group watched as on one machine. It ends with the actor, however that goes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def machine(self) -> tuple[str, str, int]:
+        """The node's name in Ray, its address, and a free port."""
+        import ray  # noqa: PLC0415 an extra
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
+
+    def start(self, job: LaunchJob, place: Place, attempt: Path) -> None:
+        environment = {ATTEMPT: str(attempt), HELD: "1", "PYTHONUNBUFFERED": "1"}
+        with (attempt / LOG.format(rank=place.first)).open("wb") as log:
+            self._process = subprocess.Popen(
+                job.command(sys.executable),
+                env=os.environ | place.told() | environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        return self._process.poll() if self._process else None
+
+    def signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+class RayJob(Launcher):
+    """The actors of one run."""
+
+    restarts = True
+
+    def __init__(self, jobs: Sequence[LaunchJob], options: argparse.Namespace):
+        super().__init__(jobs, options)
+        (self._job,) = jobs
+        self._attempt: Path | None = None
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._polled_at, self._ending = 0.0, False
+        if options.cpus_per_rank < 1 or options.gpus_per_rank < 0:
+            raise ConfigError("--cpus-per-rank must be at least 1, and --gpus-per-rank at least 0")
+
+    @staticmethod
+    def add_arguments(parser: Any) -> None:
+        parser.add_argument("--address", metavar="HOST:PORT", help="of the cluster (default: RAY_ADDRESS, or one made here)")
+        parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores that Ray counts for a rank")
+        parser.add_argument("--gpus-per-rank", type=int, default=0, metavar="N", help="GPUs that Ray counts for a rank")
+        parser.add_argument(
+            "--strategy", default="PACK", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), help="default: PACK"
+        )
+
+    def _bundle(self) -> dict[str, float]:
+        gpus = {"GPU": float(self.options.gpus_per_rank)} if self.options.gpus_per_rank else {}
+        return {"CPU": float(self.options.cpus_per_rank), **gpus}
+
+    def describe(self) -> str:
+        where = self.options.address or os.environ.get("RAY_ADDRESS") or "a Ray of this machine's own"
+        return (
+            f"{' '.join(self._job.command())}\n{self._job.ranks} actor(s), one a rank, each with {self._bundle()} in one "
+            f"placement group ({self.options.strategy}), on {where}\nlogs: {self._job.folder}"
+        )
+
+    def start(self) -> None:
+        ray = _ray()
+        self.close()
+        paths = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
+        if not ray.is_initialized():
+            runtime = {"env_vars": paths | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+            ray.init(address=self.options.address, runtime_env=runtime, log_to_driver=False, include_dashboard=False)
+        bundles = [self._bundle()] * self._job.ranks
+        self._group = ray.util.placement_group(bundles, strategy=self.options.strategy)
+        if not self._group.wait(READY_S):
+            raise TandemError(
+                f"Ray has not given {self._job.ranks} × {self._bundle()} within {READY_S:.0f} s; the cluster has "
+                f"{ray.cluster_resources()}"
+            )
+        actor = ray.remote(RankGroup)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        bundle = self._bundle()
+        self._actors = [
+            actor.options(
+                num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy(self._group, index)
+            ).remote()
+            for index in range(self._job.ranks)
+        ]
+        machines = ray.get([one.machine.remote() for one in self._actors], timeout=READY_S)
+        order = sorted(range(len(machines)), key=lambda index: [m[0] for m in machines].index(machines[index][0]))
+        self._actors, machines = [self._actors[i] for i in order], [machines[i] for i in order]
+        nodes = [node for node, _, _ in machines]
+        _, address, port = machines[0]
+        self._attempt = new_attempt(self._job)
+        ray.get(
+            [
+                one.start.remote(
+                    self._job,
+                    Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), address, port),
+                    self._attempt,
+                )
+                for rank, (one, node) in enumerate(zip(self._actors, nodes, strict=True))
+            ],
+            timeout=ANSWER_S,
+        )
+
+    def poll(self) -> int | None:
+        if time.monotonic() - self._polled_at < POLL_S:
+            return None
+        self._polled_at = time.monotonic()
+        codes: list[int | None] = []
+        for one in self._actors:
+            try:
+                codes.append(_ray().get(one.poll.remote(), timeout=ANSWER_S))
+            except Exception:  # boundary: an actor that is gone, or a node
+                codes.append(1)
+        if any(codes) and not self._ending:
+            self._ending = True  # once: a second request ends a rank in the middle of what it writes
+            self.signal(signal.SIGTERM)
+        ended = all(code is not None for code in codes)
+        return outcome(self._attempt, max(abs(code or 0) for code in codes)) if ended else None
+
+    def signal(self, number: int) -> None:
+        for one in self._actors:
+            one.signal.remote(number)
+
+    def attempt(self, job: LaunchJob) -> Path | None:
+        return self._attempt
+
+    def close(self) -> None:
+        if self._actors:
+            self.signal(signal.SIGTERM)
+            deadline = time.monotonic() + END_S
+            while self.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        for one in self._actors:
+            _ray().kill(one)
+        self._actors = []
+        if self._group is not None:
+            _ray().util.remove_placement_group(self._group)
+            self._group = None
+        self._ending = False
+
+
+def _ray() -> Any:
+    try:
+        import ray  # noqa: PLC0415 an extra
+        import ray.util.scheduling_strategies  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"tandem launch ray needs Ray, which is not installed here ({error}): pip install ray") from error
+    return ray
+
+
+LAUNCHER = RayJob
