@@ -29,15 +29,16 @@ MAY_IMPORT = {
     "state": {"api", "config"},
     "tracking": {"api", "config"},
     "launch": {"config"},
+    "view": {"api", "config", "models", "protocol", "state", "tracking"},
     "proof": {"api", "config", "algorithms", "models", "engines", "roles", "weights", "state"},
-    "flow": EVERYTHING - {"lifecycle", "evaluation", "trainers", "planning", "cli"},
-    "lifecycle": EVERYTHING - {"evaluation", "trainers", "planning", "cli"},
-    "evaluation": EVERYTHING - {"lifecycle", "trainers", "planning", "cli"},
-    "planning": EVERYTHING - {"trainers", "cli"},
-    "trainers": EVERYTHING - {"cli"},
+    "flow": EVERYTHING - {"view", "lifecycle", "evaluation", "trainers", "planning", "cli"},
+    "lifecycle": EVERYTHING - {"view", "evaluation", "trainers", "planning", "cli"},
+    "evaluation": EVERYTHING - {"view", "lifecycle", "trainers", "planning", "cli"},
+    "planning": EVERYTHING - {"view", "trainers", "cli"},
+    "trainers": EVERYTHING - {"view", "cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch", "sandbox", "workers")
+WITHOUT_TORCH = ("config", "launch", "sandbox", "view", "workers")
 
 
 def room_of(module):

@@ -21,8 +21,8 @@ from tandem.config.errors import ConfigError
 from tandem.config.tracking import TrackingConfig
 from tandem.rollout.collate import collate
 from tandem.tracking import recorder as recording
+from tandem.tracking.record_files import recorded_steps
 from tandem.tracking.recorder import StepRecorder
-from tandem.tracking.records import recorded_steps
 from tandem.tracking.tracker import Tracker
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}

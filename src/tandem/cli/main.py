@@ -50,6 +50,8 @@ COMMANDS = {
     "trajectories": SubCommand(
         "tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"
     ),
+    "view": SubCommand("tandem.cli.view", "look at runs in a browser, while they go on and afterwards"),
+    "report": SubCommand("tandem.cli.report", "write runs as one HTML file that opens anywhere"),
     "export": SubCommand("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
     "generate": SubCommand("tandem.cli.generate", "let a model answer a prompt"),
     "chat": SubCommand("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.config.errors import ConfigError
 from tandem.config.state import RunConfig
-from tandem.state.existing import OWN_FILES, SHOWN, ExistingRun, begun_elsewhere, existing_run, is_held, silent_s
+from tandem.state.existing import SHOWN, ExistingRun, existing_run, run_folders, status_now
 
 GIB = 2**30
 
@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 def entries(root: Path) -> Iterator[dict[str, Any]]:
     """Entries of all runs below a root: of an experiment's if the folder is one, or of the run that it is itself. What
     cannot be read is said."""
-    nearer = [path for path in (root, *root.glob("*/")) if _is_no_experiment(path)]
-    for folder in sorted([*nearer, *root.glob("*/*/")]):
+    for folder in run_folders(root):
         try:
             run = existing_run(folder)
             if run is not None:
@@ -53,28 +52,11 @@ def entries(root: Path) -> Iterator[dict[str, Any]]:
             print(f"warning: {folder} cannot be read: {error.strerror or error}", file=sys.stderr)
 
 
-def _is_no_experiment(folder: Path) -> bool:
-    """True if the folder is a run's: it says so, or has a run's files and no run below it, which may be called like them."""
-    if os.path.isfile(folder / "run.json"):
-        return True
-    return _has_a_runs_files(folder) and not any(map(_has_a_runs_files, (*folder.glob("*/"), *folder.glob("*/*/"))))
-
-
-def _has_a_runs_files(folder: Path) -> bool:
-    return any(os.path.exists(folder / name) for name in OWN_FILES)
-
-
 def entry(run: ExistingRun) -> dict[str, Any]:
     """The facts about a run that the command shows; sizes in bytes."""
-    status: dict[str, Any] = {"status": run.status}
-    if run.status == "running" and not is_held(run.folder):
-        host = begun_elsewhere(run.folder)
-        status["status"] = "killed" if host is None else "elsewhere"
-        if host is not None:  # whose processes cannot be asked from here
-            status |= {"host": host, "silent_s": round(silent_s(run.folder), 1)}
     return {
         "run": f"{run.folder.parent.name}/{run.folder.name}",
-        **status,
+        **status_now(run),
         "steps": run.steps,
         "metrics": {name: run.metrics[name] for name in SHOWN if _is_finite(run.metrics.get(name))},
         "checkpoints": list(run.checkpoints),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.cli.arguments import run_folder
 from tandem.config.errors import ConfigError
+from tandem.tracking.record_files import recorded_steps
 
 if TYPE_CHECKING:
     from tandem.tracking.records import RecordedSample
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tandem.tracking.records import load_trajectories, recorded_steps  # noqa: PLC0415 — imports torch
+    from tandem.tracking.records import load_trajectories  # noqa: PLC0415 — imports torch
 
     folder = arguments.run
     recorded = recorded_steps(folder)

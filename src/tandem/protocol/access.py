@@ -11,7 +11,8 @@ from aiohttp import web
 
 from tandem.protocol.refusal import Refusal
 
-Audience = Literal["data", "control"]
+Audience = Literal["open", "data", "control"]
+"""`open`: a page that says nothing of anybody's; it needs no token."""
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -65,6 +66,8 @@ class Access:
         Raises:
             Refusal: 401.
         """
+        if audience == "open":
+            return
         if audience == "control" and self.admin_token is None:
             raise Refusal(403, "this server has no control routes")
         expected = self.admin_token if audience == "control" else self.token

@@ -170,3 +170,32 @@ def existing_run(folder: Path) -> ExistingRun | None:
         checkpoints=tuple(path.name for path in checkpoints(folder / "checkpoints")),
         id=str(info.get("id") or ""),
     )
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Folders below a root that may hold a run, in order: those of an experiment if the root is one, or itself if it is a
+    run's."""
+    nearer = [path for path in (root, *root.glob("*/")) if _is_no_experiment(path)]
+    return sorted([*nearer, *root.glob("*/*/")])
+
+
+def _is_no_experiment(folder: Path) -> bool:
+    """True if the folder is a run's: it says so, or has a run's files and no run below it, which may be called like them."""
+    if os.path.isfile(folder / "run.json"):
+        return True
+    return _has_a_runs_files(folder) and not any(map(_has_a_runs_files, (*folder.glob("*/"), *folder.glob("*/*/"))))
+
+
+def _has_a_runs_files(folder: Path) -> bool:
+    return any(os.path.exists(folder / name) for name in OWN_FILES)
+
+
+def status_now(run: ExistingRun) -> dict[str, Any]:
+    """``status``, with `killed` for a run whose process is gone and `elsewhere` for one of another machine, whose name and
+    silence are told too: its processes cannot be asked from here."""
+    if run.status != "running" or is_held(run.folder):
+        return {"status": run.status}
+    host = begun_elsewhere(run.folder)
+    if host is None:
+        return {"status": "killed"}
+    return {"status": "elsewhere", "host": host, "silent_s": round(silent_s(run.folder), 1)}

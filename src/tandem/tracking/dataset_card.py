@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from tandem.tracking.records import FROM_LINES, LINES, RecordedSample
+from tandem.tracking.record_files import LINES
+from tandem.tracking.records import FROM_LINES, RecordedSample
 
 _HEAD = "---\n# made by tandem: the types of the records, for Hugging Face's datasets\n"
 """The beginning of a page of ours: another one, which somebody wrote, stays as it is."""

@@ -15,20 +15,16 @@ from tensordict import TensorDict
 from tandem.api.batch import select
 from tandem.api.samples import Dropped, Group
 from tandem.api.weights import WeightVersion
+from tandem.tracking.record_files import LINES, TENSORS, lines_path, recorded_steps, tensors_path
 from tandem.tracking.records import (
-    LINES,
-    TENSORS,
     Pick,
     choose,
     choose_dropped,
     describe,
     describe_dropped,
-    lines_path,
     mean_advantages,
     packed_lines,
     packed_tensors,
-    recorded_steps,
-    tensors_path,
 )
 
 log = logging.getLogger(__name__)

@@ -24,26 +24,7 @@ from tandem.api.requests import RequestTiming, StopReason
 from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
-
-LINES, TENSORS = "trajectories", "batches"
-TIMES, TIMES_OF = "requests.times", "requests.sample_id"
-"""Beside the fields of the batch: `RequestTiming` of each request ``[R, 3]``, and the sample that it belongs to ``[R]``."""
-
-
-def lines_path(run: Path, step: int) -> Path:
-    """File of the samples of a step."""
-    return run / LINES / f"step_{step}.jsonl"
-
-
-def tensors_path(run: Path, step: int) -> Path:
-    """File of the batch of a step."""
-    return run / TENSORS / f"step_{step}.safetensors.gz"
-
-
-def recorded_steps(run: Path) -> list[int]:
-    """The steps that a run folder has the lines of, in order."""
-    names = (path.name.removeprefix("step_").removesuffix(".jsonl") for path in (run / LINES).glob("step_*.jsonl"))
-    return sorted(int(name) for name in names if name.isdecimal())
+from tandem.tracking.record_files import TIMES, TIMES_OF, lines_path, recorded_steps, tensors_path
 
 
 @dataclass(frozen=True)

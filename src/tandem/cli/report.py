@@ -1,0 +1,37 @@
+"""Write runs as one HTML file that opens anywhere, without a server and a network: curves, some samples, prompts over time,
+where the time went, configuration, environment, cost, faults and the log. Docs: docs/viewer.md.
+
+examples:
+  tandem report runs/addition/grpo -o addition.html
+  tandem report runs/addition/grpo runs/addition/dapo -o both.html
+"""
+
+import argparse
+from pathlib import Path
+
+from tandem.cli.arguments import run_folder
+from tandem.cli.view import places_of
+from tandem.config.errors import ConfigError
+from tandem.models.catalog import cache_folder
+from tandem.state.run_folder import write_atomically
+from tandem.view.questions import RunAnswers
+from tandem.view.report import report
+from tandem.view.runs import Runs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=run_folder, help="runs; several are compared in one file")
+    parser.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="FILE", help="the HTML file; one there is replaced"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    runs = Runs(places_of(arguments.runs))
+    text = report(RunAnswers(runs, cache_folder()))
+    try:
+        write_atomically(arguments.output, text)
+    except OSError as error:
+        raise ConfigError(f"-o {arguments.output} cannot be written: {error.strerror or error}") from error
+    print(f"{arguments.output}: {', '.join(runs.all())}, {len(text) / 1e6:.1f} MB. Open it in a browser.")
+    return 0

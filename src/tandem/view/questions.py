@@ -1,0 +1,282 @@
+"""The questions that a page asks about runs, by name. The server answers them over HTTP; a report has the answers in it."""
+
+import contextlib
+import itertools
+import json
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+from tandem.protocol.schema import Schema, integer, record, text
+from tandem.tracking.record_files import lines_path, recorded_steps
+from tandem.view.columns import MOST_TOKENS, TokenColumns, decoder, told_columns
+from tandem.view.filters import read_filter
+from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line
+from tandem.view.runs import (
+    Runs,
+    config_differences,
+    config_text,
+    curves,
+    facts,
+    log_entries,
+    summary,
+)
+
+MOST_TEXT = 200_000
+"""Characters of one text that are told."""
+
+MOST_SAMPLES = 1000
+"""Samples in one answer."""
+
+MOST_PROMPTS = 100
+COLUMNS = 60
+"""Columns of the picture of prompts over time."""
+
+SEARCH_S = 20.0
+"""Seconds after which a search for words says how far it came."""
+
+ORDERS = {
+    "reward": "reward IS NULL, reward DESC, step, line",
+    "advantage": "advantage IS NULL, advantage DESC, step, line",
+    "tokens": "tokens IS NULL, tokens DESC, step, line",
+    "group": "step, grp, reward DESC",
+    "step": "step DESC, grp, reward DESC",
+}
+_RUN: dict[str, Schema] = {"run": text(500)}
+_STEP: dict[str, Schema] = {**_RUN, "step": integer(-1, 2**53)}
+
+
+class RunAnswers:
+    """The answers about the runs of one viewer; any thread may ask."""
+
+    def __init__(self, runs: Runs, cache: Path):
+        self.runs, self._cache = runs, cache
+
+    def ask(self, name: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a question, as JSON has it.
+
+        Raises:
+            ConfigError: a run, step or sample that there is not, or a filter that cannot be read.
+        """
+        if name == "runs":
+            return [summary(run, folder) for run, folder in self.runs.all().items()]
+        folder = self.runs.folder(body["run"])
+        rest = {key: value for key, value in body.items() if key != "run"}
+        return getattr(self, f"_{name}")(folder, **rest)
+
+    def index(self, folder: Path) -> SampleIndex:
+        """The index of a run."""
+        return SampleIndex(folder, self._cache)
+
+    def _curves(self, folder: Path, after: int, file: str) -> dict[str, Any]:
+        return curves(folder, after, file)
+
+    def _facts(self, folder: Path) -> dict[str, Any]:
+        return bounded(facts(folder))
+
+    def _config(self, folder: Path) -> dict[str, Any]:
+        return {"text": config_text(folder)}
+
+    def _differences(self, folder: Path, other: str) -> list[dict[str, str]]:
+        return config_differences(folder, self.runs.folder(other))
+
+    def _log(self, folder: Path, name: str) -> dict[str, Any]:
+        return log_entries(folder, name)
+
+    def _steps(self, folder: Path) -> list[int]:
+        return recorded_steps(folder)
+
+    def _reasons(self, folder: Path) -> list[dict[str, Any]]:
+        sql = "SELECT dropped AS reason, count(*) AS count, max(step) AS step FROM samples WHERE dropped != ''"
+        return list(self.index(folder).rows(f"{sql} GROUP BY dropped ORDER BY count DESC LIMIT 100"))
+
+    def _samples(self, folder: Path, step: int, filter: str, order: str, offset: int, limit: int) -> dict[str, Any]:
+        """The samples of a step, or of all steps (-1), that fit a filter: figures and how their texts begin."""
+        index, condition = self.index(folder), read_filter(filter)
+        if step >= 0:
+            index.update(step)
+        pending = len(index.pending()) if step < 0 else 0  # before looking: what is read meanwhile may be missing below
+        only = None if step < 0 else step
+        if not condition.words:
+            shown = [
+                _excerpt(folder, row) for row in index.select(condition, ORDERS[order], step=only, window=(limit, offset))
+            ]
+            fit, stopped_at = index.count(condition, step=only), None
+        else:
+            shown, fit, stopped_at = self._search(
+                folder, index.select(condition, f"step DESC, {ORDERS[order]}", step=only), condition.words, offset, limit
+            )
+        return {"rows": shown, "fit": fit, "stopped_at": stopped_at, "pending": pending}
+
+    @staticmethod
+    def _search(
+        folder: Path, rows: Iterable[dict[str, Any]], words: list[str], offset: int, limit: int
+    ) -> tuple[list[dict[str, Any]], int, int | None]:
+        """(samples, how many fit, the step at which time was over). The record of a step is opened once."""
+        until, shown, fit = time.monotonic() + SEARCH_S, [], 0
+        for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
+            if time.monotonic() > until:
+                return shown, fit, step
+            with (
+                contextlib.suppress(OSError, ValueError),  # the record is gone, or empty
+                lines_path(folder, step).open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                for row in of_step:
+                    if _has(data[row["offset"] : row["offset"] + row["length"]], words):
+                        if fit >= offset and len(shown) < limit:
+                            shown.append(_excerpt(folder, row))
+                        fit += 1
+        return shown, fit, None
+
+    def _group(self, folder: Path, step: int, group: int) -> list[dict[str, Any]]:
+        """All that was recorded of the samples of a group, best reward first."""
+        index = self.index(folder)
+        index.update(step)
+        rows = index.rows(
+            "SELECT * FROM samples WHERE step = ? AND grp = ? ORDER BY reward DESC, line LIMIT 500", [step, group]
+        )
+        return [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
+
+    def _tokens(self, folder: Path, step: int, line: int, first: int) -> dict[str, Any]:
+        """The tokens of a sample and their figures, by trajectory."""
+        index = self.index(folder)
+        index.update(step)
+        row = next(index.rows("SELECT sample_id FROM samples WHERE step = ? AND line = ?", [step, line]), None)
+        if row is None:
+            raise ConfigError(f"step {step} has no sample in line {line}")
+        if row["sample_id"] is None:
+            raise ConfigError("this prompt was not trained, and of those no tokens are recorded")
+        columns = TokenColumns(folder, step, index_folder(self._cache, folder))
+        piece, note = decoder(folder)
+        told = []
+        for one in columns.trajectories(row["sample_id"]):
+            ids = one["input_ids"][first : first + MOST_TOKENS].tolist()
+            told.append(
+                {
+                    **{
+                        "length": len(one["input_ids"]),
+                        "first": first,
+                        "ids": ids,
+                        "pieces": [piece(token) for token in ids],
+                    },
+                    "trained": one["loss_mask"][first : first + MOST_TOKENS].astype(int).tolist(),
+                    "columns": told_columns(one, first),
+                }
+            )
+        return {"note": note, "trajectories": told, "times": columns.times(row["sample_id"])}
+
+    def _prompts(self, folder: Path, order: str, offset: int) -> dict[str, Any]:
+        """The success of each prompt over time: the mean accuracy of its recorded samples, or reward where there is none."""
+        index = self.index(folder)
+        pending = len(index.pending())
+        ends = next(index.rows("SELECT min(step) AS first, max(step) AS last FROM groups"))
+        if ends["last"] is None:
+            return {"rows": [], "count": 0, "edges": [], "pending": pending}
+        first, last = ends["first"], ends["last"]
+        width = max(1, math.ceil((last - first + 1) / COLUMNS))
+        cells: dict[int, dict[int, list[float]]] = {}
+        sql = f"""SELECT prompt, (step - {first}) / {width} AS place, sum(success * samples) / sum(samples) AS success,
+            sum(samples) AS samples, max(step) AS step, max(grp) AS grp FROM groups WHERE success IS NOT NULL
+            GROUP BY prompt, place ORDER BY place"""
+        for row in index.rows(sql):
+            cell = [float(f"{row['success']:.4g}"), row["samples"], row["step"], row["grp"]]
+            cells.setdefault(row["prompt"], {})[row["place"]] = cell
+        ranked = sorted(cells, key=lambda prompt: _PROMPT_ORDERS[order](list(cells[prompt].values())))
+        shown = ranked[offset : offset + MOST_PROMPTS]
+        marks = ",".join("?" * len(shown))
+        texts = {row["prompt"]: row["text"] for row in index.rows(f"SELECT * FROM prompts WHERE prompt IN ({marks})", shown)}
+        rows = [{"text": texts.get(prompt, ""), "cells": cells[prompt]} for prompt in shown]
+        edges = list(range(first, last + 1, width))
+        return {"rows": rows, "count": len(ranked), "edges": edges, "pending": pending}
+
+
+_PROMPT_ORDERS: dict[str, Callable[[list[list[float]]], Any]] = {
+    "seen": lambda cells: -sum(cell[1] for cell in cells),
+    "worst": lambda cells: (cells[-1][0], -len(cells)),
+    "best": lambda cells: (-cells[-1][0], -len(cells)),
+    "learnt": lambda cells: cells[0][0] - cells[-1][0],
+    "forgotten": lambda cells: cells[-1][0] - max(cell[0] for cell in cells),
+}
+
+SCHEMAS: dict[str, Schema] = {
+    "runs": record({}),
+    "curves": record({**_RUN, "after": integer(0, 2**53), "file": text(40)}, ["run", "after", "file"]),
+    "facts": record(_RUN, ["run"]),
+    "config": record(_RUN, ["run"]),
+    "differences": record({**_RUN, "other": text(500)}, ["run", "other"]),
+    "log": record({**_RUN, "name": text(500)}, ["run", "name"]),
+    "steps": record(_RUN, ["run"]),
+    "reasons": record(_RUN, ["run"]),
+    "samples": record(
+        {
+            **_STEP,
+            **{"filter": text(2000), "order": {"enum": list(ORDERS)}, "offset": integer(0, 10**9)},
+            "limit": integer(1, MOST_SAMPLES),
+        },
+        ["run", "step", "filter", "order", "offset", "limit"],
+    ),
+    "group": record({**_STEP, "group": integer(-1, 2**53)}, ["run", "step", "group"]),
+    "tokens": record({**_STEP, "line": integer(0, 10**9), "first": integer(0, 10**9)}, ["run", "step", "line", "first"]),
+    "prompts": record(
+        {**_RUN, "order": {"enum": list(_PROMPT_ORDERS)}, "offset": integer(0, 10**9)}, ["run", "order", "offset"]
+    ),
+}
+"""The body of each question; all of a question's keys are needed."""
+
+
+def read_text(folder: Path, row: Mapping[str, Any]) -> bytes:
+    """The line of a sample in its file; empty where the record has gone since."""
+    try:
+        with lines_path(folder, row["step"]).open("rb") as file:
+            file.seek(row["offset"])
+            return file.read(row["length"])
+    except OSError:
+        return b""
+
+
+def _has(line: bytes, words: list[str]) -> bool:
+    """True if each word is in the line, which writes quotes and line ends as JSON does."""
+    said = line.decode(errors="replace").lower()
+    return all(json.dumps(word, ensure_ascii=False)[1:-1] in said for word in words)
+
+
+def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a sample, with the beginning of its last answer."""
+    sample = parse_line(read_text(folder, row)) or {}
+    keep = (
+        "step",
+        "line",
+        "sample",
+        "reward",
+        "accuracy",
+        "advantage",
+        "tokens",
+        "stop",
+        "dropped",
+        "why",
+        "failures",
+        "source",
+    )
+    told = {name: row[name] for name in keep} | {"group": row["grp"]}
+    for name in ("prompt", "completion"):
+        words = sample.get(name)
+        told[name] = (
+            words[-SHOWN_PROMPT:] if isinstance(words, str) and name == "prompt" else str(words or "")[:SHOWN_PROMPT]
+        )
+    return told
+
+
+def bounded(value: Any, most: int = MOST_TEXT) -> Any:
+    """Fit for JSON and for a page: long texts are cut and say so; what is not finite is null."""
+    if isinstance(value, str):
+        return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} more characters)"
+    if isinstance(value, dict):
+        return {str(key)[:500]: bounded(one, most) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [bounded(one, most) for one in value[:2000]]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,221 @@
+"""The runs that the viewer shows, by name, and what their files say: state, curves, logs, configuration."""
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.errors import ConfigError
+from tandem.config.resume import differences
+from tandem.state.existing import existing_run, rows_of, run_folders, run_info, status_now, written_config
+from tandem.tracking.catalog import explain
+from tandem.tracking.record_files import recorded_steps
+
+MOST_ROWS = 4000
+"""Rows of a metrics file that are told at once; of a longer one every second, third, …"""
+
+LOG_BYTES = 1 << 18
+"""The end of a log that is shown."""
+
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) (\S+?): (.*)", re.DOTALL)
+_TOTAL = re.compile(
+    r"^total_train_steps: (\d{1,12})$", re.MULTILINE
+)  # parsing the whole file takes 15 ms, and runs are many
+_SIGNS = ("metrics.jsonl", "run.json", "log.txt", "control.jsonl", "trajectories", "checkpoints", ".lock")
+
+
+class Runs:
+    """Run folders by name, found again each time: a run that begins later is there too."""
+
+    def __init__(self, places: Iterable[Path]):
+        """``places``: folders of runs, or roots below which they are."""
+        self._places = [place.expanduser().absolute() for place in places]
+
+    def all(self) -> dict[str, Path]:
+        """Name, such as ``experiment/trial``, → folder; of two that are called alike the second has a number."""
+        found: dict[str, Path] = {}
+        for folder in dict.fromkeys(folder for place in self._places for folder in self._below(place)):
+            name, number = f"{folder.parent.name}/{folder.name}", 2
+            while name in found:
+                name, number = f"{folder.parent.name}/{folder.name}~{number}", number + 1
+            found[name] = folder
+        return found
+
+    @staticmethod
+    def _below(place: Path) -> Iterator[Path]:
+        """A folder that is named is a run, also an empty one, unless runs are below it."""
+        with contextlib.suppress(OSError):
+            found = [folder for folder in run_folders(place) if existing_run(folder) is not None]
+            yield from found or ([place] if place.is_dir() and not any(map(Path.is_dir, place.iterdir())) else [])
+
+    def folder(self, name: str) -> Path:
+        """The folder of a run by its name; a name is never made a path.
+
+        Raises:
+            ConfigError: there is no such run.
+        """
+        found = self.all().get(name)
+        if found is None:
+            raise ConfigError(f"there is no run {name[:100]!r} here (any more)")
+        return found
+
+
+def summary(name: str, folder: Path) -> dict[str, Any]:
+    """The line of a run in the list."""
+    info = run_info(folder)
+    run = existing_run(folder)
+    if run is None:
+        return {"name": name, "status": "empty", "steps": 0, "metrics": {}, "checkpoints": [], "recorded": 0}
+    return {
+        "name": name,
+        **status_now(run),
+        "steps": run.steps,
+        "total": int(found[1]) if (found := _TOTAL.search(config_text(folder))) else None,
+        "metrics": {key: value for key, value in run.metrics.items() if _is_number(value)},
+        "checkpoints": list(run.checkpoints),
+        "recorded": len(recorded_steps(folder)),
+        **{key: str(info.get(key) or "") for key in ("started", "ended", "command", "error")},
+        "seconds": info.get("seconds") if _is_number(info.get("seconds")) else None,
+    }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = written_config(folder, "its keys", "")
+    except (ConfigError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def signs(folder: Path) -> str:
+    """Changes whenever a run has written something that the pages show, or has died."""
+    told = []
+    for name in _SIGNS:
+        with contextlib.suppress(OSError):
+            state = (folder / name).stat()
+            told.append(f"{state.st_size} {state.st_mtime_ns} {state.st_ino}")
+    with contextlib.suppress(OSError):
+        run = existing_run(folder)
+        told.append("" if run is None else status_now(run)["status"])
+    return "|".join(told)
+
+
+def curves(folder: Path, after: int, file: str) -> dict[str, Any]:
+    """The metrics as columns, from byte ``after`` on if the file is still the one called ``file``, else all anew."""
+    path = folder / "metrics.jsonl"
+    try:
+        with path.open("rb") as opened:
+            state = os.fstat(opened.fileno())
+            fresh = file == str(state.st_ino) and after <= state.st_size
+            opened.seek(after if fresh else 0)
+            data = opened.read()
+    except FileNotFoundError:
+        return {
+            "file": "",
+            "at": 0,
+            "fresh": False,
+            "rows": 0,
+            "every": 1,
+            "step": [],
+            "time": [],
+            "values": {},
+            "about": {},
+        }
+    whole = data[: data.rfind(b"\n") + 1]
+    lines = whole.splitlines()
+    every = math.ceil(len(lines) / MOST_ROWS) or 1
+    rows = [row for row in map(_metrics_row, lines[::-every][::-1]) if row is not None]
+    names = sorted({name for row in rows for name in row} - {"step", "time"})
+    values = {name: [_short(row.get(name)) for row in rows] for name in names}
+    return {
+        **{"file": str(state.st_ino), "at": (after if fresh else 0) + len(whole), "fresh": fresh, "rows": len(rows)},
+        **{"every": every, "step": [row["step"] for row in rows], "time": [_time(row.get("time")) for row in rows]},
+        "values": {name: column for name, column in values.items() if any(value is not None for value in column)},
+        "about": {} if fresh else {name: list(metric) for name in names if (metric := explain(name)) is not None},
+    }
+
+
+def _metrics_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _short(value: Any) -> float | None:
+    return float(f"{value:.6g}") if _is_number(value) else None
+
+
+def _time(value: Any) -> float | None:
+    return value if _is_number(value) else None
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """Environment, ends, resumptions and changes of a run."""
+    size = sum(_size(Path(place, name)) for place, _, names in os.walk(folder) for name in names)
+    return {"info": run_info(folder), "changes": list(rows_of(folder / "control.jsonl"))[-500:], "bytes": size}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def logs(folder: Path) -> dict[str, Path]:
+    """The logs of a run by name: its own, and those of the servers that it started."""
+    own = {"log.txt": folder / "log.txt"} if (folder / "log.txt").is_file() else {}
+    return own | {f"{file.stem}": file for file in sorted((folder / "servers-logs").glob("*.log"))}
+
+
+def log_entries(folder: Path, name: str) -> dict[str, Any]:
+    """The end of one of a run's logs: entries with time, level and place where it has them, else lines.
+
+    Raises:
+        ConfigError: there is no such log.
+    """
+    there = logs(folder)
+    if name not in there:
+        return {"logs": list(there), "entries": [], "cut": False}
+    with there[name].open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LOG_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    entries: list[dict[str, str]] = []
+    for line in lines[1 if size > LOG_BYTES else 0 :]:
+        found = _LOG_LINE.fullmatch(line)
+        if found:
+            entries.append({"time": found[1], "level": found[2], "who": found[3], "text": found[4]})
+        elif entries and entries[-1]["level"]:
+            entries[-1]["text"] += f"\n{line}"  # of a traceback
+        elif line:
+            entries.append({"time": "", "level": "", "who": "", "text": line})
+    return {"logs": list(there), "entries": entries, "cut": size > LOG_BYTES}
+
+
+def config_text(folder: Path) -> str:
+    """The configuration as it was written; empty where there is none."""
+    file = folder / "config.yaml"
+    return file.read_text(encoding="utf-8", errors="replace")[:LOG_BYTES] if file.is_file() else ""
+
+
+def config_differences(one: Path, other: Path) -> list[dict[str, str]]:
+    """The keys in which two runs' configurations differ, with both values as text."""
+    found = differences(_config(one), _config(other), {})
+    return [{"key": each.key, "one": _yaml(each.before), "other": _yaml(each.now)} for each in found]
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, allow_unicode=True, default_flow_style=True).removesuffix("...\n").strip()

@@ -1,0 +1,77 @@
+// Where the time of a step went: which role was at which stage, and what stood idle.
+
+import { curvesOf } from "./curves.js";
+import { duration, figure, h, note, table } from "../dom.js";
+import { move, place } from "../place.js";
+
+// metric → [role, stage]; in the order of a step. What is no part of another only.
+const STAGES = [
+  ["time/rows_s", "data", "read rows"], ["time/generate_s", "engine", "generate"], ["time/score_s", "rewards", "score"],
+  ["time/train_s", "trainer", "train"], ["time/update_weights_s", "weights", "publish"], ["time/switch_s", "memory", "wake and sleep"],
+  ["time/verify_s", "verifier", "verify"], ["time/evaluate_s", "evaluation", "evaluate"], ["time/save_s", "saver", "save"],
+];
+const BESIDE = [["time/judge_s", "rewards"], ["time/program_s", "programs"], ["time/tools_s", "tools"], ["time/prepare_s", "weights"], ["time/pause_s", "engine"], ["time/recompute_s", "engine"], ["time/save_background_s", "saver"], ["time/save_wait_s", "saver"], ["time/switch_optimizer_s", "memory"]];
+const SHARES = [["time/engine_idle", "engine idle"], ["time/trainer_wait", "trainer waits"], ["time/overlap", "training while the engine generates"]];
+const COLOURS = ["#8c6bb1", "#2f7ed8", "#b055c9", "#e4743b", "#2ca25f", "#d9b310", "#17a2b8", "#e0457b", "#6b8e23"];
+const MOST_BARS = 160;
+
+export async function timelinePage(view, state) {
+  const { params } = place();
+  const run = params.get("run");
+  const { step, values } = await curvesOf(run);
+  const at = (name, row) => values[name]?.[row] ?? null;
+  const rows = step.map((_, row) => row).filter((row) => at("time/step_s", row) !== null);
+  state.changed = (changed) => changed.has(run) && params.get("step") === null && state.again();
+  if (!rows.length) return view(note("No step has ended yet, or this kind of run records no times."));
+  const there = STAGES.map((stage, number) => [...stage, COLOURS[number]]).filter(([name]) => rows.some((row) => at(name, row)));
+  // Saving and evaluation are not part of time/step_s of every loop: the longer of sum and step is the whole.
+  const parts = (row) => there.map(([name]) => at(name, row) ?? 0);
+  const whole = (row) => Math.max(at("time/step_s", row), parts(row).reduce((a, b) => a + b, 0));
+  const wanted = params.get("step") === null ? rows.at(-1) : rows.find((row) => step[row] === Number(params.get("step"))) ?? rows.at(-1);
+  const place_ = rows.indexOf(wanted);
+  const to = (number) => number >= 0 && number < rows.length && move({ step: step[rows[number]] });
+  state.keys = { j: () => to(place_ + 1), k: () => to(place_ - 1) };
+  const total = there.map(([name, role, stage, colour]) => ({ role, stage, colour, seconds: rows.reduce((sum, row) => sum + (at(name, row) ?? 0), 0) }));
+  const all = rows.reduce((sum, row) => sum + whole(row), 0);
+  const rest = all - total.reduce((sum, one) => sum + one.seconds, 0);
+  view(
+    h("div", { class: "tools" }, h("button", { title: "( k )", on: { click: state.keys.k } }, "‹"), h("b", {}, `step ${step[wanted]}`), h("button", { title: "( j )", on: { click: state.keys.j } }, "›"), h("span", { class: "quiet" }, duration(whole(wanted)))),
+    lanes(there, parts(wanted), whole(wanted)),
+    note("The run records how long each stage took, not when it began: stages are laid end to end in the order of a step. Grey: the role is idle. In asynchronous training `generate` is the wait for a batch, and the engine generates beside the training; the shares below say how much."),
+    h("div", { class: "tools" }, SHARES.filter(([name]) => at(name, wanted) !== null).map(([name, words]) => h("span", { class: "chip" }, `${words} `, h("b", {}, `${Math.round(100 * at(name, wanted))} %`)))),
+    besides(at, wanted),
+    h("h3", {}, "all steps"),
+    bars(rows, there, parts, whole, step, wanted),
+    h("h3", {}, "where the time of the run went"),
+    table(["role", "stage", "time", "share", ""], [...total.map((one) => [one.role, one.stage, h("td", { class: "number" }, duration(one.seconds)), h("td", { class: "number" }, `${(100 * one.seconds / all).toFixed(1)} %`), share(one.seconds / all, one.colour)]), ["", "the rest", h("td", { class: "number" }, duration(rest)), h("td", { class: "number" }, `${(100 * rest / all).toFixed(1)} %`), share(rest / all, "var(--quiet)")]], { class: "times" }),
+  );
+}
+
+function share(part, colour) {
+  return h("td", { class: "wide" }, h("span", { class: "share", style: { width: `${100 * part}%`, background: colour } }));
+}
+
+function lanes(there, parts, whole) {
+  const roles = [...new Set(there.map(([, role]) => role))];
+  const starts = parts.map((_, at) => parts.slice(0, at).reduce((a, b) => a + b, 0));
+  return h("div", { class: "lanes" }, roles.map((role) => h("div", { class: "lane" }, h("span", { class: "who" }, role), h("span", { class: "track" },
+    there.map(([, own, stage, colour], at) => own === role && parts[at] > 0 && h("span", { class: "span", title: `${stage}: ${figure(parts[at], 3)} s`, style: { left: `${(100 * starts[at]) / whole}%`, width: `${(100 * parts[at]) / whole}%`, background: colour } }, `${stage} ${figure(parts[at], 3)} s`))))),
+    h("div", { class: "lane" }, h("span", { class: "who" }), h("span", { class: "between" }, h("span", {}, "0 s"), h("span", {}, duration(whole)))));
+}
+
+function besides(at, row) {
+  const known = BESIDE.filter(([name]) => at(name, row));
+  if (!known.length) return null;
+  return h("details", {}, h("summary", {}, "parts of these stages, and what ran beside them"), table(["role", "time", "s"], known.map(([name, role]) => [role, name, h("td", { class: "number" }, figure(at(name, row), 3))])));
+}
+
+function bars(rows, there, parts, whole, step, wanted) {
+  const every = Math.ceil(rows.length / MOST_BARS);
+  const shown = rows.filter((row, number) => number % every === 0 || row === wanted);
+  const most = Math.max(...shown.map(whole));
+  return h("div", { class: "stack" }, shown.map((row) => {
+    const pieces = parts(row).map((seconds, at) => h("span", { style: { height: `${(100 * seconds) / most}%`, background: there[at][3] } }));
+    const rest = whole(row) - parts(row).reduce((a, b) => a + b, 0);
+    return h("button", { class: row === wanted ? "column chosen" : "column", title: `step ${step[row]}: ${duration(whole(row))}`, "aria-label": `step ${step[row]}`, on: { click: () => move({ step: step[row] }) } }, h("span", { style: { height: `${(100 * rest) / most}%`, background: "var(--line)" } }), pieces.reverse());
+  }));
+}

@@ -1,0 +1,190 @@
+"""Every page in a real browser: on whole, running, crashed, empty and torn runs, live, and with hostile texts."""
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from tandem.state.run_folder import take_lock
+from tandem.view.report import report
+from tests.tracking.test_recorder import group, record, sample
+from tests.view.chromium import browser, needs_chromium
+from tests.view.runs import make_run, questions
+from tests.view.test_view_server import TOKEN, served
+
+pytestmark = [pytest.mark.slow, needs_chromium]
+PAGES = ("curves", "samples", "samples step=all", "prompts", "time", "setup", "log")
+HOSTILE = [
+    "</script><script>document.title = 'broken'</script>",
+    "<img src=x onerror=\"document.title = 'broken'\">",
+    '"><svg onload="document.title = \'broken\'">',
+    "' onmouseover='document.title = \"broken\"",
+    "javascript:document.title='broken'",
+    "![picture](http://evil.example/x.png) [link](javascript:alert(1))",
+    "\u001b[31mred\u001b[0m \u001b]0;title\u0007 \r\b",
+    "\u202eright to left\u202c \u2066isolated\u2069 \ufeff\u200b",
+    "NUL \x00 and half a pair \ud800 and \udfff",
+    "{{constructor.constructor('document.title=1')()}} ${document.title = 1}",
+    "&lt;b&gt; &#x3c;script&#x3e; %3Cscript%3E <!-- --> ]]>",
+    "<style>* { display: none }</style><base href='http://evil.example/'><meta http-equiv=refresh content=0>",
+]
+
+
+def address(port, page, run):
+    name, *more = page.split()
+    return f"http://127.0.0.1:{port}/#{name}?run={run}" + "".join(f"&{one}" for one in more)
+
+
+def watched(tmp_path, body, **more):
+    async def inside():
+        async with served(tmp_path, **more) as (_, port), browser() as page:
+            await body(page, port)
+            return page.complaints
+
+    return asyncio.run(asyncio.wait_for(inside(), 280))
+
+
+def test_every_page_opens_on_a_run_in_any_state(tmp_path):
+    root = tmp_path / "runs/sums"
+    make_run(root / "finished")
+    running = take_lock(make_run(root / "running", status="running"))
+    make_run(root / "crashed", status="failed", error="ValueError: <b>no</b>")
+    torn = make_run(root / "torn")
+    for file in [path for path in torn.rglob("*") if path.is_file()]:
+        os.truncate(file, file.stat().st_size // 2)
+    (make_run(root / "begun", steps=1) / "metrics.jsonl").write_text("")
+    states = []
+
+    async def body(page, port):
+        await page.open(f"http://127.0.0.1:{port}/")
+        states.extend(await page.value("[...document.querySelectorAll('tbody .badge')].map((badge) => badge.textContent)"))
+        for name in ("finished", "running", "crashed", "torn", "begun"):
+            for one in PAGES:
+                await page.open(address(port, one, f"sums/{name}"))
+                assert len(await page.text()) > 10, (name, one)
+        await page.open(address(port, "log", "sums/crashed"))
+        assert "ValueError: <b>no</b>" in await page.text()
+
+    assert watched(tmp_path, body) == []
+    running.close()
+    assert sorted(states) == ["failed", "finished", "finished", "no run.json", "running"]
+
+
+def test_one_comes_from_the_list_to_a_token_by_clicks_and_keys(tmp_path):
+    make_run(tmp_path / "runs/sums/one")
+
+    async def body(page, port):
+        await page.open(f"http://127.0.0.1:{port}/")
+        await page.value("document.querySelector('td.name a').click()")
+        await page.until("document.querySelectorAll('.panel canvas').length >= 3")
+        await page.press("2")
+        await page.until("document.querySelectorAll('table.groups tbody tr').length === 3")
+        await page.press("k")
+        await page.until("document.querySelector('.tools b')?.textContent === 'step 2'")
+        await page.value("document.querySelector('table.groups tbody tr').click()")
+        await page.until("document.querySelectorAll('.card').length === 2")
+        cards = await page.value("[...document.querySelectorAll('.card .reward')].map((one) => one.textContent)")
+        assert cards == ["1", "0.25"]
+        assert await page.value("[...document.querySelectorAll('details.call')].every((one) => !one.open)")
+        await page.value("document.querySelector('.card a.button').click()")
+        await page.until("document.querySelectorAll('.token.trained').length === 7")
+        await page.value(
+            "document.querySelector('.token.trained').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+        )
+        assert "advantage" in await page.value("document.querySelector('.tip.there').textContent")
+        link = await page.value("location.href")
+        await page.open(link)
+        await page.until("document.querySelectorAll('.token.trained').length === 7")
+        before = await page.value("document.documentElement.dataset.theme")
+        await page.press("t")
+        await page.until(f"document.documentElement.dataset.theme !== '{before}'")
+
+    assert watched(tmp_path, body) == []
+
+
+def test_a_page_follows_a_run_that_goes_on(tmp_path):
+    run = make_run(tmp_path / "runs/sums/one")
+
+    async def body(page, port):
+        await page.open(address(port, "curves", "sums/one"))
+        await page.until(
+            "document.querySelector('.live.live') && document.querySelector('.panel .value').textContent.trim() === '1'"
+        )
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "time": 1e9 + 4, "reward/mean": 0.375}) + "\n")
+        await page.until("document.querySelector('.panel .value').textContent.trim() === '0.375'")
+        await page.open(address(port, "samples", "sums/one"))
+        record(run, 9, [group(90)])
+        await page.until("document.querySelector('.tools b')?.textContent === 'step 9'")
+
+    assert watched(tmp_path, body) == []
+
+
+def test_hostile_texts_and_names_are_shown_as_text(tmp_path):
+    name = "one<img src=x onerror=document.title='broken'>"
+    run = make_run(tmp_path / f"runs/sums/{name}", steps=1, error=HOSTILE[0])
+    samples = [sample(n / 9, prompt_text=text, completion_text=text, words={text: text}) for n, text in enumerate(HOSTILE)]
+    samples.append(sample(2.0, completion_text="x" * 10_000_000))
+    record(run, 2, [group(7, *samples, source=HOSTILE[1], failure_words=(HOSTILE[2],))])
+    (run / "log.txt").write_text("\n".join(HOSTILE), errors="replace")
+    (run / "config.yaml").write_text(HOSTILE[1])
+    titles = []
+
+    async def body(page, port):
+        await page.open(f"http://127.0.0.1:{port}/")
+        for one in (*PAGES, "samples step=2", "samples step=2 group=7", "tokens step=2 group=7 line=0"):
+            await page.open(address(port, one, f"sums/{name}".replace("<", "%3C").replace(">", "%3E").replace(" ", "%20")))
+            titles.append(await page.value("document.title"))
+            inside = await page.value(
+                "document.querySelectorAll('main script, main img, main svg[onload], main style, main base').length"
+            )
+            assert inside == 0 and len(await page.text()) > 10, one
+            if one.endswith("group=7") and one.startswith("samples"):
+                said = await page.text()
+                assert all(text in said for text in HOSTILE[:6]) and "more characters" in said
+                assert "\\u001b[31m" in said and "\\u202e" in said and "\\u0000" in said and "\x1b" not in said
+        assert all(url.startswith((f"http://127.0.0.1:{port}", "data:", "about:")) for url in page.requests)
+
+    assert watched(tmp_path, body) == []
+    assert not any(title == "broken" or title == "1" for title in titles)
+
+
+def test_a_report_opens_from_a_file_without_any_request(tmp_path):
+    make_run(tmp_path / "runs/sums/one", error=HOSTILE[0])
+    file = tmp_path / "report.html"
+    file.write_text(report(questions(tmp_path)))
+
+    async def body(page, _):
+        await page.open(file.as_uri())
+        for one in (
+            "curves",
+            "samples",
+            "samples step=2 group=20",
+            "tokens step=2 group=20 line=0",
+            "prompts",
+            "time",
+            "setup",
+            "log",
+        ):
+            await page.open(
+                f"{file.as_uri()}#{one.split()[0]}?run=sums/one" + "".join(f"&{more}" for more in one.split()[1:])
+            )
+            assert len(await page.text()) > 10 and "not in the report" not in await page.text()
+        assert {url.split("#")[0] for url in page.requests} <= {file.as_uri(), "about:blank", "data:,"}
+
+    assert watched(tmp_path, body) == []
+
+
+def test_a_server_with_a_token_asks_for_it_or_takes_it_from_the_link(tmp_path):
+    make_run(tmp_path / "runs/sums/one")
+
+    async def body(page, port):
+        await page.open(f"http://127.0.0.1:{port}/")
+        await page.until("document.querySelector('input[type=password]')")
+        await page.open(f"http://127.0.0.1:{port}/#token={TOKEN}")
+        await page.until("document.querySelectorAll('tbody tr').length === 1")
+        assert TOKEN not in await page.value("location.href")
+        assert not any(TOKEN in url.split("#")[0] for url in page.requests)
+
+    watched(tmp_path, body, token=TOKEN)
