@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 
 import tandem
 from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
 REWARD = """
@@ -22,9 +25,8 @@ def share(completion_ids):
 
 def options(overrides, *without):
     pairs = (item.partition("=")[::2] for item in [*overrides, "deterministic=true"])
-    return {
-        key: value for key, value in pairs if key not in ("reward", "train_dataset.path", "valid_dataset.path", *without)
-    }
+    others = ("reward", "train_dataset.path", "valid_dataset.path", *without)
+    return {key: yaml.safe_load(value) for key, value in pairs if key not in others}
 
 
 def closure():
@@ -82,6 +84,44 @@ def test_the_page_and_the_readme_train_as_they_stand(overrides, capsys):
     assert "step 1/1" in capsys.readouterr().out
 
 
+def test_a_function_that_was_changed_in_the_notebook_is_the_one_that_judges(overrides):
+    found = []
+    for value in (0.25, 0.75):
+
+        async def constant(completion, value=value):
+            return value
+
+        keys = options(overrides) | {"total_train_steps": 2, "trial_name": "changed"}
+        trainer = tandem.GRPOTrainer(reward_funcs=[constant, lambda completion: 0], train_dataset=ROWS, options=keys)
+        found.append(trainer.train(until=len(found) + 1).metrics["rewards/constant"])
+    assert found == [0.25, 0.75]
+    again = tandem.GRPOTrainer(reward_funcs="math", train_dataset=ROWS, options=keys)
+    assert isinstance(again.model, transformers.LlamaForCausalLM), "of the run, in a new kernel too"
+
+
+def test_a_function_that_no_other_process_can_load_is_refused_before_the_model_is(overrides):
+    class Elsewhere:
+        def __reduce__(self):
+            return getattr, (json, "nothing_here")
+
+    def holds(completion, other=Elsewhere()):  # noqa: B008
+        return 1.0
+
+    trainer = tandem.GRPOTrainer(reward_funcs=holds, train_dataset=ROWS, options=options(overrides))
+    with pytest.raises(ConfigError, match=r"holds cannot be loaded in the processes .*nothing_here"):
+        trainer.train()
+
+
+def test_texts_stay_texts_and_options_are_merged_by_key():
+    nested = {"gconfig": {"n_samples": 2, "max_new_tokens": 8}, "system_prompt": "null"}
+    trainer = tandem.GRPOTrainer(reward_funcs="math", train_dataset="addition", options=nested, gconfig={"temperature": 0.5})
+    from tandem.cli.objects import items_of  # noqa: PLC0415
+
+    config = load_config(TrainConfig, None, items_of(trainer.options)).config
+    assert (config.gconfig.n_samples, config.gconfig.max_new_tokens, config.gconfig.temperature) == (2, 8, 0.5)
+    assert config.system_prompt == "null"
+
+
 def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tmp_path):
     lock = threading.Lock()
 
@@ -94,9 +134,15 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tm
 
     for given, says in (
         ({"reward_funcs": locked}, "locked cannot be sent to the processes that rewards run in: .*lock"),
-        ({"reward_funcs": [closure(), closure()]}, "two have the name share"),
+        (
+            {"reward_funcs": [closure()], "processing_class": object()},
+            "processing_class goes with a model that is an object",
+        ),
+        ({"reward_funcs": "nosuch.py +"}, "reward"),
+        ({"options": {"actor.optimizer": object()}}, "a object is no value of the configuration"),
+        ({"train_dataset": {"question": ["a"]}}, "row 0 is a str; give a list of dicts"),
         ({"reward_funcs": "math", "reward_weights": [1, 2]}, "1 reward_funcs and 2 reward_weights"),
-        ({"train_dataset": [{"question": object()}]}, "train_dataset: row 0 cannot be written as JSON"),
+        ({"train_dataset": [{"question": object()}]}, "train_dataset: 'question' of row 0 cannot be written as JSON"),
         ({"learning_rate": 1e-5}, "learning_rate"),
         ({"options": {"actor.optimizer.lrate": 1e-5}}, "actor.optimizer.lr"),
     ):

@@ -51,7 +51,7 @@ def load_object(spec: str) -> Any:
         raise ConfigError(f"{spec!r}: {source} is not the name of a file: {error}") from error
     if not there:
         raise ConfigError(f"{spec!r}: there is no file {path}")
-    module_name = f"tandem_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    module_name = _module_name(path)
     module = sys.modules.get(module_name)
     if module is None:
         found = importlib.util.spec_from_file_location(module_name, path)
@@ -71,6 +71,15 @@ def load_object(spec: str) -> Any:
         names = [n for n in vars(module) if not n.startswith("_")]
         raise ConfigError(f"{spec!r}: {path.name} has no {name!r}; {nearest_names(name, names)}")
     return getattr(module, name)
+
+
+def forget(path: Path) -> None:
+    """Lets the next `load_object` execute this file again, which has other contents now."""
+    sys.modules.pop(_module_name(path.resolve()), None)
+
+
+def _module_name(path: Path) -> str:
+    return f"tandem_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
 
 def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:

@@ -1,29 +1,37 @@
 """Training as an object or a function, for a script or a notebook: what the commands do, on what is in memory.
 
-Rows, functions and models are written beside the run, and the run reads these files: so it is the run that a command would
-make, it resumes, and its workers load the same functions under the same deadlines.
+Rows, functions and models are written into files beside the run, which reads them. So it is the same run as that of a
+command: it resumes, and its workers load the functions and keep to the same deadlines.
 """
 
 import base64
+import contextlib
 import importlib
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import yaml
 
+from tandem.api.failures import RankFailed
+from tandem.api.plugins import forget
 from tandem.cli.training import TRAINING
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
+from tandem.config.nearest import nearest_names
+from tandem.config.terms import read_terms
 from tandem.lifecycle.summary import Summary
-from tandem.state.existing import existing_run
+from tandem.state.existing import existing_run, is_held
 from tandem.state.run_folder import run_path
 
-Reward = str | Callable[..., Any]
+LOAD_S = 300.0
+"""Seconds that a function may take to be loaded, with the libraries that it names."""
 
 INPUTS = ".inputs"
 """The end of the folder's name beside the run, with what was in memory."""
@@ -50,8 +58,11 @@ def train(
         ConfigError: anything about the configuration or the rows, before the model is loaded.
         TandemError: what ended the run.
     """
-    kind = TRAINING[command]
-    items = _items(dict(flat(overrides or {})))
+    if command not in TRAINING:
+        raise ConfigError(f"there is no command {command!r}; {nearest_names(command, TRAINING)}")
+    if until is not None and until < 1:
+        raise ConfigError(f"until={until}: the first step is 1")
+    kind, items = TRAINING[command], items_of(dict(flat(overrides or {})))
     resolved = load_config(kind.config, file, items)
     config = resolved.config
     if parse_layout(config.actor.backend).ranks == 1 and not config.recover.max_restarts:
@@ -64,9 +75,14 @@ def train(
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
     found = existing_run(folder)
     if code or found is None:
-        raise ConfigError(f"tandem {command} ended with exit status {code}; its words are above, and in {folder}/log.txt")
-    checkpoint = folder / "checkpoints" / found.checkpoints[-1] if found.checkpoints else None
-    return Summary(folder, found.steps, found.metrics, checkpoint)
+        raise RankFailed(f"tandem {command} ended with exit status {code}; its words are above, and in {folder}/log.txt")
+    return Summary(folder, found.steps, found.metrics, _checkpoint(folder))
+
+
+def _checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a run; None if it has none."""
+    found = existing_run(folder)
+    return folder / "checkpoints" / found.checkpoints[-1] if found is not None and found.checkpoints else None
 
 
 def flat(keys: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
@@ -106,56 +122,81 @@ class Trainer:
         Raises:
             ConfigError: a key, a value, rows or a function that cannot be taken, with the remedy.
         """
-        self.options: dict[str, Any] = dict(flat({**(options or {}), **keys}))
+        self.options: dict[str, Any] = {**dict(flat(options or {})), **dict(flat(keys))}
         usual = TRAINING[self.command].config()
         place = (usual.run.root, usual.experiment_name, usual.trial_name)
         names = ("run.root", "experiment_name", "trial_name")
         root, experiment, trial = (str(self.options.get(name, own)) for name, own in zip(names, place, strict=True))
-        self._inputs = run_path(root, experiment, trial + INPUTS)
-        if model is not None:
-            self.options["actor.path"] = model if isinstance(model, str | Path) else self._saved(model, processing_class)
+        self._folder = run_path(root, experiment, trial)
+        self._inputs = self._folder.with_name(trial + INPUTS).absolute()
+        self._files: dict[Path, str] = {}
+        self._saved: tuple[Any, Any] | None = None
+        if processing_class is not None and (model is None or isinstance(model, str | Path)):
+            raise ConfigError("processing_class goes with a model that is an object; that of a folder or a name is in it")
+        if isinstance(model, str | Path):
+            self.options["actor.path"] = model
+        elif model is not None:
+            self._saved = model, processing_class or _tokenizer_of(model)
+            self.options["actor.path"] = self._inputs / "model"
         for name, rows in (("train_dataset", train_dataset), ("valid_dataset", eval_dataset)):
             if rows is not None:
                 self.options[f"{name}.path"] = rows if isinstance(rows, str | Path) else self._rows(name, rows)
-        self.summary: Summary | None = None
+        self._rewards()
+        load_config(TRAINING[self.command].config, None, items_of(self.options))
+
+    def _rewards(self) -> None:
+        """Sets the reward, where there is one."""
 
     def train(self, *, override: bool = False, until: int | None = None) -> Summary:
         """Trains, or goes on with the run of this name; see `tandem.train`."""
-        self.summary = train(None, self.options, command=self.command, override=override, until=until)
-        return self.summary
+        if not is_held(self._folder):  # a run that goes on reads them; this one is refused in a moment
+            for path, text in self._files.items():
+                _write(path, text)
+            if self._saved is not None:
+                for one in self._saved:
+                    one.save_pretrained(self._inputs / "model")
+            for path in (path for path in self._files if path.suffix == ".py"):
+                forget(path)
+                _check_loads(path)
+        return train(None, self.options, command=self.command, override=override, until=until)
 
     @property
     def model(self) -> Any:
-        """The trained model, loaded anew: a model of transformers. Raises `ConfigError` where none was saved."""
+        """The trained model of the newest checkpoint, loaded anew: a model of transformers.
+
+        Raises:
+            ConfigError: none was saved.
+        """
         import transformers  # noqa: PLC0415 — takes seconds to import
 
-        if self.summary is None or self.summary.checkpoint is None:
+        checkpoint = _checkpoint(self._folder)
+        if checkpoint is None:
             raise ConfigError("there is no checkpoint: call train() first, and leave checkpoint.at_end as it is")
-        architecture = transformers.AutoConfig.from_pretrained(self.summary.checkpoint).architectures[0]
-        return getattr(transformers, architecture).from_pretrained(self.summary.checkpoint)
+        architecture = transformers.AutoConfig.from_pretrained(checkpoint).architectures[0]
+        return getattr(transformers, architecture).from_pretrained(checkpoint)
 
-    def _saved(self, model: Any, tokenizer: Any) -> str:
-        from transformers import AutoTokenizer  # noqa: PLC0415
-
-        folder = self._inputs / "model"
-        model.save_pretrained(folder)
-        (tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)).save_pretrained(folder)
-        return str(folder)
-
-    def _rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    def _rows(self, name: str, rows: Any) -> Path:
         lines = []
         for number, row in enumerate(rows):
-            try:
-                lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{name}: row {number} cannot be written as JSON: {error}") from error
-        return str(_written(self._inputs / f"{name}.jsonl", "".join(lines)))
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{name}: row {number} is a {type(row).__name__}; give a list of dicts, one for each row")
+            for column, value in row.items():
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"{name}: {column!r} of row {number} cannot be written as JSON: {error}") from error
+            lines.append(json.dumps(dict(row)) + "\n")
+        return self._file(f"{name}.jsonl", "".join(lines))
+
+    def _file(self, name: str, text: str) -> Path:
+        self._files[self._inputs / name] = text
+        return self._inputs / name
 
     def _function(self, function: Any, taken: set[str]) -> str:
         """The spelling of a function: a file that holds it as it is, closures and all."""
-        name = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
-        if name in taken or not name.isidentifier():
-            raise ConfigError(f"reward_funcs: two have the name {name}, or it is none; it names the metric")
+        own = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
+        numbered = (f"{own}_{number}" for number in itertools.count(2))
+        name = next(one for one in itertools.chain([own], numbered) if one not in taken)
         taken.add(name)
         try:
             pickled = base64.b64encode(cloudpickle.dumps(function)).decode()
@@ -170,7 +211,7 @@ import base64, pickle, sys
 sys.path += [folder for folder in {sys.path!r} if folder not in sys.path]
 {name} = pickle.loads(base64.b64decode({pickled!r}))
 """
-        return f"{_written(self._inputs / f'{name}.py', text)}:{name}"
+        return f"{self._file(f'{name}.py', text)}:{name}"
 
 
 class GRPOTrainer(Trainer):
@@ -193,24 +234,27 @@ class GRPOTrainer(Trainer):
     def __init__(
         self,
         model: Any = None,
-        reward_funcs: Reward | Sequence[Reward] = (),
+        reward_funcs: Any = None,
         *,
         reward_weights: Sequence[float] | None = None,
         **more: Any,
     ):
         """``reward_funcs``: functions in Tandem's signature, TRL's or verl's, or what the key ``reward`` takes; several are
         added up, with ``reward_weights``. The rest: see `Trainer`."""
+        one = isinstance(reward_funcs, str) or not isinstance(reward_funcs, list | tuple)
+        self._functions = [] if reward_funcs is None else [reward_funcs] if one else list(reward_funcs)
+        self._weights = [1.0] * len(self._functions) if reward_weights is None else [float(x) for x in reward_weights]
+        if len(self._weights) != len(self._functions):
+            raise ConfigError(f"there are {len(self._functions)} reward_funcs and {len(self._weights)} reward_weights")
         super().__init__(model, **more)
-        rewards = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
-        weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
-        if len(weights) != len(rewards):
-            raise ConfigError(f"there are {len(rewards)} reward_funcs and {len(weights)} reward_weights")
+
+    def _rewards(self) -> None:
         taken: set[str] = set()
-        texts = [one if isinstance(one, str) else self._function(one, taken) for one in rewards]
-        if texts:
-            terms = (text if weight == 1 else f"{weight!r}*{text}" for text, weight in zip(texts, weights, strict=True))
+        texts = [one if isinstance(one, str) else self._function(one, taken) for one in self._functions]
+        terms = [text if weight == 1 else f"{weight!r}*{text}" for text, weight in zip(texts, self._weights, strict=True)]
+        if terms:
             self.options["reward"] = " + ".join(terms)
-        load_config(TRAINING[self.command].config, None, _items(self.options))
+            read_terms(self.options["reward"])
 
 
 class SFTTrainer(Trainer):
@@ -231,11 +275,50 @@ class RewardTrainer(Trainer):
     command = "reward"
 
 
-def _items(options: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items()]
+def items_of(options: Mapping[str, Any]) -> list[str]:
+    """The options as a command line has them, ``key=value``."""
+    return [f"{key}={_text(key, value)}" for key, value in options.items()]
 
 
-def _written(path: Path, text: str) -> Path:
+def _text(key: str, value: Any) -> str:
+    """The value as a YAML file would have it; a text stays one, also ``null``.
+
+    Raises:
+        ConfigError: it is nothing that a file could have.
+    """
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            if yaml.safe_load(value) == value:
+                return value
+        return json.dumps(value)
+    try:
+        return json.dumps(value, default=lambda one: one.item())  # numbers of numpy
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{key}: a {type(value).__name__} is no value of the configuration: {value!r:.80}") from None
+
+
+def _tokenizer_of(model: Any) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 — takes seconds to import
+
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not name:
+        raise ConfigError("the model does not say where it comes from: give its tokenizer as processing_class=…")
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _check_loads(path: Path) -> None:
+    """Passes if a new process can load the function, as those that rewards run in must. Raises `ConfigError`."""
+    made = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=LOAD_S)
+    if made.returncode:
+        why = made.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(
+            f"reward_funcs: {path.stem} cannot be loaded in the processes that rewards run in: {why}; put it into a file "
+            "and give 'my_file.py:name'"
+        )
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, "utf-8")
-    return path.absolute()

@@ -25,7 +25,7 @@ class Conductor(ABC):
         """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
 
     def value(self, promised: Any) -> Any:
-        """The result of a stage, where it is only promised: for a script that looks at it."""
+        """The result of a stage. A script calls it to look at one, for a conductor may only promise results."""
         return promised
 
     def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:

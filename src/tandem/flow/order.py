@@ -48,7 +48,7 @@ def pools_of(plan: RunPlan) -> dict[str, str]:
 
 
 class Order(Generic[T]):
-    """The calls of a step that a further one waits for by state. Of fields a batch itself knows who adds them."""
+    """The calls of a step that a further one waits for because of state. Who adds a field, the batch itself knows."""
 
     def __init__(self, memory: Mapping[str, str]):
         self._memory = memory

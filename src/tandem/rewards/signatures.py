@@ -25,7 +25,8 @@ def origin_of(function: Callable[..., Any]) -> str:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return ""
-    return "TRL" if "completions" in names else "verl" if "solution_str" in names else ""
+    trl = not {"completions", "prompts"}.isdisjoint(names) or str(getattr(function, "__module__", "")).startswith("trl.")
+    return "TRL" if trl else "verl" if "solution_str" in names else ""
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,22 +35,30 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     if not origin:
         return function
     theirs = inspect.signature(function).parameters
-    given = TRL_GIVEN if origin == "TRL" else VERL_GIVEN
-    columns = [name for name, one in theirs.items() if name not in given and one.kind is not one.VAR_KEYWORD]
+    theirs_given = TRL_GIVEN if origin == "TRL" else VERL_GIVEN
+    columns = [name for name, one in theirs.items() if name not in theirs_given and one.kind is not one.VAR_KEYWORD]
+    columns = [name for name in columns if origin == "TRL" or theirs[name].default is inspect.Parameter.empty]
     rest = any(one.kind is one.VAR_KEYWORD for one in theirs.values())
     arguments = _for_trl if origin == "TRL" else _for_verl
     read = _from_trl if origin == "TRL" else _from_verl
 
-    def call(completion: str, row: Mapping[str, Any], prompt: str = "", completion_ids: Any = (), **_: Any) -> Any:
-        every = arguments({"prompt": prompt, "completion": completion, "completion_ids": completion_ids}, row)
-        return function(**{name: value for name, value in every.items() if rest or name in theirs})
+    def call(row: Mapping[str, Any], messages: bool = False, **given: Any) -> Any:
+        every = arguments(given, row, messages)
+        keep = {*columns, *theirs_given} if origin == "verl" else every if rest else theirs
+        return function(**{name: value for name, value in every.items() if name in keep and (rest or name in theirs)})
 
     async def called(**named: Any) -> Any:
-        return read(await call(**named))
+        try:
+            return read(await call(**named))
+        except TypeError as error:
+            return read(await call(**named, messages=_chat_wanted(origin, error)))
 
     @functools.wraps(function)
     def judged(**named: Any) -> Any:
-        return read(call(**named))
+        try:
+            return read(call(**named))
+        except TypeError as error:
+            return read(call(**named, messages=_chat_wanted(origin, error)))
 
     made: Any = functools.wraps(function)(called) if is_async(function) else judged
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -60,15 +69,26 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _for_trl(given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of one. A row whose prompt is a chat has its completion as a chat too."""
+def _chat_wanted(origin: str, error: TypeError) -> bool:
+    """True for a function that read texts as if they were chats, ``completion[0]["content"]``. Others raise again."""
+    if origin != "TRL" or "string indices must be integers" not in str(error):
+        raise error
+    return True
+
+
+def _for_trl(given: Mapping[str, Any], row: Mapping[str, Any], messages: bool) -> dict[str, Any]:
+    """Lists of one. Prompt and completion are chats where the row's prompt is one, or the function reads ``messages``."""
     prompt, completion = given["prompt"], given["completion"]
-    if isinstance(row.get("prompt"), list):
-        prompt, completion = row["prompt"], [{"role": "assistant", "content": completion}]
+    if messages or isinstance(row.get("prompt"), list):
+        prompt, completion = row.get("messages", row.get("prompt")), [{"role": "assistant", "content": completion}]
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-    ignored = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None, "environments": None}
+    ignored = {"trainer_state": None, "log_extra": _nothing, "log_metric": _nothing, "environments": None}
     lists = {"prompts": [prompt], "completions": [completion], "completion_ids": [list(given["completion_ids"])]}
     return {**columns, **ignored, **lists}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Logs nothing."""
 
 
 def _from_trl(value: Any) -> Any:
@@ -80,10 +100,12 @@ def _from_trl(value: Any) -> Any:
     return 0.0 if only is None else only
 
 
-def _for_verl(given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def _for_verl(given: Mapping[str, Any], row: Mapping[str, Any], messages: bool) -> dict[str, Any]:
     """The answer of a row is the ground truth: ``ground_truth`` and ``reward_model.ground_truth`` are read to it."""
     facts = {"data_source": row.get("data_source", ""), "extra_info": row.get("extra_info")}
-    truth = row.get("ground_truth", row["answer"])
+    nested = row.get("reward_model")
+    whole = nested if isinstance(nested, Mapping) else row
+    truth = whole.get("ground_truth", row.get("answer"))
     return {**row, **facts, "solution_str": given["completion"], "ground_truth": truth}
 
 
