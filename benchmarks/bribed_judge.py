@@ -39,7 +39,7 @@ from tandem.flow.plan import PlannedScore
 from tandem.flow.writing import Judged, WritingModel, WritingRole
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rewards.build import build_scores
+from tandem.rewards.terms import RewardTerm, read_sum
 from tandem.state.machine import machine
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -140,20 +140,22 @@ def pairs_of(file: Path, bribe: str, count: int) -> list[Group]:
     return made
 
 
-def term_of(kind: str, knobs: dict[str, Any]) -> tuple[str, Any, Any]:
-    """The name, the term and the score of a reward with one term."""
-    ((name, term, score),) = build_scores(f"{kind}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items())})")
-    return name, term, score
+def term_of(kind: str, knobs: dict[str, Any]) -> RewardTerm:
+    """The term of a reward with one."""
+    (term,) = read_sum(f"{kind}({', '.join(f'{knob}={value!r}' for knob, value in knobs.items())})")
+    return term
 
 
 def written(kind: str, knobs: dict[str, Any], rows: list[Group], options: argparse.Namespace) -> list[list[Judged]]:
     """The words of a judge, a term of a reward, about each group's samples."""
     folder = resolve(options.model)
-    name, term, score = term_of(kind, {"model": str(folder), "patience_s": 3600} | knobs)
+    term = term_of(kind, {"model": str(folder), "patience_s": 3600} | knobs)
+    assert term.score is not None
+    planned = PlannedScore(term.label, term.term, term.score, "judge", {term.label: term})
     settings = EmbeddedEngineConfig(kv_cache_gib=0.5, threads=options.threads)
     model = WritingModel(folder, settings, torch.float32, "cpu", threads=options.threads, member=True)
     try:
-        verdicts = WritingRole(PlannedScore(name, term, score, "judge", {name: term}), model, Team.alone()).score(rows)
+        verdicts = WritingRole(planned, model, Team.alone()).score(rows)
     finally:
         model.close()
     for group in verdicts[: options.show]:
@@ -198,7 +200,7 @@ def lean(options: argparse.Namespace) -> Iterator[Row]:
     digits = [tokenizer(str(digit), add_special_tokens=False)["input_ids"][-1] for digit in range(1, 10)]
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.templates:
-            judge = term_of("judge", {"model": str(folder)} | judge_knobs(name, scratch))[2].reward
+            judge = term_of("judge", {"model": str(folder)} | judge_knobs(name, scratch)).score.reward
             for number, kind in enumerate(ANSWERS):
                 values = []
                 for sample in (group.samples[number] for group in rows):

@@ -52,7 +52,7 @@ class Ours:
         self.spare = found.rows[-SPARE:]
         self.questions = [replace(found, rows=found.rows[:-SPARE], digests=found.digests[:-SPARE])]
         self.checked = replace(checked, questions=self.questions)
-        self.judges = make_judges(self.questions, config.reward_timeout_s)
+        self.judges = make_judges(self.questions, config.reward_timeout_s, checked.rewards)
         self.engine = make_engine(config, self.machine, self.model)
         checked.services.get("engine").start(self.engine)
         self.loop = BackgroundLoop()

@@ -26,6 +26,10 @@ WALL_CLOCKS = {
 """Names under which Python gives the time of day, or that of a file."""
 
 FOR_PEOPLE = {
+    "cli/launch.py:_ranks": "when a rank failed, to name the first of several machines",
+    "launch/launcher.py:write_end": "the same, as it is written down",
+    "launch/local.py:watch": "the same",
+    "view/columns.py:_unpack": "the age of an unpacked file in the cache, of which older ones make room",
     "cli/fleet.py:show": "how long ago, for `tandem fleet list`; never negative",
     "engines/inference/fleet/roster.py:write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
@@ -39,7 +43,7 @@ FOR_PEOPLE = {
     "state/run_folder.py:now": "when a run began and ended",
     "tracking/tracker.py:log": "the time of a row of metrics.jsonl",
 }
-"""All places that ask for it, and what they tell people. None of them is compared with anything."""
+"""All places that ask for it, and what they tell people. They decide nothing of a run."""
 
 
 def places(tree, inside=""):

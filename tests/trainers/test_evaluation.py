@@ -20,11 +20,13 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
+from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tandem.evaluation.folder import read_samples
-from tandem.evaluation.questions import make_judges, open_questions
+from tandem.evaluation.questions import make_judges, open_questions, specs_of
 from tandem.evaluation.report import ProgressLine
 from tandem.evaluation.scores import metrics_of, row_values, score_data, vote_key
+from tandem.flow.plan import plan_scores
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import NoBatch
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, rows
@@ -385,7 +387,8 @@ def test_known_formats_find_question_answer_and_judge():
     assert "87 oranges" in texts["svamp"] and "How big is each group of bananas?" in texts["svamp"]
     assert "polar coordinates" in texts["math500"] and "\\boxed{}" in texts["math500"]
     assert found["svamp"].rows[0]["answer"] == "145"
-    make_judges(list(found.values()), 5.0).close()
+    plan = plan_scores(TrainConfig(), specs_of(list(found.values())))
+    make_judges(list(found.values()), 5.0, plan).close()
 
 
 def test_a_number_of_rows_on_the_command_line_overrules_the_file(tmp_path):
