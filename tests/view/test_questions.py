@@ -37,6 +37,8 @@ def test_a_filter_finds_by_figures_flags_reasons_and_words(asked):
     assert {row["step"] for row in fitting(asked, '"IT IS 211"')["rows"]} == {2}
     assert fitting(asked, '"IT IS 211" reward > 0.5', step=2)["fit"] == 1
     assert fitting(asked, "tokens > 0", limit=2, offset=14)["rows"][0]["step"] == 1
+    assert fitting(asked, "reward == .25")["fit"] == fitting(asked, "reward = 0.25 reward ≥ 0")["fit"] == 3
+    assert fitting(asked, '"stop_reason"')["fit"] == 0, "words are looked for in texts, not in the names of the record"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,11 @@ def test_a_filter_finds_by_figures_flags_reasons_and_words(asked):
         ("colour: red", "failed, dropped"),
         ("reward > 1.2.3", "is no number"),
         ('not "x"', "before"),
+        ("reward > abc", "is no number"),
+        ("reward", "terms are such as"),
+        ("truncated OR dropped", "all of them must hold"),
+        ("(truncated)", "stand in quotes"),
+        ('"it is', "a quote is open"),
     ],
 )
 def test_a_filter_that_cannot_be_read_says_what_there_is(text, words):
@@ -176,6 +183,36 @@ def test_runs_have_names_and_a_name_is_never_a_path(tmp_path):
             asked.ask("config", {"run": name})
     (tmp_path / "secret").write_text("x")
     assert asked.ask("log", {"run": "sums/one", "name": "../../../secret"})["entries"] == []
+
+
+def test_a_metric_that_became_no_number_is_named_with_its_first_step(tmp_path):
+    run = make_run(tmp_path / "runs/sums/lost", steps=1)
+    values = [0.5, None, 0.25, None, None]
+    rows = [{"step": n, "time": 1.0, "loss": value, "big": 10**400} for n, value in enumerate(values, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = questions(tmp_path)
+    told = asked.ask("curves", {"run": "sums/lost", "after": 0, "file": ""})
+    assert told["lost"] == {"loss": 4, "big": 1} and told["values"]["loss"][2] == 0.25
+    assert asked.ask("runs", {})[0]["metrics"].get("big") is None
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
+    for name in ("one", "two"):
+        make_run(tmp_path / "runs/sums" / name, steps=1)
+    (tmp_path / "runs/sums/two/config.yaml").unlink()
+    (tmp_path / "runs/sums/two/config.yaml").symlink_to("config.yaml")  # a loop
+    (tmp_path / "runs/sums/one/servers-logs").mkdir()
+    (tmp_path / "runs/sums/one/servers-logs/x.log").symlink_to("/etc/passwd")
+    asked = questions(tmp_path)
+    assert [line["name"] for line in asked.ask("runs", {})] == ["sums/one", "sums/two"]
+    assert asked.ask("log", {"run": "sums/one", "name": "x"})["logs"] == ["log.txt"], "a link leads out of the run"
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+    make_run(tmp_path / "runs/sums/one", steps=1)
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match="set TANDEM_CACHE"):
+        fitting(questions(tmp_path), "")
 
 
 def test_a_log_has_entries_with_their_tracebacks(asked):

@@ -94,6 +94,12 @@ def test_the_command_writes_the_file_and_says_what_is_in_it(tmp_path, capsys, mo
     assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(file)]) == 0
     assert "sums/one" in capsys.readouterr().out and file.read_text().startswith("<!doctype html>")
     assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path / "no/one.html")]) == 2
+    (tmp_path / "link.html").symlink_to(file)
+    file.unlink()
+    assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path / "link.html")]) == 0
+    assert (tmp_path / "link.html").is_symlink() and file.is_file()
+    assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path)]) == 2
+    assert "is no file" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nothing"), "-o", str(file)]) == 2
     assert "there is no folder" in capsys.readouterr().err
 

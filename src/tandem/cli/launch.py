@@ -1,7 +1,8 @@
 """Start a run, or a script of yours, on this machine, on Slurm or on Ray: ranks on one machine or on several.
 
-The words after the launcher are those of `tandem train`: a YAML file and `key=value` overrides, or a script and its own
-words. What a script trains is read from the YAML file beside it that has its name, and from its overrides.
+The words after the launcher are those of `tandem train`: a YAML file, or a script that takes one's place, and `key=value`
+overrides, which the script gets too. What a script trains is read from the YAML file beside it that has its name, and from
+these overrides; it can have no other words.
 
 examples:
   tandem launch local examples/addition_grpo.yaml actor.backend=fsdp:d2
@@ -66,7 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if name not in names:
         raise ConfigError(f"there is no launcher {name!r}; {nearest_names(name, names)}")
     _refuse_others(arguments, name)
-    kind, series = launcher_class(name), [shlex.split(one) for one in getattr(arguments, "array", [])]
+    try:
+        kind, series = launcher_class(name), [shlex.split(one) for one in getattr(arguments, "array", [])]
+    except ValueError as error:
+        raise ConfigError(f"--array {' '.join(arguments.array)}: {error}") from error
     jobs = [_job(arguments, more) for more in series or [[]]]
     launcher = kind(jobs, arguments)
     if arguments.dry_run:

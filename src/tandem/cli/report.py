@@ -27,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    output = arguments.output.resolve()  # a link stays one
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"-o {arguments.output} is no file; give the name of the HTML file to write, such as report.html")
     runs = Runs(places_of(arguments.runs))
     text = report(RunAnswers(runs, cache_folder()))
     try:
-        write_atomically(arguments.output, text)
+        write_atomically(output, text)
     except OSError as error:
         raise ConfigError(f"-o {arguments.output} cannot be written: {error.strerror or error}") from error
     print(f"{arguments.output}: {', '.join(runs.all())}, {len(text) / 1e6:.1f} MB. Open it in a browser.")

@@ -82,7 +82,13 @@ def _of_areal(text: str, parts: list[str]) -> list[str]:
         last = number == len(parts) - 1
         if match is None or len(parts) != 2 or (match["kind"] is None) != last:
             raise ConfigError(_told(text, f"{part!r} is not understood"))
-        axes = dict(re.findall(r"([a-z])([0-9]+)", match["axes"].replace("m", "t")))
+        pairs = re.findall(r"([a-z])([0-9]+)", match["axes"].replace("m", "t"))
+        axes = dict(pairs)
+        strange = sorted(axes.keys() - {*LETTERS, *MISSING})
+        if strange or len(axes) < len(pairs):
+            raise ConfigError(
+                _told(text, f"{part}: {f'there is no letter {strange[0]}' if strange else 'a letter comes twice'}")
+            )
         kept = {letter: size for letter, size in axes.items() if letter == "d" or int(size) != 1}
         found.append(
             f"{match['kind'] or 'fsdp'}:" + "".join(f"{letter}{kept[letter]}" for letter in sorted(kept, key="dtc".find))

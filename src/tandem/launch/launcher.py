@@ -118,7 +118,8 @@ def launcher_class(name: str) -> type[Launcher]:
 def new_attempt(job: LaunchJob) -> Path:
     """An empty folder for this user alone."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(one.name.rpartition("-")[2]) for one in job.folder.glob("attempt-*")), default=0)
+    numbers = (one.name.rpartition("-")[2] for one in job.folder.glob("attempt-*"))
+    number = 1 + max((int(one) for one in numbers if one.isdecimal()), default=0)
     folder = job.folder / f"attempt-{number}"
     folder.mkdir(mode=0o700)
     return folder

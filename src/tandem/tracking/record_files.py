@@ -20,4 +20,4 @@ def tensors_path(run: Path, step: int) -> Path:
 def recorded_steps(run: Path) -> list[int]:
     """The steps that a run folder has the lines of, in order."""
     names = (path.name.removeprefix("step_").removesuffix(".jsonl") for path in (run / LINES).glob("step_*.jsonl"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 16)

@@ -59,6 +59,7 @@ class TokenColumns:
             stamp = packed.stat().st_mtime_ns
             self._file = folder / f"step_{step}-{stamp}.tensors"
             if not self._file.is_file():
+                make_folder(self._file.parent)
                 _unpack(packed, self._file)
             self._columns = _columns(self._file)
         except FileNotFoundError:
@@ -82,9 +83,16 @@ class TokenColumns:
         return [plain(row) for row in self._columns[TIMES][self._columns[TIMES_OF] == sample_id]]
 
 
+def make_folder(folder: Path) -> None:
+    """A folder in the cache. Raises `ConfigError` where there can be none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}; set TANDEM_CACHE to a folder that can") from error
+
+
 def _unpack(packed: Path, file: Path) -> None:
     """Bounded in memory, and whole or not there; older ones make room."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:
         with gzip.open(packed) as source, partial.open("wb") as target:

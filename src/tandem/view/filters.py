@@ -24,11 +24,15 @@ TEXTS = {
 }
 _TERM = re.compile(
     r"(?P<no>not\s+)?(?:"
-    r"(?P<number>[a-z]+)\s*(?P<sign>>=|<=|!=|=|>|<)\s*(?P<value>[-+]?\d[\w.+-]*)"
+    r"(?P<number>[a-z]+)\s*(?P<sign>>=|<=|≥|≤|!=|==|=|>|<)\s*(?P<value>[^\s\"()]*)"
     r'|(?P<field>[a-z]+):\s*(?:"(?P<phrase>[^"]*)"|(?P<part>[^\s"]+))'
     r'|"(?P<quoted>[^"]*)"|(?P<word>[^\s"]+))',
     re.IGNORECASE,
 )
+
+
+_SIGNS = re.compile(r"[<>=!≥≤]+|[<>=!≥≤]?[-+.\d]+|\(.*|.*\)")
+"""Words that are meant as something that there is not: a sign by itself, a number, brackets."""
 
 
 class Condition(NamedTuple):
@@ -49,6 +53,8 @@ def read_filter(text: str) -> Condition:
     parts: list[str] = []
     values: list[float | str] = []
     words: list[str] = []
+    if text.count('"') % 2:
+        raise ConfigError("a quote is open: words to look for stand between two")
     for term in _TERM.finditer(text):
         no = "NOT " if term["no"] else ""
         if term["number"]:
@@ -57,12 +63,18 @@ def read_filter(text: str) -> Condition:
                 values.append(float(term["value"]))
             except ValueError:
                 raise ConfigError(f"{term[0]!r}: {term['value']!r} is no number") from None
-            parts.append(f"{no}coalesce({column} {term['sign']} ?, 0)")
+            sign = {"≥": ">=", "≤": "<=", "==": "="}.get(term["sign"], term["sign"])
+            parts.append(f"{no}coalesce({column} {sign} ?, 0)")
         elif term["field"]:
             parts.append(f"{no}instr(lower({_named(TEXTS, term['field'], 'text')}), ?)")
             values.append((term["phrase"] or term["part"] or "").lower())
         elif term["word"] and term["word"].lower() in FLAGS:
             parts.append(f"{no}coalesce({FLAGS[term['word'].lower()]}, 0)")
+        elif term["word"] and (term["word"].lower() in {*NUMBERS, *TEXTS, "or"} or _SIGNS.fullmatch(term["word"])):
+            raise ConfigError(
+                f'{term[0]!r}: terms are such as `reward > 0`, `truncated`, `failed: timeout` and "the words", and all of '
+                "them must hold; words that read otherwise stand in quotes"
+            )
         elif no:
             raise ConfigError(
                 f"{term[0]!r}: `not` stands before a term such as `truncated` or `reward > 0`, not before words"

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tandem.config.errors import ConfigError
 from tandem.tracking.record_files import lines_path, recorded_steps
 from tandem.view.filters import Condition
 
@@ -103,8 +104,11 @@ class SampleIndex:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        base = sqlite3.connect(self._file, timeout=30)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            base = sqlite3.connect(self._file, timeout=30)
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ConfigError(f"the index cannot be kept in {self._file.parent}: {error}; set TANDEM_CACHE") from error
         try:
             base.execute("PRAGMA synchronous = OFF")  # it can always be made again
             if not base.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:

@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,8 @@ class RunAnswers:
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
                 for row in of_step:
-                    if _has(data[row["offset"] : row["offset"] + row["length"]], words):
+                    line = data[row["offset"] : row["offset"] + row["length"]]
+                    if _has(line, words) and _says(parse_line(line) or {}, words):
                         if fit >= offset and len(shown) < limit:
                             shown.append(_excerpt(folder, row))
                         fit += 1
@@ -243,6 +244,22 @@ def _has(line: bytes, words: list[str]) -> bool:
     """True if each word is in the line, which writes quotes and line ends as JSON does."""
     said = line.decode(errors="replace").lower()
     return all(json.dumps(word, ensure_ascii=False)[1:-1] in said for word in words)
+
+
+def _says(sample: Mapping[str, Any], words: list[str]) -> bool:
+    """True if each word is in what the model read or wrote."""
+    read = (str(sample.get("prompt") or ""), str(sample.get("completion") or ""), *_texts(sample.get("messages")))
+    said = "\n".join(read).lower()
+    return all(word in said for word in words)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a chat, its calls of tools too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The runs that the viewer shows, by name, and what their files say: state, curves, logs, configuration."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,13 @@ _TOTAL = re.compile(
 _SIGNS = ("metrics.jsonl", "run.json", "log.txt", "control.jsonl", "trajectories", "checkpoints", ".lock")
 
 
+MOST_WHOLE = 10**300
+"""Whole numbers beyond it are none that a figure can show."""
+
+_NOTHING: dict[str, Any] = {"status": "empty", "steps": 0, "metrics": {}, "checkpoints": [], "recorded": 0}
+"""The line of a run of which nothing is known."""
+
+
 class Runs:
     """Run folders by name, found again each time: a run that begins later is there too."""
 
@@ -51,7 +59,7 @@ class Runs:
     def _below(place: Path) -> Iterator[Path]:
         """A folder that is named is a run, also an empty one, unless runs are below it."""
         with contextlib.suppress(OSError):
-            found = [folder for folder in run_folders(place) if existing_run(folder) is not None]
+            found = [folder for folder in run_folders(place) if _is_run(folder)]
             yield from found or ([place] if place.is_dir() and not any(map(Path.is_dir, place.iterdir())) else [])
 
     def folder(self, name: str) -> Path:
@@ -66,12 +74,27 @@ class Runs:
         return found
 
 
+def _is_run(folder: Path) -> bool:
+    """True also for a run whose files may not be read."""
+    try:
+        return existing_run(folder) is not None
+    except OSError:
+        return True
+
+
 def summary(name: str, folder: Path) -> dict[str, Any]:
     """The line of a run in the list."""
+    try:
+        return _summary(name, folder)
+    except OSError as error:  # of somebody else, or it has just been removed
+        return _NOTHING | {"name": name, "status": "unreadable", "error": str(error)}
+
+
+def _summary(name: str, folder: Path) -> dict[str, Any]:
     info = run_info(folder)
     run = existing_run(folder)
     if run is None:
-        return {"name": name, "status": "empty", "steps": 0, "metrics": {}, "checkpoints": [], "recorded": 0}
+        return _NOTHING | {"name": name}
     return {
         "name": name,
         **status_now(run),
@@ -94,7 +117,9 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) <= MOST_WHOLE
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def signs(folder: Path) -> str:
@@ -129,6 +154,7 @@ def curves(folder: Path, after: int, file: str) -> dict[str, Any]:
             "step": [],
             "time": [],
             "values": {},
+            "lost": {},
             "about": {},
         }
     whole = data[: data.rfind(b"\n") + 1]
@@ -137,12 +163,21 @@ def curves(folder: Path, after: int, file: str) -> dict[str, Any]:
     rows = [row for row in map(_metrics_row, lines[::-every][::-1]) if row is not None]
     names = sorted({name for row in rows for name in row} - {"step", "time"})
     values = {name: [_short(row.get(name)) for row in rows] for name in names}
+    last = rows[-1] if rows else {}
+    lost = {name: _since(rows, name) for name in names if name in last and not _is_number(last[name])}
     return {
         **{"file": str(state.st_ino), "at": (after if fresh else 0) + len(whole), "fresh": fresh, "rows": len(rows)},
         **{"every": every, "step": [row["step"] for row in rows], "time": [_time(row.get("time")) for row in rows]},
         "values": {name: column for name, column in values.items() if any(value is not None for value in column)},
+        "lost": lost,
         "about": {} if fresh else {name: list(metric) for name in names if (metric := explain(name)) is not None},
     }
+
+
+def _since(rows: list[dict[str, Any]], name: str) -> int:
+    """The first step of the last ones in which a metric is written and is no number: NaN or infinite."""
+    without = itertools.takewhile(lambda row: name in row and not _is_number(row[name]), reversed(rows))
+    return int(list(without)[-1]["step"])
 
 
 def _metrics_row(line: bytes) -> dict[str, Any] | None:
@@ -177,7 +212,9 @@ def _size(path: Path) -> int:
 def logs(folder: Path) -> dict[str, Path]:
     """The logs of a run by name: its own, and those of the servers that it started."""
     own = {"log.txt": folder / "log.txt"} if (folder / "log.txt").is_file() else {}
-    return own | {f"{file.stem}": file for file in sorted((folder / "servers-logs").glob("*.log"))}
+    found = own | {f"{file.stem}": file for file in sorted((folder / "servers-logs").glob("*.log"))}
+    inside = folder.resolve()  # a link may lead elsewhere
+    return {name: file for name, file in found.items() if file.resolve().is_relative_to(inside)}
 
 
 def log_entries(folder: Path, name: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import re
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +39,8 @@ class LocalGroup(Launcher):
         if machines is None and number is None and meet is None:
             return None
         host, _, port = (meet or "").rpartition(":")
-        if machines is None or number is None or not 0 <= number < machines or not host or not port.isdigit():
+        is_place = re.fullmatch(r"[\w.-]+|\[[\da-fA-F:]+\]", host) and port.isdecimal() and 0 < int(port) < 65536
+        if machines is None or number is None or not 0 <= number < machines or not is_place:
             raise ConfigError(
                 "several machines need all of --machines N, --machine I (0 to N - 1) and --meet HOST:PORT, for example "
                 "--machines 2 --machine 0 --meet host0:29500 on host0 and --machine 1 on the other"
@@ -56,6 +59,11 @@ class LocalGroup(Launcher):
         return f"{' '.join(self._job.command())}\n{self._job.ranks} rank(s): {place}\nlogs: {self._job.folder}"
 
     def start(self) -> None:
+        if self._place is not None:
+            try:
+                socket.getaddrinfo(self._place.host, self._place.port)
+            except OSError as error:
+                raise ConfigError(f"--meet: this machine knows no {self._place.host}: {error.strerror}") from error
         self._attempt = new_attempt(self._job)
         told = self._place.told() if self._place else {}
         with (self._attempt / LOG.format(rank=self._place.first if self._place else 0)).open("wb") as log:

@@ -46,6 +46,10 @@ class SlurmJob(Launcher):
             )
         if len({job.folder for job in jobs}) < len(jobs):
             raise ConfigError("two jobs of the array are the same run: give each --array its own trial_name=…")
+        if len({(job.max_restarts, job.grace_s) for job in jobs}) > 1:
+            raise ConfigError("jobs of an array share recover.max_restarts and recover.grace_s, and these have several")
+        if spaced := next((line for line in options.srun if " " in line.partition("=")[0]), None):
+            raise ConfigError(f"--srun {spaced!r}: write NAME=VALUE, such as mem=4G")
         for line in (*options.sbatch, *options.srun):
             if not re.fullmatch(r"(-[a-zA-Z]|[a-z][a-z0-9-]*)([= ][^\n]*)?", line.removeprefix("--")):
                 raise ConfigError(f"{line!r} is no option of sbatch or srun, such as gpus-per-node=8")

@@ -19,6 +19,7 @@ export async function curvesOf(run) {
   if (known && said.fresh) {
     if (said.rows) append(known, said);
     known.at = said.at;
+    if (said.rows) known.lost = Object.fromEntries(Object.entries(said.lost).map(([name, step]) => [name, known.lost[name] ?? step]));
     return known;
   }
   held.set(run, said);
@@ -90,7 +91,8 @@ class Panel {
     const told = this.page.runs.map((_, place) => {
       const column = plot.data[1 + stride * place];
       const value = at === null || at === undefined ? column?.findLast((one) => one !== null && one !== undefined) : column[at];
-      return h("span", { style: { color: this.page.runs.length > 1 ? colour(place) : "inherit" } }, figure(value));
+      const lost = (at === null || at === undefined) && this.page.curves[place].lost?.[this.name];
+      return h("span", { style: { color: this.page.runs.length > 1 ? colour(place) : "inherit" } }, lost ? `no number since step ${lost}` : figure(value));
     });
     const where = at === null || at === undefined || this.page.byTime ? null : h("span", { class: "quiet" }, `step ${plot.data[0][at]} `);
     fill(this.value, where, told.map((one) => [one, " "]));

@@ -25,10 +25,12 @@ export async function logPage(view, state) {
   };
   const faults = Object.entries(curves.values).filter(([key]) => /^(samples\/failed|episodes\/dropped|skipped|faults|fleet|servers|rewards?\/failed)/.test(key));
   const total = faults.map(([key, column]) => [key, column.reduce((sum, value) => sum + (value ?? 0), 0), column.findLastIndex((value) => value > 0)]).filter(([, sum]) => sum > 0);
+  const lost = Object.entries(curves.lost ?? {});
   const find = h("input", { type: "search", class: "filter", placeholder: "words …   ( / )", value: words, "aria-label": "words", on: { input: (event) => ((words = event.target.value), adjust({ find: words }), show()) } });
   view(
     info.error && h("section", { class: "failure" }, h("h3", {}, "the run failed"), h("pre", { class: "said" }, info.error)),
     info.resumed?.length > 0 && h("section", {}, h("h3", {}, "it went on"), table(["at", "was", "after step", "changed"], info.resumed.map((one) => [one.at, one.was, h("td", { class: "number" }, one.from ?? one.steps), (one.changed ?? []).join("; ") || "nothing"]))),
+    lost.length > 0 && h("section", { class: "failure" }, h("h3", {}, "no numbers any more"), table(["metric", "since step"], lost.map(([key, step]) => [key, h("td", { class: "number" }, step)]))),
     changes.length > 0 && h("section", {}, h("h3", {}, "changed while it went"), table(["before step", "what", "value"], changes.map((one) => [h("td", { class: "number" }, one.step), plain(one.action ?? one.kind ?? ""), plain(one.value ?? one)]))),
     h("div", { class: "halves" },
       h("section", {}, h("h3", {}, "dropped prompts"), await reasonsView(run)),

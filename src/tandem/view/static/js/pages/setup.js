@@ -14,7 +14,7 @@ export async function setupPage(view, state) {
   const against = names.length > 0 && h("select", { on: { change: (event) => move({ other: event.target.value || null }) } }, h("option", { value: "" }, "difference to …"), names.map((name) => h("option", { value: name, selected: name === other }, name)));
   const graph = h("div", {});
   const draw = async () => {
-    fill(graph, note("`tandem graph` reads the configuration …"));
+    fill(graph, note("`tandem graph` reads the configuration, and executes its reward files …"));
     try {
       fill(graph, drawn((await ask("graph", { run })).mermaid));
     } catch (error) {
@@ -26,7 +26,7 @@ export async function setupPage(view, state) {
       h("section", {}, h("h3", {}, "environment"), environment(facts)),
       h("section", {}, h("h3", {}, "cost"), cost(facts, curves)),
     ),
-    !isReport && h("h3", {}, "models and stages of a step"), !isReport && h("button", { title: "reads the run's configuration as a training would, the files of rewards that it names too", on: { click: draw } }, "draw the traced graph"), graph,
+    !isReport && h("h3", {}, "models and stages of a step"), !isReport && h("button", { title: "executes the reward files that the run's configuration names, as a training does", on: { click: draw } }, "draw the traced graph"), graph,
     h("div", { class: "tools" }, h("h3", {}, "configuration"), !isReport && against),
     other ? await differencesView(run, other) : null,
     config.text ? h("pre", { class: "said config" }, config.text) : note("There is no config.yaml."),
