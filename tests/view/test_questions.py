@@ -203,9 +203,13 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
     (tmp_path / "runs/sums/two/config.yaml").symlink_to("config.yaml")  # a loop
     (tmp_path / "runs/sums/one/servers-logs").mkdir()
     (tmp_path / "runs/sums/one/servers-logs/x.log").symlink_to("/etc/passwd")
+    (tmp_path / "runs/sums/one/servers-logs/y.log").symlink_to("y.log")
+    (tmp_path / "runs/sums/one/config.yaml").unlink()
+    (tmp_path / "runs/sums/one/config.yaml").symlink_to("/etc/passwd")
     asked = questions(tmp_path)
     assert [line["name"] for line in asked.ask("runs", {})] == ["sums/one", "sums/two"]
     assert asked.ask("log", {"run": "sums/one", "name": "x"})["logs"] == ["log.txt"], "a link leads out of the run"
+    assert "root" not in json.dumps(asked.ask("config", {"run": "sums/one"}))
 
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path):

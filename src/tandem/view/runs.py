@@ -109,6 +109,8 @@ def _summary(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    if not _is_inside(folder / "config.yaml", folder):
+        return {}
     try:
         config = written_config(folder, "its keys", "")
     except (ConfigError, RecursionError):
@@ -213,8 +215,15 @@ def logs(folder: Path) -> dict[str, Path]:
     """The logs of a run by name: its own, and those of the servers that it started."""
     own = {"log.txt": folder / "log.txt"} if (folder / "log.txt").is_file() else {}
     found = own | {f"{file.stem}": file for file in sorted((folder / "servers-logs").glob("*.log"))}
-    inside = folder.resolve()  # a link may lead elsewhere
-    return {name: file for name, file in found.items() if file.resolve().is_relative_to(inside)}
+    return {name: file for name, file in found.items() if _is_inside(file, folder)}
+
+
+def _is_inside(file: Path, folder: Path) -> bool:
+    """False for a link that leads out of a run, or nowhere."""
+    try:
+        return file.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return False
 
 
 def log_entries(folder: Path, name: str) -> dict[str, Any]:
@@ -245,7 +254,9 @@ def log_entries(folder: Path, name: str) -> dict[str, Any]:
 def config_text(folder: Path) -> str:
     """The configuration as it was written; empty where there is none."""
     file = folder / "config.yaml"
-    return file.read_text(encoding="utf-8", errors="replace")[:LOG_BYTES] if file.is_file() else ""
+    return (
+        file.read_text(encoding="utf-8", errors="replace")[:LOG_BYTES] if file.is_file() and _is_inside(file, folder) else ""
+    )
 
 
 def config_differences(one: Path, other: Path) -> list[dict[str, str]]:
