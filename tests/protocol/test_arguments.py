@@ -111,3 +111,13 @@ def test_a_schema_of_somebody_elses_that_is_none_lets_calls_through_at_once(sche
     begun = time.monotonic()
     value = "a" * 40 + "b"
     assert fit({"a": value}, {"properties": {"a": schema}}) == {"a": value} and time.monotonic() - begun < 5
+
+
+def test_a_tools_schema_that_refers_to_nothing_is_told_once_and_checks_nothing(caplog):
+    schema = {"properties": {"a": {"$ref": "#/$defs/told_once_and_not_there"}}}
+    for _ in range(3):
+        assert fit({"a": "3"}, schema) == {"a": "3"}
+    (line,) = [
+        record.getMessage() for record in caplog.records if "arguments of its calls are not checked" in record.getMessage()
+    ]
+    assert "told_once_and_not_there" in line

@@ -218,6 +218,13 @@ def test_a_function_of_trl_gets_chats_where_the_rows_have_chats(tmp_path):
         assert call(built, prompt=[{"role": "user", "content": "c"}]).value == 1.0
 
 
+def test_a_function_that_asks_for_the_completion_is_ours_whatever_columns_it_has(tmp_path, caplog):
+    (tmp_path / "own.py").write_text("def own(completion, prompts): return completion == 'c' and prompts == ['a', 'b']")
+    with closing(build_reward(f"{tmp_path}/own.py:own", timeout_s=20.0)) as built:
+        assert call(built, prompts=["a", "b"]).value == 1.0
+    assert "signature of" not in caplog.text
+
+
 def test_the_score_of_a_verl_function_is_the_reward_and_acc_its_accuracy(tmp_path):
     (tmp_path / "theirs.py").write_text(THEIRS["compute_score"])
     with closing(build_reward(f"{tmp_path}/theirs.py:compute_score", timeout_s=20.0)) as built:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -107,9 +108,17 @@ def test_a_function_that_no_other_process_can_load_is_refused_before_the_model_i
     def holds(completion, other=Elsewhere()):  # noqa: B008
         return 1.0
 
-    trainer = tandem.GRPOTrainer(reward_funcs=holds, train_dataset=ROWS, options=options(overrides))
-    with pytest.raises(ConfigError, match=r"holds cannot be loaded in the processes .*nothing_here"):
-        trainer.train()
+    class Dies:
+        def __reduce__(self):
+            return os._exit, (3,)
+
+    def ends(completion, other=Dies()):  # noqa: B008
+        return 1.0
+
+    for function, why in ((holds, "nothing_here"), (ends, "exit status 3")):
+        trainer = tandem.GRPOTrainer(reward_funcs=function, train_dataset=ROWS, options=options(overrides))
+        with pytest.raises(ConfigError, match=rf"{function.__name__} cannot be loaded in the processes .*{why}"):
+            trainer.train()
 
 
 def test_texts_stay_texts_and_options_are_merged_by_key():

@@ -180,12 +180,11 @@ class Trainer:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ConfigError(f"{name}: row {number} is a {type(row).__name__}; give a list of dicts, one for each row")
-            for column, value in row.items():
-                try:
-                    json.dumps(value)
-                except (TypeError, ValueError) as error:
-                    raise ConfigError(f"{name}: {column!r} of row {number} cannot be written as JSON: {error}") from error
-            lines.append(json.dumps(dict(row)) + "\n")
+            try:
+                lines.append(json.dumps(dict(row)) + "\n")
+            except (TypeError, ValueError) as error:
+                column = next(column for column, value in row.items() if not _is_plain(value))
+                raise ConfigError(f"{name}: {column!r} of row {number} cannot be written as JSON: {error}") from error
         return self._file(f"{name}.jsonl", "".join(lines))
 
     def _file(self, name: str, text: str) -> Path:
@@ -308,11 +307,24 @@ def _tokenizer_of(model: Any) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
+def _is_plain(value: Any) -> bool:
+    """True for what JSON can have."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _check_loads(path: Path) -> None:
     """Passes if a new process can load the function, as those that rewards run in must. Raises `ConfigError`."""
-    made = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=LOAD_S)
-    if made.returncode:
-        why = made.stderr.strip().rpartition("\n")[2]
+    try:
+        made = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=LOAD_S)
+        said = made.stderr.strip().rpartition("\n")[2] or f"the process ended with exit status {made.returncode}"
+        why = said if made.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"it took longer than {LOAD_S:g} s"
+    if why:
         raise ConfigError(
             f"reward_funcs: {path.stem} cannot be loaded in the processes that rewards run in: {why}; put it into a file "
             "and give 'my_file.py:name'"

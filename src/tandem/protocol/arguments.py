@@ -5,9 +5,10 @@
 
 import contextlib
 import copy
+import functools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from operator import getitem
 from typing import Any
 
@@ -16,7 +17,10 @@ from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from jsonschema_specifications import REGISTRY
 
+from tandem.config.errors import kind_and_text
 from tandem.protocol.parsing import STRICT
+
+log = logging.getLogger(__name__)
 
 _KNOWN = Draft202012Validator.VALIDATORS
 _TYPES = Draft4Validator.TYPE_CHECKER
@@ -114,8 +118,14 @@ def fit(arguments: Mapping[str, Any], schema: Mapping[str, Any], *, bare: bool =
         return dict(_fitted(fitted, checker))
     except (Unfit, RecursionError):
         raise
-    except Exception:  # boundary: a tool's schema that is none, or refers to nothing, checks nothing
+    except Exception as error:  # boundary: a tool's schema that is none, or refers to nothing, checks nothing
+        _tell_once(kind_and_text(error)[:300])
         return fitted
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_once(why: str) -> None:
+    log.warning("the schema of a tool cannot be read, so the arguments of its calls are not checked: %s", why)
 
 
 def check(value: Any, schema: Mapping[str, Any]) -> None:
@@ -144,7 +154,7 @@ def _fitted(value: Any, checker: Any) -> Any:
         if not casts:
             break
         for (*way, last), cast in casts:
-            reduce(getitem, way, holder)[last] = cast
+            functools.reduce(getitem, way, holder)[last] = cast
     raise Unfit(min(errors, key=lambda error: len(error.path)))  # what is missing before what is wrong inside
 
 

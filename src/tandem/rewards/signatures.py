@@ -25,7 +25,8 @@ def origin_of(function: Callable[..., Any]) -> str:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return ""
-    trl = not {"completions", "prompts"}.isdisjoint(names) or str(getattr(function, "__module__", "")).startswith("trl.")
+    plural = "completion" not in names and not {"completions", "prompts"}.isdisjoint(names)
+    trl = plural or str(getattr(function, "__module__", "")).startswith("trl.")
     return "TRL" if trl else "verl" if "solution_str" in names else ""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.errors import ConfigError, TandemError
+from tandem.config.errors import ConfigError, TandemError, kind_and_text
 from tandem.launch.launcher import ATTEMPT, HELD, LOG, Launcher, LaunchJob, new_attempt, outcome
 from tandem.launch.place import Place, free_port
 
@@ -138,8 +138,10 @@ class RayJob(Launcher):
         for one in self._actors:
             try:
                 codes.append(_ray().get(one.poll.remote(), timeout=ANSWER_S))
-            except Exception:  # boundary: an actor that is gone, or a node
+            except Exception as error:  # boundary: an actor that is gone, or a node
                 codes.append(1)
+                if not self._ending:
+                    print(f"error: a rank's actor does not answer: {kind_and_text(error)}", file=sys.stderr)
         if any(codes) and not self._ending:
             self._ending = True  # once: a second request ends a rank in the middle of what it writes
             self.signal(signal.SIGTERM)
