@@ -306,11 +306,12 @@ class TestProcess:
         engine.close()
         assert not psutil.pid_exists(engine.pid)
 
-    def test_one_that_ends_at_its_start_or_is_too_slow_is_told_apart(self, folder, monkeypatch):
+    def test_one_that_ends_at_its_start_or_is_too_slow_is_told_apart(self, folder, tmp_path, monkeypatch):
         start, others = ChildStart(folder, ROLLOUT.engine, torch.float32, "cpu", WeightVersion(0), 1, False), children()
         with pytest.raises(WaitTimeout, match=r"had not loaded its model within 0\.01 s"):
             Link.start(start, Callers(), 0.01)
-        monkeypatch.setattr(sys, "path", [])  # so that it does not find Tandem
+        (tmp_path / "tandem.py").write_text("raise SystemExit('not the real one')")
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # its module search path: this one stands before Tandem
         with pytest.raises(EngineDied, match=r"at its start its process \d+ ended with exit status 1; see its output above"):
             Link.start(start, Callers(), 60)
         assert children() == others
