@@ -35,7 +35,7 @@ class Field:
 
 FIELDS: dict[str, Field] = {
     "input_ids": Field("token", "int64", 0, "tokens, media placeholders expanded"),
-    "position_ids": Field("token", "int64", 0, "positions; [T, 3] where rotary positions are three-dimensional"),
+    "media": Field("token", "int64", 0, "number of the medium whose placeholder it is, 0 for text; absent for text alone"),
     "loss_mask": Field("token", "bool", False, "the policy produced the token and is trained on it"),
     "rollout_logprobs": Field("token", "float32", 0, "by the inference engine"),
     "proximal_logprobs": Field("token", "float32", 0, "by the trainer, just before this update"),
@@ -72,9 +72,6 @@ FIELDS: dict[str, Field] = {
     "margin": Field("sequence", "float32", 0, "by which a reward model should score the better side higher"),
     "baseline": Field("sequence", "float32", 0, "KTO's z, the same for the whole batch"),
     "bootstrap_value": Field("sequence", "float32", 0, "value after the last token"),
-    "pixel_values": Field("ragged", None, 0, "image patches"),
-    "image_grid_thw": Field("ragged", "int64", 0, "image grids"),
-    "audio_features": Field("ragged", None, 0, "audio frames"),
 }
 
 

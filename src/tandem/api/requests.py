@@ -3,10 +3,11 @@
 import enum
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple
 
+from tandem.api.media import prompt_key
 from tandem.config.generation import GenerationConfig
 
 
@@ -63,8 +64,8 @@ class LLMRequest:
     model: str | None = None
     """Another model than the engine's own; refused, for no engine serves several yet."""
 
-    media: Mapping[str, Any] = field(default_factory=dict)
-    """Images and audio, preprocessed; refused, for no engine takes them yet."""
+    media: tuple[int, ...] = ()
+    """The media number of each token, see `tandem.api.media`; empty where the prompt has none."""
 
     needs_logprobs: bool = True
     """False: nobody reads the log-probabilities (an evaluation), so they may be those of the distribution after top-p, top-k
@@ -72,6 +73,12 @@ class LLMRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))  # engines look prompts up by their tokens
+        object.__setattr__(self, "media", tuple(self.media) if any(self.media) else ())
+
+    @cached_property
+    def key(self) -> tuple[int, ...]:
+        """The identity of its prompt: whatever compares prompts compares this, and never the tokens."""
+        return prompt_key(self.input_ids, self.media)
 
 
 class RequestTiming(NamedTuple):

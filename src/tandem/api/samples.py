@@ -31,8 +31,8 @@ class Trajectory:
     token_rewards: torch.Tensor | None = None
     """float32: what of the sample's reward is earned after which token. The rest is earned at the end; None: all of it."""
 
-    media: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Ragged fields, each ``[R, …]`` with R rows of this trajectory; refused, for no model takes them yet."""
+    media: torch.Tensor | None = None
+    """int64: the media number of each token, 0 for text, see `tandem.api.media`; None where the model reads text alone."""
 
     def __post_init__(self) -> None:
         sizes = {

@@ -1,0 +1,1 @@
+"""Models that see and hear: one file a family."""

@@ -1,0 +1,61 @@
+"""One kind of media model: how its tokens, features and positions are made. A further kind is one file beside this one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tandem.api.media import MediaKind, Medium
+
+
+class MediaFamily(ABC):
+    """The facts of one ``model_type``; it is the tokenizer's `ReadsMedia` too.
+
+    An object is made of a model folder: it knows the configuration and the processor's settings, and holds no weights.
+    """
+
+    model_types: ClassVar[tuple[str, ...]]
+    kinds: tuple[MediaKind, ...]
+    text_prefix: ClassVar[str]
+    """Prefix of the names of the language model's weights, such as ``model.text_model.``: what follows it, behind ``model.``,
+    is the name in a text-only model."""
+
+    towers: ClassVar[dict[str, tuple[str, ...]]]
+    """Name that ``actor.freeze`` knows → prefixes of weights, such as ``{"vision": ("model.vision_model.",), …}``."""
+
+    three_dimensional: ClassVar[bool] = False
+    """True if rotary positions are ``[S, 3]`` (time, height, width)."""
+
+    @abstractmethod
+    def __init__(self, folder: Path, config: Any):
+        """Reads the processor's settings of a folder. Raises `ConfigError` for those that are not exact here."""
+
+    @abstractmethod
+    def marker(self, kind: MediaKind) -> str: ...
+
+    @abstractmethod
+    def placeholder(self, kind: MediaKind) -> int: ...
+
+    @abstractmethod
+    def count(self, medium: Medium) -> int: ...
+
+    @abstractmethod
+    def expansion(self, medium: Medium) -> str: ...
+
+    @abstractmethod
+    def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
+        """The tower's inputs for one medium, read from the media store: pixels, grids, spectrograms and their masks."""
+
+    @abstractmethod
+    def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """The rows of features ``[n, H]`` of each medium, as they stand among the embeddings. ``model``: of transformers."""
+
+    def positions(self, ids: torch.Tensor, media: torch.Tensor, found: Sequence[Medium]) -> torch.Tensor:
+        """Positions of a sequence from its beginning: ``[S]``, or ``[S, 3]``; the next token's is the largest one + 1.
+
+        ``ids [S]``, ``media [S]`` media numbers; ``found``: the media in them, each once.
+        """
+        return torch.arange(len(ids))
