@@ -98,7 +98,7 @@ def encode(tokenizer: Any, text: str, media: Sequence[Medium] = ()) -> MediaToke
     return MediaTokens(ids, _numbered(reader, ids, media))
 
 
-class Encoder:
+class PieceEncoder:
     """Turns the pieces of one rendered conversation into tokens, one after another; each takes the media of its markers."""
 
     def __init__(self, tokenizer: Any, media: Sequence[Medium]):
