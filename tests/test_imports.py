@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "rollout": {"api", "config", "protocol", "workers"},
     "rewards": {"api", "config", "models", "protocol", "workers"},
     "sandbox": {"api", "config"},
-    "data": {"api", "config"},
+    "data": {"api", "config", "media"},
+    "media": {"api", "config"},
     "weights": {"api", "config"},
     "state": {"api", "config"},
     "tracking": {"api", "config"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "trainers": EVERYTHING - {"view", "cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch", "sandbox", "view", "workers")
+WITHOUT_TORCH = ("config", "launch", "media", "sandbox", "view", "workers")
 
 
 def room_of(module):
