@@ -79,7 +79,7 @@ class Passes:
 
         ``lengths``: tokens of each, the newest included.
         """
-        starts = [len(sequence.prompt.tokens) if sequence.prompt is not None else 0 for sequence in batch]
+        starts = [sequence.prompt.length if sequence.prompt is not None else 0 for sequence in batch]
         own = [length - start for length, start in zip(lengths, starts, strict=True)]
         rows = [sequence.row for sequence in batch if sequence.row is not None]
         prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]

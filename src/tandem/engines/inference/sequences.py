@@ -27,11 +27,17 @@ _NO_TOKEN = -1
 class SharedPrompt:
     """A prompt whose keys and values several samples read; computed once."""
 
-    tokens: tuple[int, ...]
+    request: LLMRequest
+    """The first that asked for it; the others have the same `key`."""
+
     row: Row
     members: list["Sequence"] = field(default_factory=list)
     hidden: torch.Tensor | None = None
     """``[hidden]`` of its last token, from which every member draws its first; None until it is computed."""
+
+    @property
+    def length(self) -> int:
+        return len(self.request.input_ids)
 
 
 @dataclass(eq=False)
@@ -88,8 +94,11 @@ class Prefill:
     """The prompt that comes before these tokens."""
 
     done: int = 0
-    prompt: tuple[int, ...] = ()
-    """The tokens, where they are a whole prompt that others may begin alike."""
+    media: tuple[int, ...] = ()
+    """Media numbers of the first tokens, of all or fewer; those that follow are text."""
+
+    key: tuple[int, ...] = ()
+    """The identity of the tokens, where they are a whole prompt that others may begin alike: see `LLMRequest.key`."""
 
     alike: tuple[tuple["Prefill", int], ...] = ()
     """Earlier jobs that begin alike, and how many tokens each has in common; empty once the beginning is copied."""
