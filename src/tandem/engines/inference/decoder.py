@@ -13,6 +13,7 @@ from tandem.config.errors import ConfigError
 from tandem.engines.inference.fused_weights import FusedWeights, LayerWeights
 from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.row_attention import RowAttention
+from tandem.engines.inference.tower import Shown
 from tandem.models.architecture import Architecture, Rope
 
 Attend = Callable[[int, int | None, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,15 +56,17 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend | RowAttention,
         keep: torch.Tensor | None = None,
+        shown: Shown | None = None,
     ) -> torch.Tensor:
         """Final hidden states after the last norm, of all tokens or of those in ``keep``.
 
         Args:
             weights: which version.
             tokens: ``[T]`` int64.
-            positions: ``[T]`` int64, absolute.
+            positions: ``[T]`` int64, absolute; or ``[T, 3]`` for a model with positions in time, height and width.
             attend: attention over the cache, which it also writes.
             keep: ``[K]`` int64, the tokens whose hidden state is wanted; K may be 0.
+            shown: features that take the place of tokens' embeddings.
 
         Returns:
             ``[T, hidden]`` or ``[K, hidden]``.
@@ -71,6 +74,8 @@ class Decoder:
         x = functional.embedding(tokens, weights.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if shown is not None:
+            x[shown.places] = shown.features
         rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):

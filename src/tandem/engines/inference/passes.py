@@ -12,6 +12,7 @@ from tandem.engines.inference.kernels import kernels
 from tandem.engines.inference.paged import PackedPrefill, PagedDecode
 from tandem.engines.inference.row_attention import RowAttention, attends
 from tandem.engines.inference.sequences import Prefill, Sequence
+from tandem.engines.inference.tower import Shown
 from tandem.models.architecture import Architecture
 from tandem.models.upload import upload
 
@@ -35,9 +36,10 @@ class Passes:
         self._plan: DecodePlan | PagedDecode | RowAttention | None = None
 
     def prefill(
-        self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan]
+        self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan], shown: Shown | None = None
     ) -> list[tuple[Prefill, torch.Tensor]]:
-        """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token."""
+        """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token. ``shown``:
+        features of media among the tokens of all pieces."""
         if not jobs:
             return []
         tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
@@ -58,7 +60,7 @@ class Passes:
             plan = PrefillPlan(self.kernel, pieces, self.decoder.windows)
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
-        hidden = self.decoder.hidden(weights, tokens, positions, plan, kept)
+        hidden = self.decoder.hidden(weights, tokens, positions, plan, kept, shown)
         return list(zip(complete, hidden.unbind(0), strict=True))
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
