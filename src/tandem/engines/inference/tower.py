@@ -134,7 +134,8 @@ class Tower:
         return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     def new(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """A copy of a weight that was delivered, rounded to ``dtype``; None for one that is there already.
+        """A copy of a weight that was delivered, rounded to ``dtype``; None for one that is there already, or that is only
+        described (on the meta device).
 
         Raises:
             WeightUpdateFailed: it has another shape.
@@ -142,6 +143,8 @@ class Tower:
         shape = self._model.state_dict()[name].shape
         if shape != tensor.shape:
             raise WeightUpdateFailed(f"weights: {name} must be {list(shape)}, got {list(tensor.shape)}")
+        if tensor.is_meta:
+            return None
         new = tensor.detach().to(self._device, dtype).to(self._compute)
         own = self._weights.get(name)
         if own is not None and torch.equal(new, own):
