@@ -108,7 +108,8 @@ class EngineCore:
             self._tokenizer = load_tokenizer(self.folder)
         stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
-        sequence = Sequence(request_id, request, limit, deadline, stop)
+        positions = None if self._tower is None else self._tower.positions(request)
+        sequence = Sequence(request_id, request, limit, deadline, stop, positions)
         needed = self._scheduler.needed(sequence)
         if needed > self.cache.budget_tokens:
             raise DataFailure(
@@ -206,7 +207,9 @@ class EngineCore:
         taken, pieces = self._scheduler.prefill.next_pieces(jobs)
         shown = None
         if self._tower is not None:
-            shown = self._tower.shown((job.media, piece.start, piece.count) for job, piece in zip(taken, pieces, strict=True))
+            shown = self._tower.shown(
+                (job.media, piece.start, piece.count) for job, piece in zip(taken, pieces, strict=True)
+            )
         complete = self.passes.prefill(self.weights, taken, pieces, shown)
         for job, last in complete:
             job.owner.hidden = last
@@ -224,7 +227,9 @@ class EngineCore:
         else:
             self.passes.advance()
         batch = self._batch
-        logits = self.passes.decode(self.weights, slots.last[batch.places], slots.positions[batch.slots] - 1)
+        logits = self.passes.decode(
+            self.weights, slots.last[batch.places], slots.positions[batch.slots] - 1 + slots.offsets[batch.slots]
+        )
         return self._draw(batch, logits)
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:

@@ -188,9 +188,7 @@ def _names(names: Iterable[str]) -> str:
 class FusedWeightsBuilder:
     """Builds `FusedWeights` from tensors that come one by one, in any order, each valid only until the next."""
 
-    def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, tower: "Tower | None" = None
-    ):
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device, tower: "Tower | None" = None):
         """``tower``: of a media model; it says which tensors are whose."""
         self._a, self._tower = architecture, tower
         self._plan = _Plan(architecture)

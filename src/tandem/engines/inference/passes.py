@@ -43,7 +43,10 @@ class Passes:
         if not jobs:
             return []
         tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
-        positions = torch.cat([torch.arange(p.count) + (p.prompt_length + p.start) for p in pieces])
+        at = [job.at(p.start, p.count) for job, p in zip(jobs, pieces, strict=True)]
+        if any(one.dim() == 2 for one in at):
+            at = [one if one.dim() == 2 else one[:, None].expand(-1, 3) for one in at]
+        positions = torch.cat(at)
         complete, keep, end = [], [], 0
         for job, piece in zip(jobs, pieces, strict=True):
             job.done += piece.count
@@ -102,8 +105,8 @@ class Passes:
         self._plan.advance()
 
     def decode(self, weights: FusedWeights, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, which stands at ``positions [B]``,
-        both on the host."""
+        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, whose rotary positions are
+        ``positions [B]``; both on the host."""
         assert self._plan is not None
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         return self.decoder.logits(weights, self.decoder.hidden(weights, tokens, positions, self._plan))

@@ -19,9 +19,7 @@ def refuse_unsupported(request: LLMRequest, takes_media: bool = False) -> None:
         )
 
 
-def check_request(
-    request: LLMRequest, vocab_size: int | None, max_model_len: int, takes_media: bool = False
-) -> None:
+def check_request(request: LLMRequest, vocab_size: int | None, max_model_len: int, takes_media: bool = False) -> None:
     """Passes if the request can be sampled; ``vocab_size`` is None where it is not known.
 
     Raises:

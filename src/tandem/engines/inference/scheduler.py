@@ -116,7 +116,13 @@ class Scheduler:
         tokens, request = self.slots.drawn(sequence)[:-1].cpu(), sequence.request
         if sequence.prompt is not None:
             return Prefill(tokens, sequence.row, sequence, sequence.prompt)
-        return Prefill(torch.cat((torch.tensor(request.input_ids), tokens)), sequence.row, sequence, media=request.media)
+        return Prefill(
+            torch.cat((torch.tensor(request.input_ids), tokens)),
+            sequence.row,
+            sequence,
+            media=request.media,
+            positions=sequence.positions,
+        )
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has its first token, or again all that it lost when it gave way."""
@@ -201,7 +207,13 @@ class Scheduler:
 
 def _whole_prompt(owner: Sequence | SharedPrompt, *, shared: bool = True) -> Prefill:
     """The job that fills the owner's row with its prompt. ``shared``: others may copy what it computes."""
-    request = owner.request
     assert owner.row is not None
-    key = request.key if shared else ()
-    return Prefill(torch.tensor(request.input_ids), owner.row, owner, media=request.media, key=key)
+    key = owner.request.key if shared else ()
+    return Prefill(
+        torch.tensor(owner.request.input_ids),
+        owner.row,
+        owner,
+        media=owner.request.media,
+        positions=owner.positions,
+        key=key,
+    )

@@ -43,7 +43,7 @@ class SharedPrompts:
         request = sequence.request
         if is_new := request.key not in self._prompts:
             row = self._cache.allocate("prompt", self._cache.capacity_for(len(request.input_ids)))
-            self._prompts[request.key] = SharedPrompt(request, row)
+            self._prompts[request.key] = SharedPrompt(request, row, sequence.positions)
         else:
             self.read_tokens += len(request.input_ids)
         prompt = sequence.prompt = self._prompts[request.key]
