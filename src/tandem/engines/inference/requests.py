@@ -14,8 +14,8 @@ def refuse_unsupported(request: LLMRequest, takes_media: bool = False) -> None:
         raise WrongWorkflow("LLMRequest.media is set, and the model of this engine reads text alone: send tokens alone")
     if request.model:
         raise WrongWorkflow(
-            "LLMRequest.model is set, and no inference engine here serves several models: leave it out, or ask another engine "
-            "for the other model"
+            "LLMRequest.model is set, and no inference engine here serves several models: leave it out, or ask another "
+            "engine for the other model"
         )
 
 
