@@ -111,8 +111,7 @@ def sound(number: int) -> np.ndarray:
 
 
 def packed(number: int) -> bytes:
-    """The file of a medium, PNG or WAV: what `tandem.media.images` and `tandem.media.sounds` read from it is the medium again.
-    Raises `MediaMissing`."""
+    """The file of a medium, PNG or WAV; `tandem.media.parts` reads the same medium from it. Raises `MediaMissing`."""
     with _opening(number):
         return _file(medium(number).kind, number).read_bytes()
 

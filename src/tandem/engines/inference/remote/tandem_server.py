@@ -140,7 +140,7 @@ class TandemServer(Controlled):
             raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
 
     async def _ask(self, request: LLMRequest) -> Any:
-        """The answer. A server that has another media store, as on another machine, is sent what it lacks, and asked again."""
+        """The answer. A server with another media store, as on another machine, is sent the media and asked again."""
         body, patience = self._body(request), self._patience(request)
         try:
             return await self._client.post("/generate", body, deadline_s=patience)
