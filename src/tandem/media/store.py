@@ -110,6 +110,12 @@ def sound(number: int) -> np.ndarray:
     return _read("audio", number, read).astype(np.float32) / 2**15
 
 
+def packed(number: int) -> bytes:
+    """The file of a medium, PNG or WAV; `tandem.media.parts` reads the same medium from it. Raises `MediaMissing`."""
+    with _opening(number):
+        return _file(medium(number).kind, number).read_bytes()
+
+
 def _number(kind: MediaKind, data: np.ndarray) -> int:
     digest = hashlib.sha256(f"{kind} {data.shape}".encode())
     digest.update(np.ascontiguousarray(data, "<i2" if kind == "audio" else None).data)

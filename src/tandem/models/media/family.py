@@ -29,6 +29,12 @@ class MediaFamily(ABC):
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
 
+    opened_by: ClassVar[str] = "AutoModelForImageTextToText"
+    """The class of transformers that opens a folder."""
+
+    folder: Path
+    """The model folder that it was made of."""
+
     @abstractmethod
     def __init__(self, folder: Path, config: Any):
         """Reads the processor's settings of a folder. Raises `ConfigError` for those that are not exact here."""
@@ -52,6 +58,10 @@ class MediaFamily(ABC):
     @abstractmethod
     def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """The rows of features ``[n, H]`` of each medium, as they stand among the embeddings. ``model``: of transformers."""
+
+    def text_model(self, model: nn.Module) -> nn.Module:
+        """The language model without its head, in a ``model`` of transformers."""
+        return model.get_submodule(self.text_prefix.removesuffix("."))
 
     def positions(self, ids: torch.Tensor, media: torch.Tensor, found: Sequence[Medium]) -> torch.Tensor:
         """Positions of a sequence from its beginning: ``[S]``, or ``[S, 3]``; the next token's is the largest one + 1.
