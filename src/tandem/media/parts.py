@@ -257,5 +257,7 @@ def _fetched(url: str, hosts: Sequence[str]) -> bytes:
         opener = urllib.request.build_opener(_NoRedirect)
         with opener.open(url, timeout=TIMEOUT_S) as answer:
             return _bounded(answer.read(MAX_BYTES + 1))
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise DataFailure("media_missing", f"{url:.200} cannot be had: {error}") from error
