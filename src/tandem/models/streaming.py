@@ -106,9 +106,7 @@ def open_unfilled(
         model = _empty(*opener(family), config, folder)
         model.generation_config = read_generation_config(folder) or model.generation_config
         set_stop_ids(model, folder)
-        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(
-            model, chunk_tokens=chunk_tokens, family=family
-        )
+        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens, family=family)
     if dict(model.named_parameters()).keys() - files.keys() - may_miss or not _make_buffers(packed, device):
         return None
     return Unfilled(packed, files, device)
