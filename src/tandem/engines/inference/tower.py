@@ -1,4 +1,4 @@
-"""What a model sees and hears: its towers, and the features of the media that were shown lately.
+"""The eyes and ears of a model: its towers, and the features of the media that were shown lately.
 
 Towers are computed by transformers' own modules. The features of a medium are computed once, alone, so that they do not
 depend on what comes beside it, and kept until an update brings other weights of the towers.
