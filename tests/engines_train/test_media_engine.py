@@ -1,0 +1,194 @@
+"""The training engine with a model that sees: splits, ranks, frozen towers, folders, adapters."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tandem.api.batch import pack
+from tandem.api.media import encode
+from tandem.config.backend import parse_layout
+from tandem.config.errors import ConfigError
+from tandem.config.lora import LoRAConfig
+from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.check import check_train_engine
+from tandem.models.tokenizer import load_tokenizer, save_tokenizer
+from tests.engines_train.steps import weighted_nll
+from tests.ranks import alone_and_on_two
+from tests.tiny import tiny_model_folder
+from tests.tiny_media import picture, tiny_idefics3
+
+
+@pytest.fixture(autouse=True)
+def media_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "media"))
+
+
+def media_batch(folder, prompts=None):
+    """Two samples of a prompt with a picture, one of another picture, one with two, and one of text alone."""
+    tokenizer = load_tokenizer(folder)
+    a, b = picture(0), picture(1, 10, 30)
+    prompts = prompts or [
+        ("What is <image> this?", " cat", [a]),
+        ("What is <image> this?", " a dog", [a]),
+        ("What is <image> this?", " cat", [b]),
+        ("<image> or <image>?", " both of them", [b, a]),
+        ("No picture:", " seven", []),
+    ]
+    generator, rows = torch.Generator().manual_seed(0), []
+    for text, answer, media in prompts:
+        ids, numbers = encode(tokenizer, text + answer, media)
+        length, own = len(ids), len(encode(tokenizer, text, media).ids)
+        rows.append(
+            {
+                "input_ids": torch.tensor(ids),
+                "media": torch.tensor(numbers),
+                "loss_mask": torch.arange(length) >= own,
+                "advantages": torch.randn(length, generator=generator),
+                "temperature": torch.tensor(1.0),
+            }
+        )
+    batch = pack(rows)
+    batch["loss_weights"] = batch["loss_mask"].float() / len(batch["loss_mask"])
+    return batch
+
+
+def config_of(folder, **settings):
+    options = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+    return replace(TrainEngineConfig(path=str(folder), dtype="float32", optimizer=options), **settings)
+
+
+def stepped(folder, media, ranks, **settings):
+    os.environ["TANDEM_MEDIA"] = str(media)
+    engine = build_train_engine(config_of(folder, backend=f"fsdp:d{ranks}", **settings), 10)
+    start = {name: tensor.clone() for name, tensor in engine.weights()}
+    batch = media_batch(folder)
+    metrics = [engine.train_batch(batch, weighted_nll) for _ in range(2)]
+    # of two ranks one has no picture at all then
+    few = [("What is <image> this?", " cat", [picture(0)]), ("No picture:", " it is five", [])]
+    metrics.append(engine.train_batch(media_batch(folder, few), weighted_nll))
+    metrics.append(engine.train_batch(media_batch(folder, few[1:]), weighted_nll))
+    return {
+        "start": start,
+        "weights": dict(engine.weights()),
+        "logprobs": engine.forward(batch).logprobs,
+        "loss": torch.tensor([one["loss"] for one in metrics]),
+    }
+
+
+def check_equal(found, wanted):
+    """The weights relative to the step."""
+    start = {name: tensor for name, tensor in found["start"].items() if name in found["weights"]}
+    moved = torch.cat([(wanted["weights"][name] - start[name]).flatten() for name in start])
+    apart = torch.cat([(wanted["weights"][name] - found["weights"][name]).flatten() for name in start])
+    assert moved.norm() > 0.1 and apart.norm() <= 1e-2 * moved.norm()
+    torch.testing.assert_close(found["loss"], wanted["loss"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found["logprobs"], wanted["logprobs"], atol=2e-3, rtol=1e-3)
+    assert found["weights"].keys() == wanted["weights"].keys()
+
+
+@pytest.mark.parametrize("freeze", [(), ("vision",), ("vision", "connector")])
+def test_a_step_is_the_same_split_and_on_two_ranks(tmp_path, freeze):
+    folder, media = tiny_idefics3(tmp_path), tmp_path / "media"
+    whole, on_two = alone_and_on_two(_of, folder, media, freeze, out=tmp_path)
+    split = stepped(folder, media, 1, freeze=freeze, max_tokens_per_micro_batch=60)
+    for found in (split, *on_two):
+        check_equal(found, whole)
+    towers = [name for name in whole["weights"] if "vision_model" in name]
+    assert bool(towers) == ("vision" not in freeze)
+
+
+def _of(folder, media, freeze, ranks):
+    return stepped(folder, media, ranks, freeze=freeze)
+
+
+def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower_and_its_processor(tmp_path):
+    folder, saved = tiny_idefics3(tmp_path), tmp_path / "saved"
+    engine = build_train_engine(config_of(folder, freeze=("vision",)), 10)
+    batch = media_batch(folder)
+    engine.train_batch(batch, weighted_nll)
+    engine.save(saved)
+    save_tokenizer(load_tokenizer(folder), saved)
+
+    theirs = AutoModelForImageTextToText.from_pretrained(saved)
+    assert type(AutoProcessor.from_pretrained(saved)).__name__ == "Idefics3Processor"
+    whole = {name.removeprefix("model."): tensor for name, tensor in engine.model.named_parameters()}
+    for name, tensor in theirs.named_parameters():
+        assert torch.equal(tensor, whole[name]), name
+    again = build_train_engine(config_of(saved), 10)
+    assert torch.equal(again.forward(batch).logprobs, engine.forward(batch).logprobs)
+    assert load_tokenizer(saved).media.count(picture(0)) == load_tokenizer(folder).media.count(picture(0))
+
+
+def test_a_frozen_tower_has_no_masters_and_computes_each_picture_once(tmp_path):
+    folder = tiny_idefics3(tmp_path)
+    engine = build_train_engine(config_of(folder, freeze=("vision", "connector")), 10)
+    batch = media_batch(folder)
+    for _ in range(3):
+        engine.forward(batch)
+        engine.train_batch(batch, weighted_nll)
+    assert engine.model.media.computed == 2
+    assert not any("vision" in name or "connector" in name for name in engine.holder.masters)
+    assert not any("vision" in name or "connector" in name for name, _ in engine.weights())
+    before = engine.forward(batch).logprobs
+    with engine.using([(name, tensor.clone()) for name, tensor in engine.weights()]):
+        assert torch.equal(engine.forward(batch).logprobs, before)
+
+    other = build_train_engine(config_of(folder, freeze=("vision", "connector")), 10)
+    other.load_state_dict(engine.state_dict())
+    assert torch.equal(other.forward(batch).logprobs, before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers by an old name
+def test_adapters_are_trained_in_the_language_model_and_open_in_peft(tmp_path):
+    folder, saved = tiny_idefics3(tmp_path), tmp_path / "saved"
+    engine = build_train_engine(config_of(folder, lora=LoRAConfig(rank=2, alpha=8.0)), 10)
+    batch = media_batch(folder)
+    engine.train_batch(batch, weighted_nll)
+    wanted = engine.forward(batch).logprobs
+    assert all(".text_model.layers." in name for name in engine.holder.masters)
+    engine.save(saved)
+    save_tokenizer(load_tokenizer(folder), saved)
+
+    merged = build_train_engine(config_of(saved), 10)
+    torch.testing.assert_close(merged.forward(batch).logprobs, wanted, atol=1e-5, rtol=1e-5)
+    base = AutoModelForImageTextToText.from_pretrained(folder)
+    beside = PeftModel.from_pretrained(base, saved / "adapter").merge_and_unload()
+    for (name, one), other in zip(beside.named_parameters(), merged.model.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_a_value_head_reads_states_that_have_seen_the_picture(tmp_path):
+    folder = tiny_idefics3(tmp_path)
+    engine = build_train_engine(config_of(folder), 10, head="both")
+    with torch.no_grad():
+        engine.model.value.weight.normal_()
+    prompts = [("What is <image> this?", " cat", [picture(seed)]) for seed in (0, 1)]
+    first, other = engine.forward(media_batch(folder, prompts)).scores.chunk(2)
+    assert (first - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "head", "words"),
+    [
+        ({"freeze": ("eyes",)}, "lm", "freeze has 'eyes', .*has the parts vision, connector"),
+        ({"backend": "fsdp:d1t2"}, "lm", "does not divide what sees or hears: use fsdp:d2"),
+        ({}, "scalar", "transformers has no classifier of that kind"),
+    ],
+)
+def test_what_a_media_model_does_not_do_is_refused(tmp_path, settings, head, words):
+    folder = tiny_idefics3(tmp_path)
+    config = config_of(folder, **settings)
+    layout = parse_layout(config.backend, "actor.backend")
+    with pytest.raises(ConfigError, match=words):
+        check_train_engine(config, folder, layout, torch.device("cpu"), torch.float32, head, "actor.backend")
+
+
+def test_freezing_a_part_of_a_text_model_is_refused(tmp_path):
+    config = config_of(tiny_model_folder(tmp_path), freeze=("vision",))
+    with pytest.raises(ConfigError, match="actor.freeze has 'vision', and .* reads text alone"):
+        build_train_engine(config, 1)
