@@ -27,6 +27,8 @@ class Rope:
     """``[head_dim / 2]`` float32, radians per position."""
 
     attention_scaling: float = 1.0
+    axes: torch.Tensor | None = None
+    """``[head_dim / 2]`` int64: which of the positions in time, height and width turns each; None: there is one position."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,18 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
         )
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents)
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters, head_dim // 2))
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return Rope(inv_freq.float(), float(scaling))
+    return Rope(inv_freq.float(), float(scaling), _axes(parameters, head_dim // 2))
+
+
+def _axes(parameters: dict[str, Any], count: int) -> torch.Tensor | None:
+    """`Rope.axes`: in sections one after another (Qwen2.5-VL), or in turns while their sections last (Qwen3-VL)."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return None
+    if not parameters.get("mrope_interleaved"):
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    turn = torch.arange(count) % 3
+    return torch.where(torch.arange(count) < 3 * torch.tensor(sections)[turn], turn, 0)

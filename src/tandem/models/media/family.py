@@ -20,8 +20,8 @@ class MediaFamily(ABC):
     model_types: ClassVar[tuple[str, ...]]
     kinds: tuple[MediaKind, ...]
     text_prefix: ClassVar[str]
-    """Prefix of the names of the language model's weights, such as ``model.text_model.``: what follows it, behind ``model.``,
-    is the name in a text-only model."""
+    """Prefix of the names of the language model's weights, such as ``model.text_model.``: with ``model.`` in its place they
+    are those of a text-only model."""
 
     towers: ClassVar[dict[str, tuple[str, ...]]]
     """Name that ``actor.freeze`` knows → prefixes of weights, such as ``{"vision": ("model.vision_model.",), …}``."""
