@@ -72,6 +72,7 @@ def tiny_idefics3(tmp: Path, *, seed: int = 0, splits: bool = True, tied: bool =
     with torch.random.fork_rng(devices=[]):
         model = _randomised(Idefics3ForConditionalGeneration(config), seed)
     model.save_pretrained(folder)
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}, do_image_splitting=splits)
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    images = Idefics3ImageProcessorPil(**sizes, do_image_splitting=splits)
     Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE).save_pretrained(folder)
     return folder

@@ -190,5 +190,5 @@ def test_what_a_media_model_does_not_do_is_refused(tmp_path, settings, head, wor
 
 def test_freezing_a_part_of_a_text_model_is_refused(tmp_path):
     config = config_of(tiny_model_folder(tmp_path), freeze=("vision",))
-    with pytest.raises(ConfigError, match="actor.freeze has 'vision', and .* reads text alone"):
+    with pytest.raises(ConfigError, match=r"actor\.freeze has 'vision', and .* reads text alone"):
         build_train_engine(config, 1)

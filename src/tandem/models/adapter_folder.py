@@ -40,8 +40,9 @@ def refuse_other_base(path: str, found: str | None, wanted: str | None) -> None:
     """
     if found is not None and wanted not in (None, found):
         raise ConfigError(
-            f"the weights in {path} are not those that the adapter, or the rest of the model, was trained beside (fingerprint {found}, then {wanted}): "
-            "what is trained belongs to what is frozen. Put those files back, or begin a new run"
+            f"the weights in {path} are not those that the adapter, or the rest of the model, was trained beside "
+            f"(fingerprint {found}, then {wanted}): what is trained belongs to what is frozen. Put those files back, or begin "
+            "a new run"
         )
 
 
@@ -57,8 +58,8 @@ def write_adapter(
 ) -> None:
     """Writes a new folder. ``tensors``: float32, under the names of `TrainEngine.adapter_weights`; other ones are heads.
 
-    ``modules``: the last parts of the names of the matrices. ``within``: prefix of all of them in a media model, whose towers
-    have matrices of the same names.
+    ``modules``: the last parts of the names of the matrices. ``within``: prefix of all of them in a media model, whose
+    towers have matrices of the same names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {

@@ -74,8 +74,8 @@ def _add_family(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         marker, token = family.marker(kind), tokenizer.convert_tokens_to_ids(family.marker(kind))
         if token != family.placeholder(kind):
             raise ConfigError(
-                f"the tokenizer in {folder} has token {token} for {marker}, and config.json there {family.placeholder(kind)}: "
-                "they are of different models"
+                f"the tokenizer in {folder} has token {token} for {marker}, and config.json there "
+                f"{family.placeholder(kind)}: they are of different models"
             )
     tokenizer.media = family
 

@@ -176,5 +176,5 @@ def test_folders_whose_parts_do_not_fit_are_refused(folder, tmp_path):
         load_causal_lm(changed("processor_config.json", image_seq_len=9))
     with pytest.raises(ConfigError, match="are of different models"):
         load_tokenizer(changed("config.json", image_token_id=7))
-    with pytest.raises(ConfigError, match="reads images or sounds.*idefics3"):
+    with pytest.raises(ConfigError, match=r"reads images or sounds.*idefics3"):
         load_causal_lm(changed("config.json", model_type="llava"))

@@ -56,9 +56,7 @@ def check_train_engine(
     return architecture
 
 
-def _check_media(
-    config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, key: str
-) -> None:
+def _check_media(config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, key: str) -> None:
     """The part of models that see or hear."""
     family, written = family_of(folder, found), f"{key}={config.backend}"
     towers = {} if family is None else family.towers

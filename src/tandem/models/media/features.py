@@ -18,7 +18,7 @@ INPUT_BYTES = 2**28
 
 
 class _Recent:
-    """What was used last, up to so many bytes of tensors."""
+    """The entries that were used last, up to so many bytes of tensors."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes, self._bytes = max_bytes, 0
@@ -88,12 +88,12 @@ class Features:
         return made
 
     def nothing(self) -> torch.Tensor | int:
-        """0, through which a trained tower gets gradients of 0 in a pass without media: ranks sum the same gradients, and the
-        optimizer sees the same parameters, whatever is in a micro-batch."""
+        """0, through which a trained tower gets gradients of 0 in a pass without media: ranks sum the same gradients, and
+        the optimizer sees the same parameters, whatever is in a micro-batch."""
         return sum(parameter.sum() * 0.0 for parameter in self._trained()) if torch.is_grad_enabled() else 0
 
     def _trained(self) -> list[torch.Tensor]:
-        """The tower's parameters that are trained: those that the model has now, which sharding puts in the place of others."""
+        """The tower's parameters that are trained. The model is asked anew: sharding puts others in their place."""
         tower = (getattr(module, key) for module, key in self._places)
         return [parameter for parameter in tower if parameter is not None and parameter.requires_grad]
 

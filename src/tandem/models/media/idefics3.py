@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -26,7 +26,7 @@ class Idefics3(MediaFamily):
     model_types = ("idefics3", "smolvlm")
     kinds = ("image",)
     text_prefix = "model.text_model."
-    towers = {"vision": ("model.vision_model.",), "connector": ("model.connector.",)}
+    towers: ClassVar = {"vision": ("model.vision_model.",), "connector": ("model.connector.",)}
 
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
@@ -35,14 +35,15 @@ class Idefics3(MediaFamily):
         self._processor = read_processor(name, folder)
         self._longest = self._edge("size")
         self._tile = self._edge("max_image_size")
-        side, scale = self._tile // config.vision_config.patch_size, config.scale_factor
+        patch, scale = config.vision_config.patch_size, config.scale_factor
+        side = self._tile // patch
         self._rows = (side // scale) ** 2
         wanted = settings_of(folder).get("image_seq_len", self._rows)
-        if side % scale or self._tile % config.vision_config.patch_size or wanted != self._rows:
+        if side % scale or self._tile % patch or wanted != self._rows:
             raise ConfigError(
-                f"the processor in {folder} cuts pictures into tiles of {self._tile} pixels and writes {wanted} placeholders "
-                f"for each, and the model gives {side / scale:g}² features (patches of {config.vision_config.patch_size}, "
-                f"scale_factor {scale}): set image_seq_len and max_image_size to what the model was trained with"
+                f"the processor in {folder} cuts pictures into tiles of {self._tile} pixels and writes {wanted} "
+                f"placeholders for each, and the model gives {side / scale:g}² features (patches of {patch}, scale_factor "
+                f"{scale}): set image_seq_len and max_image_size to what the model was trained with"
             )
 
     def _edge(self, setting: str) -> int:
