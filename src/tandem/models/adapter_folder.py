@@ -40,9 +40,8 @@ def refuse_other_base(path: str, found: str | None, wanted: str | None) -> None:
     """
     if found is not None and wanted not in (None, found):
         raise ConfigError(
-            f"the weights in {path} are not those that the adapter, or the rest of the model, was trained beside "
-            f"(fingerprint {found}, then {wanted}): what is trained belongs to what is frozen. Put those files back, or begin "
-            "a new run"
+            f"the weights in {path} are not those that training began with (fingerprint {found}, then {wanted}): what was "
+            "trained belongs to what was frozen beside it. Put those files back, or begin a new run"
         )
 
 

@@ -73,7 +73,7 @@ class TokenLayout:
     """The positions that are predicted; None if there are none."""
 
     media: MediaRows | None = None
-    """Where features stand; None if all is text."""
+    """The places of features; None if all is text."""
 
 
 def lay_out(
