@@ -11,8 +11,9 @@ from tandem.models.attention import NAME
 from tandem.models.foreign import UNREADABLE, error_words, no_progress_bars, no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
 from tandem.models.media.idefics3 import Idefics3
+from tandem.models.media.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3,)
+FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL)
 
 
 def media_types() -> tuple[str, ...]:

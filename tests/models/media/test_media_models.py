@@ -1,4 +1,4 @@
-"""Idefics3: our table = the official processor, packed = one by one = transformers, for values and gradients."""
+"""Every media family: our counts = the processor's, packed = one by one = transformers, for values and gradients."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from tandem.api.media import encode
 from tandem.config.errors import ConfigError
@@ -14,8 +14,9 @@ from tandem.media import store
 from tandem.models.load import load_causal_lm
 from tandem.models.media.families import family_of, open_tower
 from tandem.models.tokenizer import load_tokenizer
-from tests.tiny_media import picture, tiny_idefics3
+from tests.tiny_media import picture, tiny_idefics3, tiny_qwen_vl
 
+KINDS = ("idefics3", "qwen2_vl", "qwen2_5_vl")
 SIZES = [(20, 16), (10, 30), (16, 16), (64, 64), (5, 64), (33, 9)]
 
 
@@ -24,20 +25,38 @@ def media_store(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "media"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_idefics3(tmp_path_factory.mktemp("models"))
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("models")
+    return tiny_idefics3(tmp) if request.param == "idefics3" else tiny_qwen_vl(tmp, kind=request.param)
 
 
-def processed(folder, text, media):
-    """The official processor's inputs."""
-    pictures = [[Image.fromarray(store.image(one.number)) for one in media]] if media else None
-    return AutoProcessor.from_pretrained(folder)(text=[text], images=pictures, return_tensors="pt")
+def some_media(seed):
+    return picture(seed, *SIZES[seed % len(SIZES)])
+
+
+def marker(tokenizer):
+    return tokenizer.media.marker(tokenizer.media.kinds[0])
+
+
+def reference_inputs(folder, tokenizer, text, media):
+    """The official processor's inputs, where it loads; else from the tokens that the family's counts give."""
+    pictures = [Image.fromarray(store.image(one.number)) for one in media]
+    if tokenizer.media.model_types[0] == "idefics3":
+        return AutoProcessor.from_pretrained(folder)(
+            text=[text], images=[pictures] if pictures else None, return_tensors="pt"
+        )
+    ids = torch.tensor([encode(tokenizer, text, media).ids])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if pictures:
+        given |= tokenizer.media._processor(images=pictures, return_tensors="pt")
+        given["mm_token_type_ids"] = (ids == tokenizer.media.placeholder("image")).int()
+    return given
 
 
 def packed(tokenizer, prompts):
     """A batch of (text, media), of which `predicted` is."""
-    encoded = [encode(tokenizer, text, media) for text, media in prompts]
+    encoded = [encode(tokenizer, text.replace("@", marker(tokenizer)), media) for text, media in prompts]
     lengths = torch.tensor([0, *(len(one.ids) for one in encoded)])
     mask = torch.cat([predicted(len(one.ids), media) for one, (_, media) in zip(encoded, prompts, strict=True)])
     ids, media = (torch.cat([torch.tensor(part) for part in parts]) for parts in zip(*encoded, strict=True))
@@ -56,11 +75,11 @@ def predicted(length, media):
     return (at >= length - 3) | ((at == 1) & (len(media) > 1))
 
 
-def by_transformers(model, folder, prompts):
+def by_transformers(model, folder, tokenizer, prompts):
     """Log-probabilities, ``[T]``, one forward pass each."""
     found = []
     for text, media in prompts:
-        given = processed(folder, text, media)
+        given = reference_inputs(folder, tokenizer, text.replace("@", marker(tokenizer)), media)
         logits = torch.log_softmax(model(**given).logits[0].float(), -1)
         ids = given["input_ids"][0]
         own = torch.cat([torch.zeros(1), logits[:-1].gather(1, ids[1:, None])[:, 0]])
@@ -68,39 +87,27 @@ def by_transformers(model, folder, prompts):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("splits", [True, False])
-def test_placeholders_are_those_of_the_official_processor(tmp_path, splits):
-    folder = tiny_idefics3(tmp_path, splits=splits)
-    tokenizer = load_tokenizer(folder)
-    generator = torch.Generator().manual_seed(0)
-    sizes = SIZES + torch.randint(1, 400, (20, 2), generator=generator).tolist()
-    for number, (width, height) in enumerate(sizes):
-        one = picture(number, width, height)
-        text = "One <image> picture"
-        assert encode(tokenizer, text, [one]).ids == processed(folder, text, [one])["input_ids"][0].tolist(), one
-
-
 def mixed_prompts():
-    """Several pictures in a prompt, in later turns, the same twice, shared prompts, none."""
-    a, b, c = picture(0, 20, 16), picture(1, 10, 30), picture(2, 16, 16)
+    """Several media in a prompt, in later turns, the same one twice, shared prompts, none."""
+    a, b, c = some_media(0), some_media(1), some_media(2)
     return [
-        ("What is <image> this? A cat", [a]),
-        ("What is <image> this? A dog", [a]),
-        ("What is <image> this? A cat", [b]),
-        ("Look: <image> and <image>? No, <image> is it", [c, a, c]),
+        ("What is @ this? A cat", [a]),
+        ("What is @ this? A dog", [a]),
+        ("What is @ this? A cat", [b]),
+        ("Look: @ and @? No, @ is it", [c, a, c]),
         ("no picture at all, but the answer is seven", []),
-        ("user <image> yes. user <image> no", [b, c]),
+        ("user @ yes. user @ no", [b, c]),
     ]
 
 
 def test_packed_equals_transformers_one_by_one_in_values_and_gradients(folder):
     tokenizer, ours, prompts = load_tokenizer(folder), load_causal_lm(folder), mixed_prompts()
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    theirs = AutoModelForMultimodalLM.from_pretrained(folder, attn_implementation="eager").eval()
     batch = packed(tokenizer, prompts)
     layout = ours.lay_out(**batch)
 
     assert len(layout.ids) < layout.total, "shared prompts are computed once"
-    found, wanted = ours(layout).logprobs, by_transformers(theirs, folder, prompts)
+    found, wanted = ours(layout).logprobs, by_transformers(theirs, folder, tokenizer, prompts)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     alone = [ours(ours.lay_out(**packed(tokenizer, [one]))).logprobs for one in prompts]
     torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
@@ -109,13 +116,14 @@ def test_packed_equals_transformers_one_by_one_in_values_and_gradients(folder):
     (found * direction).sum().backward()
     (wanted * direction).sum().backward()
     for (name, one), other in zip(ours.model.named_parameters(), theirs.parameters(), strict=True):
-        assert (one.grad - other.grad).abs().max() <= 2e-5 * max(1.0, float(other.grad.abs().max())), name
+        if one.requires_grad:
+            assert (one.grad - other.grad).abs().max() <= 2e-5 * max(1.0, float(other.grad.abs().max())), name
 
 
-def test_equal_tokens_with_other_pictures_never_share(folder):
+def test_equal_tokens_with_other_media_never_share(folder):
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder)
     a, b = picture(0), picture(1)
-    prompts = [("What is <image> this? yes", [one]) for one in (a, b, a)]
+    prompts = [("What is @ this? yes", [one]) for one in (a, b, a)]
     batch = packed(tokenizer, prompts)
     layout = model.lay_out(**batch)
     one, other, again = model(layout).logprobs.detach().chunk(3)
@@ -146,7 +154,7 @@ def test_features_of_a_frozen_tower_are_computed_once_and_of_a_trained_one_in_ea
 
 def test_the_tower_alone_gives_the_features_of_the_whole_model(folder):
     family, whole = family_of(folder), load_causal_lm(folder)
-    inputs = [family.inputs(picture(seed, *size)) for seed, size in enumerate(SIZES)]
+    inputs = [family.inputs(some_media(seed)) for seed in range(6)]
     tower = open_tower(folder, torch.float32, torch.device("cpu"))
     assert sum(p.numel() for p in tower.parameters()) < 0.5 * sum(p.numel() for p in whole.parameters())
     for one, other in zip(family.features(tower, inputs), family.features(whole.model, inputs), strict=True):
@@ -158,12 +166,48 @@ def test_gradient_checkpointing_changes_nothing(folder):
     for checkpointing in (False, True):
         model = load_causal_lm(folder, gradient_checkpointing=checkpointing)
         model(model.lay_out(**batch)).logprobs.sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_folders_whose_parts_do_not_fit_are_refused(folder, tmp_path):
+def random_sizes():
+    generator = torch.Generator().manual_seed(0)
+    return SIZES + torch.randint(1, 400, (30, 2), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_placeholders_of_idefics3_are_those_of_the_official_processor(tmp_path, splits):
+    folder = tiny_idefics3(tmp_path, splits=splits)
+    tokenizer, processor = load_tokenizer(folder), AutoProcessor.from_pretrained(folder)
+    for number, size in enumerate(random_sizes()):
+        one, text = picture(number, *size), "One <image> picture"
+        theirs = processor(text=[text], images=[[Image.fromarray(store.image(one.number))]])["input_ids"][0]
+        assert encode(tokenizer, text, [one]).ids == theirs, size
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_counts_and_positions_of_qwen_are_those_of_transformers_to_the_bit(tmp_path, kind):
+    folder = tiny_qwen_vl(tmp_path, kind=kind)
+    tokenizer, model = load_tokenizer(folder), load_causal_lm(folder).model.model
+    family = tokenizer.media
+    media = [picture(number, *size) for number, size in enumerate(random_sizes()) if max(size) < 200 * min(size)]
+    for one in media:
+        assert int(family.inputs(one)["grid"].prod()) // 4 == family.count(one), one.size
+    for some in (media[:1], media[1:4], [media[4], media[4]], media[5:30], []):
+        text = "and ".join(["begin ", *(["<|vision_start|><|image_pad|><|vision_end|>"] * len(some)), " end"])
+        ids, numbers = map(torch.tensor, encode(tokenizer, text, some))
+        grids = torch.cat([family.inputs(one)["grid"] for one in some]) if some else None
+        types = (ids == family.placeholder("image")).int()
+        wanted, deltas = model.get_rope_index(ids[None], types[None], grids)
+        found = family.positions(ids, numbers, list(dict.fromkeys(some)))
+        assert torch.equal(found.T, wanted[:, 0])
+        assert int(found.max()) + 1 - len(ids) == int(deltas)
+
+
+def test_folders_whose_parts_do_not_fit_are_refused(tmp_path):
+    folder = tiny_idefics3(tmp_path)
+
     def changed(name, **settings):
         other = tmp_path / "changed"
         shutil.rmtree(other, ignore_errors=True)
@@ -176,5 +220,10 @@ def test_folders_whose_parts_do_not_fit_are_refused(folder, tmp_path):
         load_causal_lm(changed("processor_config.json", image_seq_len=9))
     with pytest.raises(ConfigError, match="are of different models"):
         load_tokenizer(changed("config.json", image_token_id=7))
-    with pytest.raises(ConfigError, match=r"reads images or sounds.*idefics3"):
-        load_causal_lm(changed("config.json", model_type="llava"))
+    for kind in ("llava", "qwen3_vl"):
+        with pytest.raises(ConfigError, match=rf"'{kind}' is not supported: it reads images.*work: idefics3"):
+            load_causal_lm(changed("config.json", model_type=kind))
+    changed("config.json")
+    (tmp_path / "changed/processor_config.json").unlink()
+    with pytest.raises(ConfigError, match="has no processor_config.json or preprocessor_config.json"):
+        load_causal_lm(tmp_path / "changed")
