@@ -12,9 +12,13 @@ from transformers import (
     Idefics3Processor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    WhisperFeatureExtractor,
 )
 
 from tandem.media import store
@@ -34,6 +38,12 @@ def picture(seed: int, width: int = 20, height: int = 16):
     """A random image in the media store."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return store.keep("image", pixels)
+
+
+def sound(seed: int, seconds: float = 0.5):
+    """Random noise in the media store."""
+    samples = np.random.default_rng(seed).integers(-(2**15), 2**15, int(seconds * store.RATE), dtype=np.int16)
+    return store.keep("audio", samples)
 
 
 def media_tokenizer(*tokens: str, image: str = ""):
@@ -116,4 +126,25 @@ def tiny_qwen_vl(tmp: Path, *, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
     size = {"shortest_edge": 16 * 16, "longest_edge": 48 * 48}
     Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2, temporal_patch_size=2).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_qwen_audio(tmp: Path, *, text: str = "llama", seed: int = 0) -> Path:
+    """It hears one second: 100 frames, up to 25 placeholders. ``text``: kind of its language model."""
+    folder = Path(tmp) / f"tiny-qwen2_audio-{text}-{seed}"
+    tokenizer = media_tokenizer("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+    audio = {
+        "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 8,
+        "max_source_positions": 50,
+    }  # fmt: skip
+    config = Qwen2AudioConfig(
+        audio_config={"model_type": "qwen2_audio_encoder", **audio},
+        text_config=tiny_config(text, vocab_size=VOCAB_SIZE, tie_word_embeddings=False).to_dict(),
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = _randomised(Qwen2AudioForConditionalGeneration(config), seed)
+    model.save_pretrained(folder)
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    Qwen2AudioProcessor(extractor, tokenizer, chat_template=tokenizer.chat_template).save_pretrained(folder)
     return folder

@@ -129,7 +129,7 @@ class Architecture:
             attention_softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
             final_softcap=config.final_logit_softcapping if gemma else None,
             embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
-            tied=bool(whole.tie_word_embeddings),
+            tied=bool(getattr(whole, "tie_word_embeddings", False)),
             sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
             rope=_ropes(config, head_dim),
         )

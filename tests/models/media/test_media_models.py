@@ -6,17 +6,19 @@ import shutil
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForMultimodalLM, AutoProcessor
+from transformers import AutoModelForMultimodalLM, AutoProcessor, Qwen2AudioProcessor
 
+from tandem.api.failures import DataFailure
 from tandem.api.media import encode
 from tandem.config.errors import ConfigError
 from tandem.media import store
 from tandem.models.load import load_causal_lm
 from tandem.models.media.families import family_of, open_tower
 from tandem.models.tokenizer import load_tokenizer
-from tests.tiny_media import picture, tiny_idefics3, tiny_qwen_vl
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio, tiny_qwen_vl
 
-KINDS = ("idefics3", "qwen2_vl", "qwen2_5_vl")
+KINDS = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen2_audio")
+SECONDS = (0.4, 1.0, 0.73)
 SIZES = [(20, 16), (10, 30), (16, 16), (64, 64), (5, 64), (33, 9)]
 
 
@@ -28,10 +30,14 @@ def media_store(tmp_path, monkeypatch):
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
     tmp = tmp_path_factory.mktemp("models")
+    if request.param == "qwen2_audio":
+        return tiny_qwen_audio(tmp)
     return tiny_idefics3(tmp) if request.param == "idefics3" else tiny_qwen_vl(tmp, kind=request.param)
 
 
-def some_media(seed):
+def some_media(tokenizer, seed):
+    if tokenizer.media.kinds == ("audio",):
+        return sound(seed, SECONDS[seed % len(SECONDS)])
     return picture(seed, *SIZES[seed % len(SIZES)])
 
 
@@ -41,6 +47,9 @@ def marker(tokenizer):
 
 def reference_inputs(folder, tokenizer, text, media):
     """The official processor's inputs, where it loads; else from the tokens that the family's counts give."""
+    if tokenizer.media.kinds == ("audio",):
+        sounds = [store.sound(one.number) for one in media] or None
+        return Qwen2AudioProcessor.from_pretrained(folder)(text=[text], audio=sounds, return_tensors="pt")
     pictures = [Image.fromarray(store.image(one.number)) for one in media]
     if tokenizer.media.model_types[0] == "idefics3":
         return AutoProcessor.from_pretrained(folder)(
@@ -87,9 +96,9 @@ def by_transformers(model, folder, tokenizer, prompts):
     return torch.cat(found)
 
 
-def mixed_prompts():
+def mixed_prompts(tokenizer):
     """Several media in a prompt, in later turns, the same one twice, shared prompts, none."""
-    a, b, c = some_media(0), some_media(1), some_media(2)
+    a, b, c = (some_media(tokenizer, seed) for seed in range(3))
     return [
         ("What is @ this? A cat", [a]),
         ("What is @ this? A dog", [a]),
@@ -101,7 +110,8 @@ def mixed_prompts():
 
 
 def test_packed_equals_transformers_one_by_one_in_values_and_gradients(folder):
-    tokenizer, ours, prompts = load_tokenizer(folder), load_causal_lm(folder), mixed_prompts()
+    tokenizer, ours = load_tokenizer(folder), load_causal_lm(folder)
+    prompts = mixed_prompts(tokenizer)
     theirs = AutoModelForMultimodalLM.from_pretrained(folder, attn_implementation="eager").eval()
     batch = packed(tokenizer, prompts)
     layout = ours.lay_out(**batch)
@@ -122,7 +132,8 @@ def test_packed_equals_transformers_one_by_one_in_values_and_gradients(folder):
 
 def test_equal_tokens_with_other_media_never_share(folder):
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder)
-    a, b = picture(0), picture(1)
+    a = some_media(tokenizer, 0)
+    b = sound(9, SECONDS[0]) if a.kind == "audio" else picture(9, *a.size)
     prompts = [("What is @ this? yes", [one]) for one in (a, b, a)]
     batch = packed(tokenizer, prompts)
     layout = model.lay_out(**batch)
@@ -138,7 +149,7 @@ def test_equal_tokens_with_other_media_never_share(folder):
 
 def test_features_of_a_frozen_tower_are_computed_once_and_of_a_trained_one_in_each_pass(folder):
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder)
-    layout = model.lay_out(**packed(tokenizer, mixed_prompts()))
+    layout = model.lay_out(**packed(tokenizer, mixed_prompts(tokenizer)))
     for _ in range(2):
         model(layout)
     assert model.media.computed == 2 * 3
@@ -154,7 +165,7 @@ def test_features_of_a_frozen_tower_are_computed_once_and_of_a_trained_one_in_ea
 
 def test_the_tower_alone_gives_the_features_of_the_whole_model(folder):
     family, whole = family_of(folder), load_causal_lm(folder)
-    inputs = [family.inputs(some_media(seed)) for seed in range(6)]
+    inputs = [family.inputs(some_media(load_tokenizer(folder), seed)) for seed in range(6)]
     tower = open_tower(folder, torch.float32, torch.device("cpu"))
     assert sum(p.numel() for p in tower.parameters()) < 0.5 * sum(p.numel() for p in whole.parameters())
     for one, other in zip(family.features(tower, inputs), family.features(whole.model, inputs), strict=True):
@@ -162,7 +173,8 @@ def test_the_tower_alone_gives_the_features_of_the_whole_model(folder):
 
 
 def test_gradient_checkpointing_changes_nothing(folder):
-    batch, gradients = packed(load_tokenizer(folder), mixed_prompts()), []
+    tokenizer, gradients = load_tokenizer(folder), []
+    batch = packed(tokenizer, mixed_prompts(tokenizer))
     for checkpointing in (False, True):
         model = load_causal_lm(folder, gradient_checkpointing=checkpointing)
         model(model.lay_out(**batch)).logprobs.sum().backward()
@@ -205,6 +217,19 @@ def test_counts_and_positions_of_qwen_are_those_of_transformers_to_the_bit(tmp_p
         assert int(found.max()) + 1 - len(ids) == int(deltas)
 
 
+def test_placeholders_of_qwen2_audio_are_those_of_the_official_processor(tmp_path):
+    folder = tiny_qwen_audio(tmp_path)
+    tokenizer, processor = load_tokenizer(folder), Qwen2AudioProcessor.from_pretrained(folder)
+    for samples in (16_000, 700, 3_333, 160 * 50, 160 * 50 + 1, 12_345, 401):
+        one, text = sound(samples, samples / store.RATE), "A <|AUDIO|> sound"
+        theirs = processor(text=[text], audio=[store.sound(one.number)])["input_ids"][0]
+        assert encode(tokenizer, text, [one]).ids == theirs, samples
+    for seconds, reason in ((1.1, "media_too_large"), (0.001, "media_refused")):
+        with pytest.raises(DataFailure) as refused:
+            tokenizer.media.count(sound(1, seconds))
+        assert refused.value.reason == reason
+
+
 def test_folders_whose_parts_do_not_fit_are_refused(tmp_path):
     folder = tiny_idefics3(tmp_path)
 
@@ -225,5 +250,5 @@ def test_folders_whose_parts_do_not_fit_are_refused(tmp_path):
             load_causal_lm(changed("config.json", model_type=kind))
     changed("config.json")
     (tmp_path / "changed/processor_config.json").unlink()
-    with pytest.raises(ConfigError, match="has no processor_config.json or preprocessor_config.json"):
+    with pytest.raises(ConfigError, match=r"has no processor_config\.json or preprocessor_config.json"):
         load_causal_lm(tmp_path / "changed")

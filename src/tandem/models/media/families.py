@@ -11,9 +11,10 @@ from tandem.models.attention import NAME
 from tandem.models.foreign import UNREADABLE, error_words, no_progress_bars, no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
 from tandem.models.media.idefics3 import Idefics3
+from tandem.models.media.qwen_audio import QwenAudio
 from tandem.models.media.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL)
+FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL, QwenAudio)
 
 
 def media_types() -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def opener(family: MediaFamily | None) -> tuple[Any, str | dict[str, str]]:
     alone."""
     if family is None:
         return transformers.AutoModelForCausalLM, NAME
-    return getattr(transformers, family.opened_by), {"text_config": NAME}
+    return transformers.AutoModelForMultimodalLM, {"text_config": NAME}
 
 
 def open_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -58,10 +59,9 @@ def open_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
     if getattr(text, "layer_types", None):
         text.layer_types = []
-    kind = getattr(transformers, family.opened_by)
     try:
         with no_progress_bars(), no_report():
-            model = kind.from_pretrained(
+            model = transformers.AutoModelForMultimodalLM.from_pretrained(
                 folder, config=config, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True
             )
     except UNREADABLE as error:

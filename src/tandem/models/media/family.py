@@ -29,9 +29,6 @@ class MediaFamily(ABC):
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
 
-    opened_by: ClassVar[str] = "AutoModelForImageTextToText"
-    """The class of transformers that opens a folder."""
-
     folder: Path
     """The model folder that it was made of."""
 

@@ -42,8 +42,8 @@ class QwenVL(MediaFamily):
         wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
         if settings != wanted or not own.do_resize:
             raise ConfigError(
-                f"the processor in {folder} makes patches of {settings} (pixels, merged, in time; do_resize={own.do_resize}) "
-                f"and the model has {wanted}: set them to the model's, and do_resize=true"
+                f"the processor in {folder} makes patches of {settings} (pixels, merged, in time; do_resize="
+                f"{own.do_resize}) and the model has {wanted}: set them to the model's, and do_resize=true"
             )
         self._pixels = range(own.size["shortest_edge"], own.size["longest_edge"] + 1)
 
