@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor
 
 from tandem.api.batch import pack
 from tandem.api.media import encode
@@ -16,11 +16,15 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.check import check_train_engine
+from tandem.flow.plan import Resident
+from tandem.flow.state_parts import footprint, here
+from tandem.media import store
+from tandem.models.shape import read_shape
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer
 from tests.engines_train.steps import weighted_nll
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
-from tests.tiny_media import picture, tiny_idefics3
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio, tiny_qwen_vl
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +35,17 @@ def media_store(tmp_path, monkeypatch):
 def media_batch(folder, prompts=None):
     """Two samples of a prompt with a picture, one of another picture, one with two, and one of text alone."""
     tokenizer = load_tokenizer(folder)
-    a, b = picture(0), picture(1, 10, 30)
+    a, b = (sound(seed) if tokenizer.media.kinds == ("audio",) else picture(seed, 20, 10 + seed) for seed in (0, 1))
     prompts = prompts or [
-        ("What is <image> this?", " cat", [a]),
-        ("What is <image> this?", " a dog", [a]),
-        ("What is <image> this?", " cat", [b]),
-        ("<image> or <image>?", " both of them", [b, a]),
+        ("What is @ this?", " cat", [a]),
+        ("What is @ this?", " a dog", [a]),
+        ("What is @ this?", " cat", [b]),
+        ("@ or @?", " both of them", [b, a]),
         ("No picture:", " seven", []),
     ]
     generator, rows = torch.Generator().manual_seed(0), []
     for text, answer, media in prompts:
+        text = text.replace("@", tokenizer.media.marker(tokenizer.media.kinds[0]))
         ids, numbers = encode(tokenizer, text + answer, media)
         length, own = len(ids), len(encode(tokenizer, text, media).ids)
         rows.append(
@@ -69,7 +74,8 @@ def stepped(folder, media, ranks, **settings):
     batch = media_batch(folder)
     metrics = [engine.train_batch(batch, weighted_nll) for _ in range(2)]
     # of two ranks one has no picture at all then
-    few = [("What is <image> this?", " cat", [picture(0)]), ("No picture:", " it is five", [])]
+    one = store.medium(int(batch["media"].min()))
+    few = [("What is @ this?", " cat", [one]), ("No picture:", " it is five", [])]
     metrics.append(engine.train_batch(media_batch(folder, few), weighted_nll))
     metrics.append(engine.train_batch(media_batch(folder, few[1:]), weighted_nll))
     return {
@@ -104,6 +110,22 @@ def test_a_step_is_the_same_split_and_on_two_ranks(tmp_path, freeze):
 
 def _of(folder, media, freeze, ranks):
     return stepped(folder, media, ranks, freeze=freeze)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_audio"])
+def test_other_families_step_the_same_on_two_ranks_and_are_saved_whole(tmp_path, kind):
+    folder = tiny_qwen_audio(tmp_path, text="qwen2") if kind == "qwen2_audio" else tiny_qwen_vl(tmp_path, kind=kind)
+    whole, on_two = alone_and_on_two(_of, folder, tmp_path / "media", (), out=tmp_path)
+    for found in on_two:
+        check_equal(found, whole)
+    engine = build_train_engine(config_of(folder), 10)
+    engine.save(tmp_path / "saved")
+    save_tokenizer(load_tokenizer(folder), tmp_path / "saved")
+    again, batch = build_train_engine(config_of(tmp_path / "saved"), 10), media_batch(folder)
+    assert torch.equal(again.forward(batch).logprobs, engine.forward(batch).logprobs)
+    theirs = dict(AutoModelForMultimodalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    for name, tensor in engine.model.model.named_parameters():
+        assert torch.equal(tensor, theirs[name]), name
 
 
 def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower_and_its_processor(tmp_path):
@@ -162,12 +184,22 @@ def test_adapters_are_trained_in_the_language_model_and_open_in_peft(tmp_path):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("freeze", [(), ("vision",)])
+def test_the_memory_of_towers_is_counted_as_it_is_held(tmp_path, freeze):
+    config = config_of(tiny_idefics3(tmp_path), dtype="bfloat16", freeze=freeze)
+    engine = build_train_engine(config, 10)
+    resident = Resident("actor", config, trained=True)
+    found = footprint(resident, read_shape(config.path), here("cpu"))
+    assert found.weight_bytes + found.rounded_bytes == engine.num_bytes()["parameters"]
+    assert found.masters == sum(master.numel() for master in engine.holder.masters.values())
+
+
 def test_a_value_head_reads_states_that_have_seen_the_picture(tmp_path):
     folder = tiny_idefics3(tmp_path)
     engine = build_train_engine(config_of(folder), 10, head="both")
     with torch.no_grad():
         engine.model.value.weight.normal_()
-    prompts = [("What is <image> this?", " cat", [picture(seed)]) for seed in (0, 1)]
+    prompts = [("What is @ this?", " cat", [picture(seed)]) for seed in (0, 1)]
     first, other = engine.forward(media_batch(folder, prompts)).scores.chunk(2)
     assert (first - other).abs().max() > 1e-3
 

@@ -38,6 +38,20 @@ def family_of(folder: Path, config: Any = None) -> MediaFamily | None:
     return None if kind is None else kind(folder, config)
 
 
+def tower_sizes(config: Any) -> tuple[tuple[str, int], ...]:
+    """The towers of a configuration of transformers, and the parameters of each; none of a model that reads text alone."""
+    family = family_class(config)
+    if family is None:
+        return ()
+    with no_report(), torch.device("meta"):
+        model = transformers.AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return tuple(
+        (tower, sum(size for name, size in sizes.items() if name.startswith(prefixes)))
+        for tower, prefixes in family.towers.items()
+    )
+
+
 def opener(family: MediaFamily | None) -> tuple[Any, str | dict[str, str]]:
     """The class of transformers that opens a model, and the attention that it is opened with: packed in the language model
     alone."""

@@ -51,7 +51,7 @@ class QwenAudio(MediaFamily):
         if samples > own.n_samples:
             raise DataFailure(
                 "media_too_large",
-                f"a sound of {samples / store.RATE:.2f} s is longer than the {own.n_samples / store.RATE:g} s that are heard",
+                f"a sound of {samples / store.RATE:.2f} s is longer than the {own.n_samples / store.RATE:g} s that it hears",
             )
         rows = _rows(-(-samples // own.hop_length))
         if rows < 1:
