@@ -146,6 +146,21 @@ def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower_and_its_proc
     assert load_tokenizer(saved).media.count(picture(0)) == load_tokenizer(folder).media.count(picture(0))
 
 
+@pytest.mark.parametrize("make", [tiny_idefics3, tiny_qwen_audio])
+def test_a_frozen_tower_before_a_trained_connector_computes_each_medium_once(tmp_path, make):
+    folder = make(tmp_path)
+    tower = next(iter(load_tokenizer(folder).media.towers))
+    engine, other = (build_train_engine(config_of(folder, freeze=freeze), 10) for freeze in ((tower,), ()))
+    batch = media_batch(folder)
+    torch.testing.assert_close(engine.forward(batch).logprobs, other.forward(batch).logprobs, atol=1e-5, rtol=1e-5)
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    for _ in range(2):
+        engine.train_batch(batch, weighted_nll)
+    assert engine.model.media.computed == 2
+    moved = {name for name, tensor in engine.weights() if not torch.equal(tensor, before[name])}
+    assert {name for name in before if name.startswith(engine.model.media.family.connector)} <= moved
+
+
 def test_a_frozen_tower_has_no_masters_and_computes_each_picture_once(tmp_path):
     folder = tiny_idefics3(tmp_path)
     engine = build_train_engine(config_of(folder, freeze=("vision", "connector")), 10)

@@ -26,7 +26,8 @@ class Idefics3(MediaFamily):
     model_types = ("idefics3", "smolvlm")
     kinds = ("image",)
     text_prefix = "model.text_model."
-    towers: ClassVar = {"vision": ("model.vision_model.",), "connector": ("model.connector.",)}
+    connector = ("model.connector.",)
+    towers: ClassVar = {"vision": ("model.vision_model.",), "connector": connector}
 
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
@@ -103,13 +104,18 @@ class Idefics3(MediaFamily):
             )
         return {"pixel_values": pixels}
 
-    def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         parts: Any = model.model
         like = parts.vision_model.embeddings.patch_embedding.weight
         pixels = torch.cat([one["pixel_values"] for one in inputs]).to(like.device, like.dtype)
         # not transformers' get_image_features: it drops a tile whose numbers are all 0, as padding
-        states = parts.connector(parts.vision_model(pixel_values=pixels).last_hidden_state)  # [tiles, rows, H]
-        return [part.flatten(0, 1) for part in states.split([len(one["pixel_values"]) for one in inputs])]
+        states = parts.vision_model(pixel_values=pixels).last_hidden_state  # [tiles, patches, D]
+        return list(states.split([len(one["pixel_values"]) for one in inputs]))
+
+    def connect(self, model: nn.Module, encoded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts: Any = model.model
+        rows = parts.connector(torch.cat(list(encoded)))  # [tiles, rows, H]
+        return [part.flatten(0, 1) for part in rows.split([len(states) for states in encoded])]
 
 
 def _resized(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -22,7 +22,8 @@ class QwenAudio(MediaFamily):
     model_types = ("qwen2_audio",)
     kinds = ("audio",)
     text_prefix = "model.language_model."
-    towers: ClassVar = {"audio": ("model.audio_tower.",), "connector": ("model.multi_modal_projector.",)}
+    connector = ("model.multi_modal_projector.",)
+    towers: ClassVar = {"audio": ("model.audio_tower.",), "connector": connector}
 
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
@@ -79,7 +80,7 @@ class QwenAudio(MediaFamily):
             )
         return {"input_features": made["input_features"], "frames": frames}
 
-    def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         parts: Any = model.model
         tower = parts.audio_tower
         like = tower.conv1.weight
@@ -90,8 +91,12 @@ class QwenAudio(MediaFamily):
         mask = create_bidirectional_mask(
             config=tower.config, inputs_embeds=like.new_zeros(*sounds.shape, 1), attention_mask=sounds.long()
         )
-        states = parts.multi_modal_projector(tower(spectra, attention_mask=mask).last_hidden_state)
+        states = tower(spectra, attention_mask=mask).last_hidden_state
         return [own[: _rows(count)] for own, count in zip(states, frames, strict=True)]
+
+    def connect(self, model: nn.Module, encoded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts: Any = model.model
+        return list(parts.multi_modal_projector(torch.cat(list(encoded))).split([len(states) for states in encoded]))
 
 
 def _rows(frames: int) -> int:

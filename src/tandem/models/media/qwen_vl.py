@@ -90,7 +90,7 @@ class QwenVL(MediaFamily):
             )
         return {"pixel_values": made["pixel_values"], "grid": made["image_grid_thw"]}
 
-    def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         parts: Any = model.model
         device = parts.visual.patch_embed.proj.weight.device
         pixels, grids = (torch.cat([one[name] for one in inputs]).to(device) for name in ("pixel_values", "grid"))
