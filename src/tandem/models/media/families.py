@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
-from tandem.models.foreign import UNREADABLE, error_words, no_progress_bars, no_report, read_hf_config
+from tandem.models.foreign import no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
 from tandem.models.media.idefics3 import Idefics3
 from tandem.models.media.qwen_audio import QwenAudio
@@ -58,29 +57,6 @@ def opener(family: MediaFamily | None) -> tuple[Any, str | dict[str, str]]:
     if family is None:
         return transformers.AutoModelForCausalLM, NAME
     return transformers.AutoModelForMultimodalLM, {"text_config": NAME}
-
-
-def open_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """A media model of transformers for `MediaFamily.features` alone: its language model has no layers and one embedding.
-
-    Raises:
-        ConfigError: the weights cannot be read.
-    """
-    config = read_hf_config(folder)
-    family = family_class(config)
-    assert family is not None, f"{folder} holds no media model"
-    text = text_config(config)
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-    if getattr(text, "layer_types", None):
-        text.layer_types = []
-    try:
-        with no_progress_bars(), no_report():
-            model = transformers.AutoModelForMultimodalLM.from_pretrained(
-                folder, config=config, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True
-            )
-    except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
-    return model.to(device).eval()
 
 
 def text_config(config: Any) -> Any:

@@ -33,7 +33,7 @@ class Idefics3(MediaFamily):
         self.folder = folder
         self._image_token: int = config.image_token_id
         name = "Idefics3ImageProcessorPil" if config.model_type == "idefics3" else "SmolVLMImageProcessorPil"
-        self._processor = read_processor(name, folder)
+        self.processor = read_processor(name, folder)
         self._longest = self._edge("size")
         self._tile = self._edge("max_image_size")
         patch, scale = config.vision_config.patch_size, config.scale_factor
@@ -48,7 +48,7 @@ class Idefics3(MediaFamily):
             )
 
     def _edge(self, setting: str) -> int:
-        found = getattr(self._processor, setting)
+        found = getattr(self.processor, setting)
         edge = found.get("longest_edge") if isinstance(found, dict) else getattr(found, "longest_edge", None)
         if edge is None:
             raise ConfigError(f"the processor in {self.folder} has {setting}={found}; only a longest_edge is exact here")
@@ -62,9 +62,9 @@ class Idefics3(MediaFamily):
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles of a picture, beside the whole of it; 0 and 0 where it is not cut."""
-        if not self._processor.do_image_splitting:
+        if not self.processor.do_image_splitting:
             return 0, 0
-        if self._processor.do_resize:
+        if self.processor.do_resize:
             width, height = _resized(width, height, self._longest)
         ratio = width / height
         if width >= height:
@@ -95,7 +95,7 @@ class Idefics3(MediaFamily):
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
         """``pixel_values [tiles, 3, E, E]``, float32."""
         picture = Image.fromarray(store.image(medium.number))
-        pixels = self._processor(images=[[picture]], return_tensors="pt")["pixel_values"][0]
+        pixels = self.processor(images=[[picture]], return_tensors="pt")["pixel_values"][0]
         if len(pixels) * self._rows != self.count(medium):
             raise DataFailure(
                 "media_mismatch",

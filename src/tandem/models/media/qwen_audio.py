@@ -28,7 +28,7 @@ class QwenAudio(MediaFamily):
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
         self._audio_token: int = config.audio_token_index
-        own = self._processor = read_processor("WhisperFeatureExtractor", folder)
+        own = self.processor = read_processor("WhisperFeatureExtractor", folder)
         if getattr(config, "tie_word_embeddings", False):
             raise ConfigError(
                 f"config.json of {folder} ties the head to the embedding, which {config.model_type} never does"
@@ -48,7 +48,7 @@ class QwenAudio(MediaFamily):
         return self._audio_token
 
     def count(self, medium: Medium) -> int:
-        samples, own = medium.size[0], self._processor
+        samples, own = medium.size[0], self.processor
         if samples > own.n_samples:
             raise DataFailure(
                 "media_too_large",
@@ -64,7 +64,7 @@ class QwenAudio(MediaFamily):
 
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
         """``input_features [1, bins, frames]`` float32, and the ``frames [1]`` that sound."""
-        made = self._processor(
+        made = self.processor(
             store.sound(medium.number),
             sampling_rate=store.RATE,
             padding="max_length",

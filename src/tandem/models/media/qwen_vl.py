@@ -35,7 +35,7 @@ class QwenVL(MediaFamily):
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
         self._image_token: int = config.image_token_id
-        own = self._processor = read_processor("Qwen2VLImageProcessorPil", folder)
+        own = self.processor = read_processor("Qwen2VLImageProcessorPil", folder)
         vision = config.vision_config
         self._patch, self._merge = vision.patch_size, vision.spatial_merge_size
         settings = (own.patch_size, own.merge_size, own.temporal_patch_size)
@@ -81,7 +81,7 @@ class QwenVL(MediaFamily):
 
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
         """``pixel_values [patches, numbers]`` float32, ``grid [1, 3]`` of patches in time, height and width."""
-        made = self._processor(images=[Image.fromarray(store.image(medium.number))], return_tensors="pt")
+        made = self.processor(images=[Image.fromarray(store.image(medium.number))], return_tensors="pt")
         rows = int(made["image_grid_thw"].prod()) // self._merge**2
         if rows != self.count(medium):
             raise DataFailure(
