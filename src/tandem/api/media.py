@@ -98,7 +98,7 @@ def encode(tokenizer: Any, text: str, media: Sequence[Medium] = ()) -> MediaToke
     return MediaTokens(ids, _numbered(reader, ids, media))
 
 
-class Encoder:
+class PieceEncoder:
     """Turns the pieces of one rendered conversation into tokens, one after another; each takes the media of its markers."""
 
     def __init__(self, tokenizer: Any, media: Sequence[Medium]):
@@ -172,3 +172,21 @@ def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Medium]:
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
     found = (part.get("medium") for part in parts if isinstance(part, Mapping))
     return [medium for medium in found if isinstance(medium, Medium)]
+
+
+def written(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as JSON has them: a medium is ``{"kind", "number", "size"}``, its number as text, for readers that know
+    no whole numbers of 64 bits."""
+
+    def part(one: Any) -> Any:
+        medium = one.get("medium") if isinstance(one, Mapping) else None
+        if not isinstance(medium, Medium):
+            return one
+        return {**one, "medium": {"kind": medium.kind, "number": str(medium.number), "size": list(medium.size)}}
+
+    contents = (message.get("content") for message in messages)
+    plain = ([part(one) for one in content] if isinstance(content, list | tuple) else content for content in contents)
+    return [
+        {**message, "content": content} if "content" in message else dict(message)
+        for message, content in zip(messages, plain, strict=True)
+    ]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import Messages, apply_template, render, special_ids, template_of, text_of, with_tools
 from tandem.api.failures import DataFailure
-from tandem.api.media import Encoder, MediaTokens, encode, media_of, reader_of
+from tandem.api.media import MediaTokens, PieceEncoder, encode, media_of, reader_of
 from tandem.config.errors import ConfigError
 
 _MARKS = re.compile(r"\{%-?\s*generation\b")
@@ -146,7 +146,7 @@ class ChatEncoder:
 
     def _by_turns(self, messages: Messages, learnt: Sequence[bool], options: Mapping[str, Any]) -> list[Encoded]:
         found: list[Encoded] = []
-        encoder = Encoder(self.tokenizer, [])
+        encoder = PieceEncoder(self.tokenizer, [])
         text = rest = ""  # rendered so far; its last characters, which are not tokens yet
         for index in itertools.compress(range(len(messages)), learnt):
             before, after = self._turn(messages, index, options)
@@ -154,7 +154,7 @@ class ChatEncoder:
                 if found:
                     found[-1].add(encoder.encode(rest), learnt=False)
                 found.append(Encoded([], [], []))
-                encoder, text, rest = Encoder(self.tokenizer, media_of(messages[:index])), "", ""
+                encoder, text, rest = PieceEncoder(self.tokenizer, media_of(messages[:index])), "", ""
             found[-1].add(encoder.encode(rest + before[len(text) :]), learnt=False)
             reply, rest = self._reply(after[len(before) :])
             found[-1].add(reply, learnt=True)

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
@@ -51,7 +51,7 @@ def read_image(source: bytes | Image.Image | np.ndarray) -> np.ndarray:
         return np.array(_rgb(upright), dtype=np.uint8)
 
 
-def check_image(source: bytes | Image.Image | np.ndarray) -> None:
+def check_image(source: bytes | IO[bytes] | Image.Image | np.ndarray) -> None:
     """Raises the `DataFailure` that the header of an image gives reason for; its pixels are not looked at."""
     with _opened(source):
         pass
@@ -61,8 +61,10 @@ def check_image(source: bytes | Image.Image | np.ndarray) -> None:
 def _opened(source: Any) -> Iterator[Image.Image]:
     """The image, not yet decoded; what goes wrong with it within the block too is the image's fault."""
     try:
-        image = _open(source) if isinstance(source, bytes) else source
-        image = _of_array(image) if isinstance(image, np.ndarray) else image
+        if isinstance(source, Image.Image):
+            image = source
+        else:
+            image = _of_array(source) if isinstance(source, np.ndarray) else _open(source)
         _check(image)
         yield image
     except DataFailure:
@@ -75,15 +77,17 @@ def _opened(source: Any) -> Iterator[Image.Image]:
         raise DataFailure("media_unreadable", f"a damaged image: {type(error).__name__}: {error!s:.200}") from error
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(source: bytes | IO[bytes]) -> Image.Image:
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    head = file.read(256)
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        return Image.open(file, formats=FORMATS)
     except Image.UnidentifiedImageError:
-        start = bytes(data[:256]).lstrip().lower()
+        start = head.lstrip().lower()
         if start.startswith((b"<svg", b"<?xml", b"<!doctype svg")):
             raise DataFailure("media_refused", "an SVG is a program that draws, no image: convert it to PNG") from None
-        words = f"not an image, or none of {', '.join(FORMATS)}; it begins with {bytes(data[:12])!r}"
-        raise DataFailure("media_unreadable", words if data else "the file is empty") from None
+        words = f"not an image, or none of {', '.join(FORMATS)}; it begins with {head[:12]!r}"
+        raise DataFailure("media_unreadable", words if head else "the file is empty") from None
 
 
 def _of_array(array: np.ndarray) -> Image.Image:

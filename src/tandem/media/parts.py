@@ -3,15 +3,17 @@
 import base64
 import binascii
 import hashlib
+import os
 import re
 import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
@@ -75,14 +77,23 @@ class Source:
         """The medium. Raises `DataFailure` with the reason."""
         with self._lock:
             if self._medium is None:
-                content = self._content()
-                self._medium = keep(self.kind, read_image(content) if self.kind == "image" else read_sound(content))
+                found = self._found()
+                if isinstance(found, Path):
+                    with _opened(found) as file:
+                        found = _bounded(file.read(MAX_BYTES + 1))
+                elif isinstance(found, str):
+                    found = _fetched(found)
+                self._medium = keep(self.kind, read_image(found) if self.kind == "image" else read_sound(found))
             return self._medium
 
     def check(self) -> None:
-        """Raises the `DataFailure` that the header of the file gives reason for; nothing is decoded, no host is asked."""
-        if not _is_remote(self._value):
-            (check_image if self.kind == "image" else check_sound)(self._content())
+        """Raises the `DataFailure` that the place and the header give reason for; nothing is decoded, no host is asked."""
+        found, check = self._found(), check_image if self.kind == "image" else check_sound
+        if isinstance(found, Path):
+            with _opened(found) as file:
+                check(file)
+        elif not isinstance(found, str):
+            check(found)
 
     def __str__(self) -> str:
         """The path or URL; of others the kind and a digest of what they hold."""
@@ -106,29 +117,24 @@ class Source:
         """Itself: nobody changes it."""
         return self
 
-    def _content(self) -> Any:
-        """The bytes of a file, or an object in memory that `read_image` or `read_sound` takes."""
+    def _found(self) -> Any:
+        """The file's path, a URL, bytes, or an object in memory that `read_image` or `read_sound` takes."""
         value = self._value
         if isinstance(value, Mapping):
             if value.get("array") is not None:
                 value = (value["array"], value.get("sampling_rate"))
             else:
                 value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
-        if isinstance(value, Path):
-            value = str(value)
-        if isinstance(value, str):
-            value = self._named(value)
-        if isinstance(value, bytearray | memoryview):
-            value = bytes(value)
-        fits = (Image.Image, np.ndarray) if self.kind == "image" else tuple
-        if isinstance(value, bytes):
-            return _bounded(value)
-        if isinstance(value, fits):
+        if isinstance(value, str | Path):
+            return self._named(str(value))
+        if isinstance(value, bytes | bytearray | memoryview):
+            return _bounded(bytes(value))
+        if isinstance(value, (Image.Image, np.ndarray) if self.kind == "image" else tuple):
             return value
         need = "with its sampling_rate" if isinstance(value, np.ndarray) else "a path, a URL, bytes or an array"
         raise DataFailure("media_unreadable", f"no {self.kind} can be made of {type(value).__name__}: give {need}")
 
-    def _named(self, name: str) -> bytes:
+    def _named(self, name: str) -> Path | str | bytes:
         scheme = _SCHEME.match(name)
         word = scheme.group().lower() if scheme else ""
         if not scheme:
@@ -136,7 +142,7 @@ class Source:
         if word == "data:":
             return _of_data_url(name)
         if word in ("http:", "https:"):
-            return _fetched(name, self.allowed.hosts)
+            return _allowed_url(name, self.allowed.hosts)
         raise DataFailure("media_refused", f"{name:.80}: {word} is never read; give a path, a data URL or bytes")
 
 
@@ -197,17 +203,17 @@ def source_of(part: Mapping[str, Any], allowed: Allowed = NOWHERE) -> Source | N
     return Source(kind, value, allowed)
 
 
-def _is_remote(value: Any) -> bool:
-    return isinstance(value, str) and value.lower().startswith(("http://", "https://"))
+def _too_long() -> DataFailure:
+    return DataFailure("media_too_large", f"more than {MAX_BYTES >> 20} MiB; make the file smaller")
 
 
 def _bounded(data: bytes) -> bytes:
     if len(data) > MAX_BYTES:
-        raise DataFailure("media_too_large", f"more than {MAX_BYTES >> 20} MiB; make the file smaller")
+        raise _too_long()
     return data
 
 
-def _file(name: str, folders: Sequence[Path]) -> bytes:
+def _file(name: str, folders: Sequence[Path]) -> Path:
     if not folders:
         raise DataFailure("media_refused", f"{name:.200}: paths are not read here; give bytes or a data URL")
     outside = False
@@ -217,8 +223,7 @@ def _file(name: str, folders: Sequence[Path]) -> bytes:
             file = (root / name).resolve()
             outside = outside or not file.is_relative_to(root)
             if any(file.is_relative_to(one.resolve()) for one in folders) and file.is_file():
-                with file.open("rb") as opened:
-                    return _bounded(opened.read(MAX_BYTES + 1))
+                return file
         except (OSError, RuntimeError, ValueError) as error:  # no permission; a loop of links; a NUL in the name
             raise DataFailure("media_missing", f"{name[:200]!r} cannot be read: {error}") from error
     places = ", ".join(map(str, folders))
@@ -229,12 +234,23 @@ def _file(name: str, folders: Sequence[Path]) -> bytes:
     raise DataFailure("media_missing", f"there is no file {name[:200]!r} in {places}")
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                raise _too_long()
+            yield file
+    except OSError as error:
+        raise DataFailure("media_missing", f"{path} cannot be read: {error.strerror}") from error
+
+
 def _of_data_url(url: str) -> bytes:
     head, comma, _ = url[:200].partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise DataFailure("media_unreadable", f"a data URL must be data:TYPE;base64,…, got {url[:40]!r}")
     if len(url) > MAX_BYTES * 4 // 3 + 300:
-        raise DataFailure("media_too_large", f"more than {MAX_BYTES >> 20} MiB; make the file smaller")
+        raise _too_long()
     try:
         return base64.b64decode("".join(url[len(head) + 1 :].split()), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -247,15 +263,22 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return
 
 
-def _fetched(url: str, hosts: Sequence[str]) -> bytes:
+def _allowed_url(url: str, hosts: Sequence[str]) -> str:
     try:
         host = urllib.parse.urlsplit(url).hostname or ""
-        if host not in hosts:
-            raise DataFailure(
-                "media_refused", f"{url:.200}: the host {host!r} is not among those allowed ({', '.join(hosts) or 'none'})"
-            )
-        opener = urllib.request.build_opener(_NoRedirect)
-        with opener.open(url, timeout=TIMEOUT_S) as answer:
+    except ValueError as error:
+        raise DataFailure("media_refused", f"{url:.200} is no URL: {error}") from error
+    if host not in hosts:
+        allowed = f"only {', '.join(hosts)}" if hosts else "none here: give a file"
+        raise DataFailure("media_refused", f"{url:.200}: the host {host!r} is not allowed, {allowed}")
+    return url
+
+
+def _fetched(url: str) -> bytes:
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=TIMEOUT_S) as answer:
             return _bounded(answer.read(MAX_BYTES + 1))
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise DataFailure("media_missing", f"{url:.200} cannot be had: {error}") from error

@@ -4,7 +4,7 @@ import importlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -49,13 +49,13 @@ def read_sound(source: bytes | tuple[Any, float]) -> np.ndarray:
     return np.rint(mono * 2**15).clip(-(2**15), 2**15 - 1).astype(np.int16)
 
 
-def check_sound(source: bytes | tuple[Any, float]) -> None:
+def check_sound(source: bytes | IO[bytes] | tuple[Any, float]) -> None:
     """Raises the `DataFailure` that the header of a sound gives reason for; the samples of a file are not looked at."""
-    if isinstance(source, bytes):
+    if isinstance(source, tuple):
+        _of_array(*source)
+    else:
         with _opened(source):
             pass
-    else:
-        _of_array(*source)
 
 
 def _library(name: str) -> Any:
@@ -66,18 +66,21 @@ def _library(name: str) -> Any:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
+def _opened(source: bytes | IO[bytes]) -> Iterator[Any]:
     """The file, not yet decoded; what goes wrong with it within the block too is the sound's fault."""
     soundfile = _library("soundfile")
-    if not data.startswith(_BEGINNINGS):
-        words = f"not a sound, or none of {', '.join(FORMATS)}; it begins with {data[:12]!r}"
-        raise DataFailure("media_unreadable", words if data else "the file is empty")
-    if data.startswith(b"RIFF"):
-        size = int.from_bytes(data[4:8], "little")
-        if size not in _UNKNOWN_SIZES and size + 8 > len(data) + 1:  # the last byte of an odd size may be left out
-            raise DataFailure("media_unreadable", f"the file is cut off: {len(data)} of {size + 8} bytes")
+    data = io.BytesIO(source) if isinstance(source, bytes) else source
+    head, length = data.read(12), data.seek(0, io.SEEK_END)
+    data.seek(0)
+    if not head.startswith(_BEGINNINGS):
+        words = f"not a sound, or none of {', '.join(FORMATS)}; it begins with {head!r}"
+        raise DataFailure("media_unreadable", words if head else "the file is empty")
+    if head.startswith(b"RIFF"):
+        size = int.from_bytes(head[4:8], "little")
+        if size not in _UNKNOWN_SIZES and size + 8 > length + 1:  # the last byte of an odd size may be left out
+            raise DataFailure("media_unreadable", f"the file is cut off: {length} of {size + 8} bytes")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with soundfile.SoundFile(data) as file:
             if file.format not in FORMATS:
                 raise DataFailure("media_refused", f"the format {file.format} is not read, only {', '.join(FORMATS)}")
             _check(file.frames, file.channels, file.samplerate)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import render, special_ids, with_tools
 from tandem.api.failures import DataFailure
-from tandem.api.media import MediaTokens, encode, media_of
+from tandem.api.media import encode, media_of
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
@@ -20,7 +20,8 @@ SENTINEL = "\u2402reply\u2403"
 class Tokens:
     """One growing trajectory: tokens with mask, log-probabilities and versions of equal length."""
 
-    def __init__(self, context: MediaTokens):
+    def __init__(self, context: Sequence[int], media: Sequence[int] = ()):
+        """``context``, ``media``: see `add_context`."""
         self.ids: list[int] = []
         self.media: list[int] = []
         """The media number of each token; empty where the model reads text alone."""
@@ -30,13 +31,12 @@ class Tokens:
         self.versions: list[int] = []
         self.temperature: float | None = None
         self.stop_reason = StopReason.STOP
-        self.add_context(context)
+        self.add_context(context, media)
 
-    def add_context(self, context: MediaTokens) -> None:
-        """Tokens that the policy did not make."""
-        ids = context.ids
-        if self.media or any(context.media):  # the first picture may come in a later turn
-            self.media += [0] * (len(self.ids) - len(self.media)) + (context.media or [0] * len(ids))
+    def add_context(self, ids: Sequence[int], media: Sequence[int] = ()) -> None:
+        """Tokens that the policy did not make, and the media number of each; none: they are text."""
+        if self.media or any(media):  # the first picture may come in a later turn
+            self.media += [0] * (len(self.ids) - len(self.media)) + (list(media) or [0] * len(ids))
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -110,7 +110,7 @@ class Chat:
         """Raw rewards of its last judgement: they come into the sample."""
         self._ended: list[Tokens] = []
         self._timings: list[RequestTiming] = []
-        self._tokens = Tokens(context)
+        self._tokens = Tokens(*context)
 
     @property
     def input_ids(self) -> tuple[int, ...]:
@@ -208,12 +208,12 @@ class Chat:
 
     def _append(self, addition: str, turns: Sequence[Mapping[str, Any]]) -> None:
         """Goes on with the text that the template writes for these turns."""
-        self._tokens.add_context(encode(self.tokenizer, addition, media_of(turns)))
+        self._tokens.add_context(*encode(self.tokenizer, addition, media_of(turns)))
 
     def _begin_anew(self, rendered: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """The template has rewritten what stood before: a new trajectory, in which all of it is context."""
         self._ended.append(self._tokens)
-        self._tokens = Tokens(encode(self.tokenizer, rendered, media_of(messages)))
+        self._tokens = Tokens(*encode(self.tokenizer, rendered, media_of(messages)))
 
 
 def chat_of(tokenizer: Any, row: Mapping[str, Any], system_prompt: str | None, kwargs: Mapping[str, Any] | None) -> Chat:

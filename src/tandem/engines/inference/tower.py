@@ -178,9 +178,7 @@ def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device
     if getattr(text, "layer_types", None):
         text.layer_types = []
     with no_init_weights():
-        model: nn.Module = getattr(transformers, family.opened_by).from_config(
-            config, dtype=compute, trust_remote_code=False
-        )
+        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     for module in model.modules():  # those that are computed, and not loaded, such as frequencies of positions
         for name, buffer in module.named_buffers(recurse=False):

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import special_ids
 from tandem.api.failures import DataFailure
-from tandem.api.media import MediaTokens
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.protocol.turns import Message, Reply
 from tandem.rollout.chat import SENTINEL, Tokens
@@ -343,9 +342,9 @@ class Forest:
             tokens: Tokens | None = None
             for node in leaf.line():
                 if tokens is None:
-                    tokens = Tokens(MediaTokens(list(node.asked.context), []))
+                    tokens = Tokens(node.asked.context)
                 else:
-                    tokens.add_context(MediaTokens(list(node.asked.context), []))
+                    tokens.add_context(node.asked.context)
                 tokens.add_completion(node.response, trained=node not in done)
                 done.add(node)
             assert tokens is not None
