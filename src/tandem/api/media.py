@@ -155,3 +155,9 @@ def media_in(content: Any) -> list[Medium]:
     if not isinstance(content, list | tuple):
         return []
     return [part["medium"] for part in content if isinstance(part, Mapping) and isinstance(part.get("medium"), Medium)]
+
+
+def kinds_of(content: Any) -> set[MediaKind]:
+    """The kinds of media that a message's content has parts of, read or not."""
+    parts = content if isinstance(content, list | tuple) else ()
+    return {PARTS[part["type"]] for part in parts if isinstance(part, Mapping) and part.get("type") in PARTS}
