@@ -14,24 +14,24 @@ EVERYTHING = {path.name for path in ROOT.iterdir() if path.is_dir()}
 MAY_IMPORT = {
     "config": set(),
     "api": {"config"},
+    "media": {"api", "config"},
     "protocol": {"api", "config"},
     "workers": {"api", "config"},
     "algorithms": {"api", "config"},
-    "models": {"api", "config"},
-    "engines/train": {"api", "config", "models"},
-    "engines/inference": {"api", "config", "models", "protocol"},
+    "models": {"api", "config", "media"},
+    "engines/train": {"api", "config", "media", "models"},
+    "engines/inference": {"api", "config", "media", "models", "protocol"},
     "roles": {"api", "config", "algorithms"},
-    "rollout": {"api", "config", "protocol", "workers"},
-    "rewards": {"api", "config", "models", "protocol", "workers"},
+    "rollout": {"api", "config", "media", "protocol", "workers"},
+    "rewards": {"api", "config", "media", "models", "protocol", "workers"},
     "sandbox": {"api", "config"},
     "data": {"api", "config", "media"},
-    "media": {"api", "config"},
     "weights": {"api", "config"},
     "state": {"api", "config"},
     "tracking": {"api", "config"},
     "launch": {"config"},
-    "view": {"api", "config", "models", "protocol", "state", "tracking"},
-    "proof": {"api", "config", "algorithms", "models", "engines", "roles", "weights", "state"},
+    "view": {"api", "config", "media", "models", "protocol", "state", "tracking"},
+    "proof": {"api", "config", "media", "algorithms", "models", "engines", "roles", "weights", "state"},
     "flow": EVERYTHING - {"view", "lifecycle", "evaluation", "trainers", "planning", "cli"},
     "lifecycle": EVERYTHING - {"view", "evaluation", "trainers", "planning", "cli"},
     "evaluation": EVERYTHING - {"view", "lifecycle", "trainers", "planning", "cli"},
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "trainers": EVERYTHING - {"view", "cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch", "media", "sandbox", "view", "workers")
+WITHOUT_TORCH = ("config", "launch", "sandbox", "view", "workers")
 
 
 def room_of(module):

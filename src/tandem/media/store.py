@@ -76,7 +76,7 @@ def keep(kind: MediaKind, data: np.ndarray) -> Medium:
     number = _number(kind, data)
     file = _file(kind, number)
     if not file.is_file():
-        _write(file, lambda out: (_write_image if kind == "image" else _write_sound)(out, data))
+        _write(file, lambda out: (_write_image if kind == "image" else write_sound)(out, data))
     _HELD.add(file, data)
     return Medium(kind, number, (data.shape[1], data.shape[0]) if kind == "image" else (len(data), RATE))
 
@@ -108,6 +108,12 @@ def sound(number: int) -> np.ndarray:
             return np.frombuffer(found.readframes(found.getnframes()), "<i2").astype(np.int16)
 
     return _read("audio", number, read).astype(np.float32) / 2**15
+
+
+def packed(number: int) -> bytes:
+    """The file of a medium, PNG or WAV; `tandem.media.parts` reads the same medium from it. Raises `MediaMissing`."""
+    with _opening(number):
+        return _file(medium(number).kind, number).read_bytes()
 
 
 def _number(kind: MediaKind, data: np.ndarray) -> int:
@@ -170,7 +176,8 @@ def _write_image(out: IO[bytes], data: np.ndarray) -> None:
     Image.fromarray(data).save(out, "PNG", compress_level=1)
 
 
-def _write_sound(out: IO[bytes], data: np.ndarray) -> None:
+def write_sound(out: IO[bytes], data: np.ndarray) -> None:
+    """Writes samples ``[n]`` int16 as a WAV at `RATE`."""
     with wave.open(out, "wb") as sound_file:
         sound_file.setnchannels(1)
         sound_file.setsampwidth(2)
