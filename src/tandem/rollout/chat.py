@@ -8,10 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import render, special_ids, with_tools
 from tandem.api.failures import DataFailure
-from tandem.api.media import encode, media_of
+from tandem.api.media import encode, media_of, reader_of
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
+from tandem.media.parts import read_media
 
 SENTINEL = "\u2402reply\u2403"
 """Stands for a reply when the template is asked what it writes around one."""
@@ -97,8 +98,10 @@ class Chat:
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
+        """Reads the images and sounds of the messages that nobody has read yet; raises `DataFailure` for those that cannot
+        be read."""
         self.tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs or {})
-        self.messages = [dict(message) for message in messages]
+        self.messages = read_media(messages) if reader_of(tokenizer) else [dict(message) for message in messages]
         if system_prompt is not None and not any(message["role"] == "system" for message in self.messages):
             self.messages.insert(0, {"role": "system", "content": system_prompt})
         self.prompt = self._text = self._render(self.messages)
