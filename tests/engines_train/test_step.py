@@ -53,11 +53,12 @@ def test_a_step_does_not_depend_on_micro_batching(folder, batch, whole, max_toke
 
 
 def test_images_are_refused_by_name(folder, batch):
-    patches = {"pixel_values": torch.zeros(len(LENGTHS), 4), "pixel_values_lengths": torch.ones(len(LENGTHS)).long()}
-    engine = engine_on(folder)
+    engine, text = engine_on(folder), torch.zeros_like(batch["input_ids"])
+    wanted = engine.forward(batch).logprobs
+    assert torch.equal(engine.forward(batch.clone().update({"media": text})).logprobs, wanted)
     for compute in (lambda b: engine.train_batch(b, weighted_nll), engine.forward):
-        with pytest.raises(BatchError, match="the batch has pixel_values, and no model"):
-            compute(batch.clone().update(patches))
+        with pytest.raises(BatchError, match="images or sounds, and this model reads text alone"):
+            compute(batch.clone().update({"media": text - 1}))
 
 
 def test_a_step_does_not_depend_on_packing_order(folder, batch, whole):

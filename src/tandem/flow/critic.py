@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
 from tandem.config.errors import ConfigError
-from tandem.models.tokenizer import save_classifier_tokenizer
+from tandem.models.tokenizer import save_classifier_tokenizer, save_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 
 FOLDER = "critic"
@@ -84,6 +84,6 @@ class Models:
         if self.is_classifier:
             save_classifier_tokenizer(self.tokenizer, folder)
         else:
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder)
         if isinstance(self.critic, Critic):
             save_classifier_tokenizer(self.tokenizer, folder / FOLDER)

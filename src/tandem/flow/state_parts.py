@@ -66,6 +66,7 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
         adapters=adapters_of(config.lora, shape),
         frozen=not resident.changes and layout.zero is None,
         borrows=resident.trunk_of is not None,
+        fixed=shape.tower_parameters(config.freeze),
         offload=config.offload,
     )
 

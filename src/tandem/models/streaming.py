@@ -106,9 +106,7 @@ def open_unfilled(
         model = _empty(*opener(family), config, folder)
         model.generation_config = read_generation_config(folder) or model.generation_config
         set_stop_ids(model, folder)
-        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(
-            model, chunk_tokens=chunk_tokens, family=family
-        )
+        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens, family=family)
     if dict(model.named_parameters()).keys() - files.keys() - may_miss or not _make_buffers(packed, device):
         return None
     return Unfilled(packed, files, device)
@@ -143,8 +141,8 @@ def _make_buffers(packed: PackedModel, device: torch.device) -> bool:
         own = dict(module.named_buffers(recurse=False))
         if not any(buffer.is_meta for buffer in own.values()):
             continue
-        if module is packed.decoder.rotary_emb:
-            made = dict(type(module)(packed.decoder.config).named_buffers(recurse=False))
+        if module is packed.decoder.rotary_emb or ("inv_freq" in own and hasattr(module, "config")):  # the latter: a tower's
+            made = dict(type(module)(module.config).named_buffers(recurse=False))
         elif set(own) == {"embed_scale"}:
             made = {"embed_scale": torch.tensor(scale)}
         else:

@@ -13,7 +13,7 @@ from tandem.api.media import kinds_of, reader_of
 from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
-from tandem.media.parts import read_media
+from tandem.media.parts import read_for
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def check_system_prompt(
     bare = [chat for chat in chats if all(message["role"] != "system" for message in chat)][:LOOKED_AT]
     for chat in bare:
         try:
-            chat = read_media(chat) if reader_of(tokenizer) else chat
+            chat = read_for(tokenizer, chat)
             led = render(tokenizer, [{"role": "system", "content": system_prompt}, *chat], **options)
             if system_prompt.strip() in led or led != render(tokenizer, chat, **options):
                 return

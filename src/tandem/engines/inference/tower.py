@@ -1,4 +1,4 @@
-"""What a model sees and hears: its towers, and the features of the media that were shown lately.
+"""The eyes and ears of a model: its towers, and the features of the media that were shown lately.
 
 Towers are computed by transformers' own modules. The features of a medium are computed once, alone, so that they do not
 depend on what comes beside it, and kept until an update brings other weights of the towers.
@@ -178,9 +178,7 @@ def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device
     if getattr(text, "layer_types", None):
         text.layer_types = []
     with no_init_weights():
-        model: nn.Module = getattr(transformers, family.opened_by).from_config(
-            config, dtype=compute, trust_remote_code=False
-        )
+        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     for module in model.modules():  # those that are computed, and not loaded, such as frequencies of positions
         for name, buffer in module.named_buffers(recurse=False):

@@ -43,7 +43,7 @@ def check_train_engine(
         prepare_classifier(folder, found, class_label)
     else:
         refuse_classifier(folder, found)
-    _check_media(config, folder, found, layout, head, key)
+    _check_media(config, folder, found, layout, key)
     if is_complete(folder):
         if head == "scalar":
             load_scalar_model(folder, device="meta", class_label=class_label)
@@ -56,9 +56,7 @@ def check_train_engine(
     return architecture
 
 
-def _check_media(
-    config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, head: str, key: str
-) -> None:
+def _check_media(config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, key: str) -> None:
     """The part of models that see or hear."""
     family, written = family_of(folder, found), f"{key}={config.backend}"
     towers = {} if family is None else family.towers
@@ -70,11 +68,6 @@ def _check_media(
             )
     if family is None:
         return
-    if head == "scalar":
-        raise ConfigError(
-            f"{folder} reads {' and '.join(family.kinds)}, and transformers has no classifier of that kind for a critic or "
-            "reward model: critic.shared=true puts a value head on the actor; a reward model reads text"
-        )
     if layout.tensor > 1 or layout.context > 1 or layout.zero is not None:
         raise ConfigError(
             f"{folder} reads {' and '.join(family.kinds)}, and {written} does not divide what sees or hears: use "
