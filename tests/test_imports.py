@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "trainers": EVERYTHING - {"view", "cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch", "sandbox", "view", "workers")
+WITHOUT_TORCH = ("config", "launch", "media", "sandbox", "view", "workers")
 
 
 def room_of(module):

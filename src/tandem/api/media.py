@@ -192,6 +192,12 @@ def written(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def kinds_of(content: Any) -> set[MediaKind]:
+    """The kinds of media that a message's content has parts of, read or not."""
+    parts = content if isinstance(content, list | tuple) else ()
+    return {PARTS[part["type"]] for part in parts if isinstance(part, Mapping) and part.get("type") in PARTS}
+
+
 def unwritten(content: Any) -> Any:
     """The content of a message that `written` has made, with its media again. Raises `ValueError` for anything else."""
     if not isinstance(content, list):

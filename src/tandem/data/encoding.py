@@ -79,8 +79,8 @@ class ChatEncoder:
 
         Raises:
             DataFailure: no reply (`no_answer`), an empty one (`empty_completion`), too many tokens (`too_long`,
-                `prompt_too_long`), a template that does not put a reply behind its prompt (`template_rewrites`) or does not
-                take these messages (`template_refuses`).
+                `prompt_too_long`), an image or sound that cannot be read (`media_…`), a template that does not put a reply
+                behind its prompt (`template_rewrites`) or does not take these messages (`template_refuses`).
         """
         messages = read_for(self.tokenizer, messages)
         learnt = [i >= train_from and _is_learnt(message) for i, message in enumerate(messages)]

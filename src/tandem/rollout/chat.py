@@ -98,6 +98,8 @@ class Chat:
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
+        """Reads the images and sounds of the messages that nobody has read yet; raises `DataFailure` for those that cannot
+        be read."""
         self.tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs or {})
         self.messages = read_for(tokenizer, messages)
         if system_prompt is not None and not any(message["role"] == "system" for message in self.messages):
