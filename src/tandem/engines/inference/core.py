@@ -260,6 +260,10 @@ class EngineCore:
 
     # ------------------------------------------------------------------ weights and memory
 
+    def own_name(self, name: str) -> str:
+        """The name that a trainer gives a weight, which a file calls ``name``."""
+        return name if self._tower is None else self._tower.family.own_name(name)
+
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NewWeights:
         """Builds a second copy of the weights from a stream of tensors under their Hugging Face names.
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
+from transformers import AutoModelForMultimodalLM
 from transformers.initialization import no_init_weights
 
 from tandem.api.failures import DataFailure, WeightUpdateFailed
@@ -41,7 +41,7 @@ class Tower:
     def __init__(self, family: MediaFamily, config: Any, compute: torch.dtype, device: torch.device):
         """``config``: of the whole model; of its text part only the embeddings are described, on the meta device."""
         self.family, self._compute, self._device = family, compute, device
-        self._model = _without_text(config, family, compute, device)
+        self._model = _without_text(config, compute, device)
         names = self._model.state_dict().keys()
         self.names = frozenset(name for name in names if is_tower(family, name))
         """Names of the weights."""
@@ -170,7 +170,7 @@ class Tower:
         self._model.load_state_dict(asleep, assign=True)
 
 
-def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device: torch.device) -> nn.Module:
+def _without_text(config: Any, compute: torch.dtype, device: torch.device) -> nn.Module:
     """A model of transformers without decoder layers, all that weights will be on the meta device."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -178,7 +178,7 @@ def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device
     if getattr(text, "layer_types", None):
         text.layer_types = []
     with no_init_weights():
-        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
+        model: nn.Module = AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     for module in model.modules():  # those that are computed, and not loaded, such as frequencies of positions
         for name, buffer in module.named_buffers(recurse=False):
