@@ -326,14 +326,17 @@ class EngineCore:
 
     def statistics(self) -> dict[str, float]:
         scheduler, cache = self._scheduler, self.cache
-        tower = self._tower
-        return self._counters | {
-            "media_computed": 0.0 if tower is None else float(tower.computed),
-            "running": float(scheduler.num_running),
-            "waiting": float(len(scheduler.waiting)),
-            "preempted": float(scheduler.growth.preempted),
-            "shared_prompt_tokens": float(scheduler.shared_tokens),
-            "kv_reserved_tokens": float(cache.reserved_tokens),
-            "kv_budget_tokens": float(cache.budget_tokens),
-            "kv_held_bytes": float(cache.held_bytes()),
-        }
+        seen = {} if self._tower is None else self._tower.statistics()
+        return (
+            self._counters
+            | seen
+            | {
+                "running": float(scheduler.num_running),
+                "waiting": float(len(scheduler.waiting)),
+                "preempted": float(scheduler.growth.preempted),
+                "shared_prompt_tokens": float(scheduler.shared_tokens),
+                "kv_reserved_tokens": float(cache.reserved_tokens),
+                "kv_budget_tokens": float(cache.budget_tokens),
+                "kv_held_bytes": float(cache.held_bytes()),
+            }
+        )
