@@ -86,8 +86,17 @@ def validation_config(config: BaseConfig) -> DatasetConfig:
         rows = DatasetConfig(path=valid.path, sources=valid.sources)
     else:
         rows = replace(config.train_dataset, split=None, max_rows=None)
-    names = ("split", "prompt_column", "answer_column", "columns", "max_rows", "size", "prompt_suffix")
-    names += ("media", "media_folders")
+    names = (
+        "split",
+        "prompt_column",
+        "answer_column",
+        "columns",
+        "max_rows",
+        "size",
+        "prompt_suffix",
+        "media",
+        "media_folders",
+    )
     own = {name: getattr(valid, name) for name in names}
     return replace(rows, **{name: value for name, value in own.items() if value not in (None, {}, ())})
 
