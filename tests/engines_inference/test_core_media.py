@@ -1,8 +1,10 @@
 """Pictures in the engine: its log-probabilities are transformers', equal tokens with other pictures share nothing."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 
 from tandem.api.failures import DataFailure, WeightUpdateFailed, WrongWorkflow
 from tandem.api.media import encode
@@ -17,10 +19,17 @@ from tandem.models.tokenizer import load_tokenizer
 from tests.engines_inference.test_core_equal import drain, make_core, run
 from tests.engines_inference.test_core_memory import GIB_OF_512
 from tests.engines_inference.test_front import generate
+from tests.models.media.test_media_models import marker, reference_inputs, some_media
 from tests.tiny import tiny_model_folder
-from tests.tiny_media import picture, tiny_idefics3
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio, tiny_qwen_vl
 
-QUESTION = "<image>What is it?"
+QUESTION = "@What is it?"
+MAKERS = {
+    "idefics3": tiny_idefics3,
+    "qwen2_vl": partial(tiny_qwen_vl, kind="qwen2_vl"),
+    "qwen2_5_vl": tiny_qwen_vl,
+    "qwen2_audio": tiny_qwen_audio,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,61 +37,74 @@ def media_store(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "media"))
 
 
+@pytest.fixture(scope="module", params=MAKERS)
+def family_folder(request, tmp_path_factory):
+    """Of each family."""
+    return MAKERS[request.param](tmp_path_factory.mktemp("models"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_idefics3(tmp_path_factory.mktemp("models"))
 
 
-def asking(folder, text, pictures, sample=0, new=8):
-    ids, media = encode(load_tokenizer(folder), text, pictures)
-    return LLMRequest(ids, GenerationConfig(max_new_tokens=new, min_new_tokens=new), NoiseKey(1, sample=sample), media=media)
+def asking(folder, text, shown, sample=0, new=8):
+    """A request with a medium for each ``@``."""
+    tokenizer = load_tokenizer(folder)
+    ids, media = encode(tokenizer, text.replace("@", marker(tokenizer)), shown)
+    gconfig = GenerationConfig(max_new_tokens=new, min_new_tokens=new)
+    return LLMRequest(ids, gconfig, NoiseKey(1, sample=sample), media=media)
 
 
-def score(folder, request, response, pictures):
+def score(folder, text, shown, response):
     """Log-probabilities of a response's tokens by one forward pass of transformers."""
-    model, family = AutoModelForImageTextToText.from_pretrained(folder).eval(), load_tokenizer(folder).media
-    ids = torch.tensor([request.input_ids + response.output_ids])
-    tiles = [family.inputs(one)["pixel_values"] for one in pictures]
+    tokenizer, model = load_tokenizer(folder), AutoModelForMultimodalLM.from_pretrained(folder).eval()
+    given = dict(reference_inputs(folder, tokenizer, text.replace("@", marker(tokenizer)), shown))
+    assert given["input_ids"][0].tolist() == list(response.input_ids)
+    output = torch.tensor([response.output_ids])
+    given["input_ids"] = ids = torch.cat((given["input_ids"], output), dim=1)
+    given["attention_mask"] = torch.ones_like(ids)
+    if "mm_token_type_ids" in given:
+        given["mm_token_type_ids"] = torch.cat((given["mm_token_type_ids"], torch.zeros_like(output)), dim=1)
     with torch.no_grad():
-        logits = model(input_ids=ids, **({"pixel_values": torch.cat(tiles)[None]} if tiles else {})).logits[0]
-    start = len(request.input_ids)
+        logits = model(**given).logits[0]
+    start = len(response.input_ids)
     return logits.log_softmax(-1)[start - 1 : -1].gather(-1, ids[0, start:, None]).squeeze(-1)
 
 
-def gap(folder, request, response, pictures):
-    return float((score(folder, request, response, pictures) - torch.tensor(response.logprobs)).abs().max())
+def gap(folder, text, shown, response):
+    return float((score(folder, text, shown, response) - torch.tensor(response.logprobs)).abs().max())
 
 
 def mixed(folder):
-    """Requests, and the pictures of each: none, one, two, the same again in a later turn; groups of three."""
-    one, two, small = picture(0), picture(1, 10, 30), picture(2, 16, 16)
-    asked = [
-        ("No picture at all", []),
+    """Prompts: without media, with one, with several, the same again in a later turn; each asked three times."""
+    tokenizer = load_tokenizer(folder)
+    one, two, three = (some_media(tokenizer, seed) for seed in range(3))
+    prompts = [
+        ("Nothing to see at all", []),
         (QUESTION, [one]),
         (QUESTION, [two]),
-        ("See <image> and <image>, then <image> again", [one, small, one]),
-        ("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>tool\n<image><|im_end|>\n", [two]),
+        ("See @ and @, then @ again", [one, three, one]),
+        ("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>tool\n@<|im_end|>\n", [two]),
     ]
-    return {
-        10 * i + n: (asking(folder, text, pictures, 10 * i + n), pictures)
-        for i, (text, pictures) in enumerate(asked)
-        for n in range(3)
-    }
+    return {10 * i + n: prompt for i, prompt in enumerate(prompts) for n in range(3)}
 
 
 @pytest.mark.parametrize("chunk", [5, 24, 512])
-def test_logprobs_are_those_of_transformers_in_groups_and_pieces_that_cut_pictures(folder, chunk):
-    asked = mixed(folder)
-    responses = run(make_core(folder, prefill_chunk_tokens=chunk), {i: request for i, (request, _) in asked.items()})
+def test_logprobs_are_those_of_transformers_in_groups_and_pieces_that_cut_media(family_folder, chunk):
+    prompts = mixed(family_folder)
+    requests = {i: asking(family_folder, *prompt, i) for i, prompt in prompts.items()}
+    responses = run(make_core(family_folder, prefill_chunk_tokens=chunk), requests)
 
-    for i, (request, pictures) in asked.items():
-        assert gap(folder, request, responses[i], pictures) <= 1e-4
+    for i, prompt in prompts.items():
+        assert gap(family_folder, *prompt, responses[i]) <= 1e-4
 
 
-def test_equal_tokens_with_other_pictures_never_share_and_the_same_picture_does(folder):
-    one, two = picture(0), picture(1)
-    requests = {i: asking(folder, QUESTION, [shown], 0) for i, shown in enumerate([one, two, one])}
-    core = make_core(folder)
+def test_equal_tokens_with_other_media_never_share_and_the_same_medium_does(family_folder):
+    one = some_media(load_tokenizer(family_folder), 0)
+    two = picture(9, *one.size) if one.kind == "image" else sound(9, one.size[0] / one.size[1])
+    requests = {i: asking(family_folder, QUESTION, [shown]) for i, shown in enumerate([one, two, one])}
+    core = make_core(family_folder)
     responses = run(core, requests)
 
     length = len(requests[0].input_ids)
@@ -91,7 +113,7 @@ def test_equal_tokens_with_other_pictures_never_share_and_the_same_picture_does(
     assert core.statistics()["shared_prompt_tokens"] == length
     assert core.statistics()["media_computed"] == 2
     for i, request in requests.items():
-        alone = run(make_core(folder), {0: request})[0]
+        alone = run(make_core(family_folder), {0: request})[0]
         assert responses[i].output_ids == alone.output_ids
         assert responses[i].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
     assert responses[0].logprobs == responses[2].logprobs
@@ -101,7 +123,7 @@ def test_equal_tokens_with_other_pictures_never_share_and_the_same_picture_does(
 def test_a_common_beginning_ends_at_the_picture_that_differs_and_may_end_within_one(folder):
     """Chunks of 24 tokens end within pictures, and the second request copies what is there of the first."""
     first, other = picture(0), picture(1)
-    text = "Compare these two pictures here: <image> and <image>"
+    text = "Compare these two pictures here: @ and @"
     requests = {0: asking(folder, text, [first, first]), 1: asking(folder, text, [first, other])}
     core = make_core(folder)
     core.add(0, requests[0])
@@ -110,15 +132,15 @@ def test_a_common_beginning_ends_at_the_picture_that_differs_and_may_end_within_
     responses = drain(core)
 
     assert 16 <= core.statistics()["shared_prompt_tokens"] < len(requests[1].input_ids)
-    assert gap(folder, requests[0], responses[0], [first, first]) <= 1e-4
-    assert gap(folder, requests[1], responses[1], [first, other]) <= 1e-4
+    assert gap(folder, text, [first, first], responses[0]) <= 1e-4
+    assert gap(folder, text, [first, other], responses[1]) <= 1e-4
 
 
-def test_the_engine_computes_what_the_trainer_computes_in_its_packed_pass(folder):
-    asked = mixed(folder)
-    responses = run(make_core(folder), {i: request for i, (request, _) in asked.items()})
-    model = load_causal_lm(folder)
-    rows = [(request, responses[i]) for i, (request, _) in asked.items()]
+def test_the_engine_computes_what_the_trainer_computes_in_its_packed_pass(family_folder):
+    requests = {i: asking(family_folder, *prompt, i) for i, prompt in mixed(family_folder).items()}
+    responses = run(make_core(family_folder), requests)
+    model = load_causal_lm(family_folder)
+    rows = [(request, responses[i]) for i, request in requests.items()]
     lengths = torch.tensor([0, *(len(r.input_ids) + len(a.output_ids) for r, a in rows)])
     pads = [[0] * len(a.output_ids) for _, a in rows]
     media = [n for (r, _), pad in zip(rows, pads, strict=True) for n in (*(r.media or [0] * len(r.input_ids)), *pad)]
@@ -164,7 +186,7 @@ def test_features_are_computed_once_and_anew_when_an_update_brings_other_towers(
         response = drain(core)[1]
         assert core.statistics()["media_computed"] == computed
         if update is others:
-            expected = score(other, request, response, [shown])
+            expected = score(other, QUESTION, [shown], response)
             assert (expected[1:] - torch.tensor(response.logprobs[1:])).abs().max() <= 1e-4  # the first came before
     name = next(name for name in weights if name.endswith("patch_embedding.weight"))
     with pytest.raises(WeightUpdateFailed, match=r"patch_embedding\.weight must be"):
@@ -208,5 +230,5 @@ def test_an_engine_of_its_own_process_takes_media_from_the_same_store(folder):
         (response,) = generate(engine, [request])
     finally:
         engine.close()
-    assert gap(folder, request, response, [shown]) <= 1e-4
+    assert gap(folder, QUESTION, [shown], response) <= 1e-4
     assert store.medium(shown.number) == shown

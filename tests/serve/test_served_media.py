@@ -1,6 +1,7 @@
 """Pictures over HTTP: OpenAI's parts, tokens with media numbers, and what strangers may not send."""
 
 import base64
+import contextlib
 import io
 
 import openai
@@ -16,7 +17,7 @@ from tandem.engines.inference.remote.tandem_server import TandemServer, start_ta
 from tandem.media import store
 from tandem.models.tokenizer import load_tokenizer
 from tests.serve.served import Served, one_by_one, request_of, tiny_engine
-from tests.tiny_media import picture, tiny_idefics3
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,7 @@ def asking(*pictures):
 def of_chat(folder, *pictures, **sampling):
     """The request that a chat with these pictures is."""
     tokenizer = load_tokenizer(folder)
-    parts = [{"type": "image", "medium": one} for one in pictures]
+    parts = [{"type": one.kind, "medium": one} for one in pictures]
     content = [{"type": "text", "text": "What?"}, *parts, {"type": "text", "text": "Say."}]
     messages = [{"role": "user", "content": content}]
     ids, media = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=True), media_of(messages))
@@ -81,6 +82,19 @@ def test_tokens_with_media_numbers_are_answered_as_in_process(seeing, seeing_fol
     finally:
         local.close()
         remote.close()
+
+
+def test_a_chat_with_a_sound_is_what_the_engine_makes_of_it(tmp_path):
+    folder, heard = tiny_qwen_audio(tmp_path), sound(0, 0.7)
+    local, part = tiny_engine(folder), {"data": base64.b64encode(store.packed(heard.number)).decode(), "format": "wav"}
+    with Served(folder) as hearing, contextlib.closing(local):
+        (expected,) = one_by_one(local, [of_chat(folder, heard, max_new_tokens=8)])
+        content = [{"type": "text", "text": "What?"}, {"type": "input_audio", "input_audio": part}]
+        messages = [{"role": "user", "content": [*content, {"type": "text", "text": "Say."}]}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 8, "seed": 5, "logprobs": True}
+        (choice,) = hearing.json("POST", "/v1/chat/completions", body)["choices"]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 @pytest.mark.slow

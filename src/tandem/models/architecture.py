@@ -197,18 +197,13 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
         )
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters, head_dim // 2))
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters))
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return Rope(inv_freq.float(), float(scaling), _axes(parameters, head_dim // 2))
+    return Rope(inv_freq.float(), float(scaling), _axes(parameters))
 
 
-def _axes(parameters: dict[str, Any], count: int) -> torch.Tensor | None:
-    """`Rope.axes`: in sections one after another (Qwen2.5-VL), or in turns while their sections last (Qwen3-VL)."""
+def _axes(parameters: dict[str, Any]) -> torch.Tensor | None:
+    """`Rope.axes`: those of one position after those of another."""
     sections = parameters.get("mrope_section")
-    if sections is None:
-        return None
-    if not parameters.get("mrope_interleaved"):
-        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    turn = torch.arange(count) % 3
-    return torch.where(torch.arange(count) < 3 * torch.tensor(sections)[turn], turn, 0)
+    return None if sections is None else torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
+from transformers import AutoModelForMultimodalLM
 from transformers.initialization import no_init_weights
 
 from tandem.api.failures import DataFailure, WeightUpdateFailed
@@ -41,19 +41,19 @@ class Tower:
     def __init__(self, family: MediaFamily, config: Any, compute: torch.dtype, device: torch.device):
         """``config``: of the whole model; of its text part only the embeddings are described, on the meta device."""
         self.family, self._compute, self._device = family, compute, device
-        self._model = _without_text(config, family, compute, device)
-        names = self._model.state_dict().keys()
-        self.names = frozenset(name for name in names if is_tower(family, name))
-        """Names of the weights."""
+        self._model = _without_text(config, compute, device)
+        stated = self._model.state_dict().items()
+        self.shapes = {name: tensor.shape for name, tensor in stated if is_tower(family, name)}
+        """Name → shape of the weights."""
 
         self._weights: dict[str, torch.Tensor] = {}
         self._features: OrderedDict[int, torch.Tensor] = OrderedDict()
         self.computed = 0
-        """Media whose features were computed."""
 
-    def held_bytes(self) -> int:
-        """Bytes of the weights and of the features that are kept."""
-        return sum(tensor.nbytes for tensor in (*self._weights.values(), *self._features.values()))
+    def statistics(self) -> dict[str, float]:
+        """``media_computed``, and ``media_held_bytes`` of the weights and of the features that are kept."""
+        held = sum(tensor.nbytes for tensor in (*self._weights.values(), *self._features.values()))
+        return {"media_computed": float(self.computed), "media_held_bytes": float(held)}
 
     def check(self, request: LLMRequest) -> None:
         """Passes if each medium of a prompt has the tokens that its features replace.
@@ -71,6 +71,10 @@ class Tower:
                 tokens.setdefault(number, []).append(token)
         for number, there in tokens.items():
             medium = self._read(number)
+            if medium.kind not in self.family.kinds:
+                raise DataFailure(
+                    "media_mismatch", f"medium {number} is an {medium.kind}; this model takes {self.family.kinds}"
+                )
             token, rows = self.family.placeholder(medium.kind), self.family.count(medium)
             if set(there) != {token} or len(there) % rows:
                 raise DataFailure(
@@ -103,16 +107,21 @@ class Tower:
         """
         places, rows, done = [], [], 0
         there: dict[int, torch.Tensor] = {}
+        begins: dict[int, int] = {}
         for media, start, count in pieces:
             own = media[start : start + count]
-            there |= {number: self._features_of(number) for number in dict.fromkeys(own) if number and number not in there}
+            for number in dict.fromkeys(own):
+                if number and number not in there:
+                    begins[number] = sum(map(len, there.values()))
+                    there[number] = self._features_of(number)
             for one in occurrences(own, {number: len(found) for number, found in there.items()}, media[:start]):
                 places.append(done + one.place)
-                rows.append(there[one.number][one.row])
+                rows.append(begins[one.number] + one.row)
             done += count
-        while len(self._features) > 1 and sum(found.nbytes for found in self._features.values()) > _KEPT_BYTES:
-            self._features.popitem(last=False)
-        return Shown(torch.tensor(places).to(self._device), torch.stack(rows)) if rows else None
+        if not rows:
+            return None
+        taken = torch.tensor([places, rows]).to(self._device)
+        return Shown(taken[0], torch.cat(list(there.values()))[taken[1]])
 
     def _features_of(self, number: int) -> torch.Tensor:
         """``[n, hidden]``."""
@@ -123,6 +132,8 @@ class Tower:
             }
             self._features[number] = self.family.features(self._model, [inputs])[0].to(self._compute)
             self.computed += 1
+            while len(self._features) > 1 and sum(found.nbytes for found in self._features.values()) > _KEPT_BYTES:
+                self._features.popitem(last=False)
         self._features.move_to_end(number)
         return self._features[number]
 
@@ -140,9 +151,8 @@ class Tower:
         Raises:
             WeightUpdateFailed: it has another shape.
         """
-        shape = self._model.state_dict()[name].shape
-        if shape != tensor.shape:
-            raise WeightUpdateFailed(f"weights: {name} must be {list(shape)}, got {list(tensor.shape)}")
+        if self.shapes[name] != tensor.shape:
+            raise WeightUpdateFailed(f"weights: {name} must be {list(self.shapes[name])}, got {list(tensor.shape)}")
         if tensor.is_meta:
             return None
         new = tensor.detach().to(self._device, dtype).to(self._compute)
@@ -153,7 +163,7 @@ class Tower:
 
     def missing(self, delivered: Collection[str]) -> set[str]:
         """Names of weights that were not delivered, and are not there either."""
-        return set(self.names - self._weights.keys() - set(delivered))
+        return self.shapes.keys() - self._weights.keys() - set(delivered)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Takes new weights, if there are any, and drops the features that others have computed."""
@@ -170,7 +180,7 @@ class Tower:
         self._model.load_state_dict(asleep, assign=True)
 
 
-def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device: torch.device) -> nn.Module:
+def _without_text(config: Any, compute: torch.dtype, device: torch.device) -> nn.Module:
     """A model of transformers without decoder layers, all that weights will be on the meta device."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -178,7 +188,7 @@ def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device
     if getattr(text, "layer_types", None):
         text.layer_types = []
     with no_init_weights():
-        model: nn.Module = transformers.AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
+        model: nn.Module = AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     for module in model.modules():  # those that are computed, and not loaded, such as frequencies of positions
         for name, buffer in module.named_buffers(recurse=False):

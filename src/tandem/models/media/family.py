@@ -29,6 +29,9 @@ class MediaFamily(ABC):
     connector: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the weights that `connect` computes with."""
 
+    stored: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """How names of weights begin in files → in transformers' model, where that differs."""
+
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
 
@@ -38,6 +41,11 @@ class MediaFamily(ABC):
     @abstractmethod
     def __init__(self, folder: Path, config: Any):
         """Reads the processor's settings of a folder. Raises `ConfigError` for those that are not exact here."""
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """The name in transformers' model of a weight that a file calls ``name``."""
+        return next((own + name.removeprefix(there) for there, own in cls.stored if name.startswith(there)), name)
 
     @abstractmethod
     def marker(self, kind: MediaKind) -> str: ...

@@ -22,6 +22,11 @@ class QwenAudio(MediaFamily):
     model_types = ("qwen2_audio",)
     kinds = ("audio",)
     text_prefix = "model.language_model."
+    stored = (
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model.language_model."),
+        *((f"{part}.", f"model.{part}.") for part in ("audio_tower", "multi_modal_projector")),
+    )
     connector = ("model.multi_modal_projector.",)
     towers: ClassVar = {"audio": ("model.audio_tower.",), "connector": connector}
 

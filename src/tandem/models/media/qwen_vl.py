@@ -30,6 +30,10 @@ class QwenVL(MediaFamily):
         "vision": ("model.visual.patch_embed.", "model.visual.blocks."),
         "connector": ("model.visual.merger.",),
     }
+    stored = (
+        ("visual.", "model.visual."),
+        *((f"model.{part}.", f"model.language_model.{part}.") for part in ("embed_tokens", "layers", "norm")),
+    )
     three_dimensional = True
 
     def __init__(self, folder: Path, config: Any):
