@@ -1,4 +1,4 @@
-"""Operations on packed batches, over batches that hypothesis makes: ragged media, 3-D positions, empty sequences of rows."""
+"""Operations on packed batches, over batches that hypothesis makes."""
 
 import pytest
 import torch
@@ -9,25 +9,24 @@ from tandem.api import batch as ops
 from tandem.api.failures import BatchError
 
 
-def trajectory(size, patches, seed):
+def trajectory(size, seed):
     noise = torch.Generator().manual_seed(seed)
     return {
         "input_ids": torch.randint(0, 100, (size,), generator=noise),
-        "position_ids": torch.randint(0, 100, (size, 3), generator=noise),
+        "media": -torch.randint(0, 3, (size,), generator=noise),
         "loss_mask": torch.rand(size, generator=noise) < 0.5,
         "rollout_logprobs": torch.randn(size, generator=noise),
         "reward": float(seed),
         "rewards/format": 0.5,
         "temperature": 0.7,
         "sample_id": seed,
-        "pixel_values": torch.randn(patches, 4, generator=noise),
     }
 
 
 @st.composite
 def trajectories(draw, least=1):
-    shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=least, max_size=6))
-    return [trajectory(size, patches, i) for i, (size, patches) in enumerate(shapes)]
+    sizes = draw(st.lists(st.integers(1, 6), min_size=least, max_size=6))
+    return [trajectory(size, i) for i, size in enumerate(sizes)]
 
 
 def same(a, b):
@@ -111,14 +110,14 @@ def test_no_operation_changes_its_argument(rows):
 
 def test_loss_weights_are_told_by_their_length():
     for size in (5, 2):
-        batch = ops.pack([trajectory(2, 1, 0), trajectory(3, 0, 1)])
+        batch = ops.pack([trajectory(2, 0), trajectory(3, 1)])
         batch["loss_weights"] = torch.arange(float(size))
         chosen = ops.select(ops.check(batch), [1])
         assert chosen["loss_weights"].tolist() == ([2.0, 3.0, 4.0] if size == 5 else [1.0])
 
 
 def test_errors_name_the_field_the_length_and_the_rule():
-    a, b = trajectory(2, 1, 0), trajectory(3, 0, 1)
+    a, b = trajectory(2, 0), trajectory(3, 1)
     batch = ops.pack([a, b])
     cases = [
         (lambda: ops.pack([]), "nothing to pack"),
@@ -131,7 +130,6 @@ def test_errors_name_the_field_the_length_and_the_rule():
         (lambda: ops.concatenate([batch, batch.exclude("reward")]), "different fields.*reward"),
         (lambda: ops.pad(batch, 4), "has 5 tokens, more than 4"),
         (lambda: ops.check(batch.clone().set("reward", torch.zeros(3))), "'reward' must have length 2, got 3"),
-        (lambda: ops.check(batch.exclude("pixel_values_lengths")), "needs pixel_values_lengths"),
         (lambda: ops.declare("reward", ops.Field("token")), "declared already"),
     ]
     for act, words in cases:

@@ -56,7 +56,7 @@ def test_what_is_learnt_are_the_published_replies_and_nothing_else(tmp_path, nam
     layout, tokenizer = LAYOUTS[name], tiny_tokenizer()
     for n, row in enumerate(read(tmp_path, conversations, *(filled(layout.row, n) for n in range(5))).rows):
         (encoded,) = ChatEncoder(tokenizer, max_length=999).conversation(row["messages"], row["train_from"])
-        learnt = tokenizer.decode([token for token, mask in zip(*encoded, strict=True) if mask])
+        learnt = tokenizer.decode([token for token, mask in zip(encoded.ids, encoded.mask, strict=True) if mask])
         assert learnt == "".join(f"{message['content']}<|im_end|>" for message in filled(layout.learnt, n))
 
 

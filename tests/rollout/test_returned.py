@@ -68,7 +68,8 @@ def test_a_number_that_is_not_finite_fails_the_row_with_its_reason(sample, reaso
         (with_trajectory(token_rewards=torch.zeros(3)), r"one a token \(\[4\]\); the workflow gave torch\.float32 \[3\]"),
         (with_trajectory(token_rewards=[0.0] * 4), r"gave a list"),
         (with_trajectory(loss_mask=torch.ones(4)), r"loss_mask must be bool"),
-        (with_trajectory(media={"pixel_values": torch.ones(1, 4)}), r"Trajectory\.media has pixel_values, and no model"),
+        (with_trajectory(media=torch.ones(4)), r"Trajectory\.media must be media numbers, int64, .*gave torch\.float32"),
+        (with_trajectory(media=-torch.ones(4, dtype=torch.int64)), r"a medium at a token that is trained"),
     ],
 )
 def test_a_value_of_another_type_or_shape_is_the_workflow_s_mistake(sample, words):

@@ -1,9 +1,9 @@
 """A batch: packed sequences in a `TensorDict`, one table of its fields, and the operations on sequences.
 
 A packed batch of N sequences with T tokens in all has ``cu_seqlens [N + 1]`` (int64, starts at 0, ends at T), *token*
-fields ``[T, …]``, *sequence* fields ``[N, …]``, *ragged* fields ``[R, …]`` with ``<name>_lengths [N]`` rows a sequence,
-and *meta* fields that belong to the batch as a whole. `TensorDict` is only the container: its own ``cat``, ``stack``,
-``split`` and indexing do not know sequences. Every function returns a new batch.
+fields ``[T, …]``, *sequence* fields ``[N, …]`` and *meta* fields that belong to the batch as a whole. Images and sounds are
+not in it: its token field ``media`` has their numbers, see `tandem.api.media`. `TensorDict` is only the container: its own
+``cat``, ``stack``, ``split`` and indexing do not know sequences. Every function returns a new batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
 
-Kind = Literal["token", "sequence", "ragged", "weight", "meta"]
+Kind = Literal["token", "sequence", "weight", "meta"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ FIELDS: dict[str, Field] = {
 
 
 def field_of(name: str) -> Field:
-    """The declaration of a field; ``rewards/<name>`` is a sequence field, ``<ragged>_lengths`` too.
+    """The declaration of a field; ``rewards/<name>`` is a sequence field.
 
     Raises:
         BatchError: the name is not in the table.
@@ -85,8 +85,6 @@ def field_of(name: str) -> Field:
         return FIELDS[name]
     if name.startswith("rewards/"):
         return FIELDS["reward"]
-    if name.endswith("_lengths") and FIELDS.get(name.removesuffix("_lengths"), FIELDS["reward"]).kind == "ragged":
-        return Field("sequence", "int64", 0)
     if name == "cu_seqlens":
         return Field("meta", "int64")
     raise BatchError(f"no field is called {name!r}; declare it with tandem.api.batch.declare(name, Field(...))")
@@ -155,10 +153,6 @@ def check(batch: TensorDict) -> TensorDict:
     for name, kind in _kinds(batch).items():
         value = batch[name]
         expected = {"token": total, "sequence": count}.get(kind)
-        if kind == "ragged":
-            if name + "_lengths" not in batch.keys():
-                raise BatchError(f"ragged field {name!r} needs {name}_lengths, the rows of each sequence")
-            expected = int(batch[name + "_lengths"].sum())
         if expected is not None and len(value) != expected:
             raise BatchError(f"{kind} field {name!r} must have length {expected}, got {len(value)}")
     return batch
@@ -167,8 +161,8 @@ def check(batch: TensorDict) -> TensorDict:
 def pack(trajectories: Sequence[Mapping[str, Any]]) -> TensorDict:
     """Packs sequences end to end.
 
-    Each mapping holds token fields ``[S, …]`` (at least ``input_ids``), sequence fields as scalars (or ``[…]``) and ragged
-    fields ``[R, …]``; all mappings have the same fields.
+    Each mapping holds token fields ``[S, …]`` (at least ``input_ids``) and sequence fields as scalars (or ``[…]``); all
+    mappings have the same fields.
 
     Raises:
         BatchError: no sequences, different fields, or token fields of different length; names the sequence.
@@ -187,10 +181,8 @@ def pack(trajectories: Sequence[Mapping[str, Any]]) -> TensorDict:
     for name in names:
         field, values = field_of(name), [trajectory[name] for trajectory in trajectories]
         dtype = None if field.dtype is None else getattr(torch, field.dtype)
-        join = torch.cat if field.kind in ("token", "ragged") else torch.stack
+        join = torch.cat if field.kind == "token" else torch.stack
         columns[name] = join([torch.as_tensor(value, dtype=dtype) for value in values])
-        if field.kind == "ragged":
-            columns[name + "_lengths"] = torch.tensor([len(value) for value in values])
     sizes = torch.tensor([len(trajectory["input_ids"]) for trajectory in trajectories])
     columns["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     return check(TensorDict(columns, batch_size=[]))
@@ -219,8 +211,6 @@ def select(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDi
             columns[name] = batch[name][tokens]
         elif kind == "sequence":
             columns[name] = batch[name][index]
-        elif kind == "ragged":
-            columns[name] = batch[name][_rows(index, batch[name + "_lengths"])]
         else:
             columns[name] = batch[name]
     sizes = lengths(batch)[index]
@@ -273,7 +263,7 @@ def pad(batch: TensorDict, num_tokens: int) -> TensorDict:
         raise BatchError(f"the batch has {int(batch['cu_seqlens'][-1])} tokens, more than {num_tokens}")
     if missing == 0:
         return batch.clone(recurse=False)
-    rows = {"token": missing, "sequence": 1, "ragged": 0}
+    rows = {"token": missing, "sequence": 1}
     columns = {}
     for name, kind in _kinds(batch).items():
         value = batch[name]
@@ -289,16 +279,13 @@ def pad(batch: TensorDict, num_tokens: int) -> TensorDict:
 def unpack(batch: TensorDict) -> list[dict[str, torch.Tensor]]:
     """The inverse of `pack`: one mapping a sequence."""
     kinds, bounds = _kinds(batch), batch["cu_seqlens"].tolist()
-    ragged = {name: [0, *batch[name + "_lengths"].cumsum(0).tolist()] for name, kind in kinds.items() if kind == "ragged"}
     rows = []
     for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         row = {}
         for name, kind in kinds.items():
             if kind == "token":
                 row[name] = batch[name][start:end]
-            elif kind == "ragged":
-                row[name] = batch[name][ragged[name][i] : ragged[name][i + 1]]
-            elif kind == "sequence" and not name.endswith("_lengths"):
+            elif kind == "sequence":
                 row[name] = batch[name][i]
         rows.append(row)
     return rows

@@ -15,6 +15,7 @@ from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from tandem.api.failures import DataFailure
+from tandem.api.media import PARTS, Medium, ReadsMedia, reader_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,17 +94,19 @@ class ChatTemplate:
         return found - env.globals.keys() - _NO_OPTIONS
 
     def shaped(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages in the shape that it takes.
+        """The messages in the shape that it takes. Images and sounds stay parts, of which the template sees the type alone.
 
         Raises:
-            DataFailure: ``template_refuses``: a content that is no text; names the message.
+            DataFailure: ``template_refuses``: a content that this model does not read; names the message.
         """
         shaped = [with_arguments(message, as_text=self.text_arguments) for message in messages]
         for number, message in enumerate(shaped, 1):
             role = message.get("role", "")
             if message.get("content") is not None:
-                text = text_of(message["content"], f"message {number} ({role})")
-                message["content"] = [{"type": "text", "text": text}] if self.wants_parts(role) else text
+                parts = _joined(message["content"], f"message {number} ({role})", reader_of(self._tokenizer))
+                text = parts[0]["text"] if parts else ""
+                whole = len(parts) > 1 or any("text" not in part for part in parts) or self.wants_parts(role)
+                message["content"] = parts if whole else text
         return shaped
 
     def _tried(self, messages: Messages) -> str:
@@ -151,6 +154,26 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> Collection[int]:
     """All special tokens, also those that have no name of their own such as ``eos_token``."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, told in added if told.special)}
+
+
+def _joined(content: Any, where: str, reader: ReadsMedia | None) -> list[dict[str, str]]:
+    """A content as parts: neighbouring texts as one, and each image or sound by its type, where the model takes it."""
+    parts: list[dict[str, str]] = []
+    for part in content if isinstance(content, list | tuple) else (content,):
+        kind = PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) and reader is not None else None
+        if reader is None or kind is None:
+            text = text_of(part, where)
+            if parts and "text" in parts[-1]:
+                parts[-1]["text"] += text
+            else:
+                parts.append({"type": "text", "text": text})
+            continue
+        if kind not in reader.kinds:
+            raise DataFailure("template_refuses", f"{where} has a part of type {kind!r}; this model takes {reader.kinds}")
+        if not isinstance(part.get("medium"), Medium):
+            raise DataFailure("media_unread", f"{where} has an {kind} that was not read: use tandem.media.parts.read_media")
+        parts.append({"type": kind})
+    return parts
 
 
 def text_of(content: Any, where: str = "a message") -> str:

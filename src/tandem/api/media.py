@@ -1,9 +1,10 @@
 """Images and sounds of a prompt: named by what they hold, and never carried along.
 
 A medium is kept once, in the media store, under its number. Everything else (chats, requests, samples, batches, the wire)
-has tokens, and beside them the *media numbers*: for every token the number of the medium whose placeholder it is, 0 for text.
-A prompt's identity is its `prompt_key`: where the two differ, prompts with equal tokens and other pictures are told apart by
-everything that compares tokens. Whoever computes with a medium asks the store for it by its number.
+has tokens, and beside them the *media numbers*: for every token the number of the medium whose placeholder it is, 0 for
+text. A prompt's identity is its `prompt_key`, in which the numbers stand at the placeholders: so prompts with equal tokens
+and other pictures are told apart wherever prompts are compared. Whoever computes with a medium asks the store for it by its
+number.
 """
 
 import re
@@ -97,6 +98,21 @@ def encode(tokenizer: Any, text: str, media: Sequence[Medium] = ()) -> MediaToke
     return MediaTokens(ids, _numbered(reader, ids, media))
 
 
+class PieceEncoder:
+    """Turns the pieces of one rendered conversation into tokens, one after another; each takes the media of its markers."""
+
+    def __init__(self, tokenizer: Any, media: Sequence[Medium]):
+        """``media``: of the whole conversation, in order."""
+        self._tokenizer, self._left = tokenizer, list(media)
+
+    def encode(self, text: str) -> MediaTokens:
+        """The tokens of the next piece; raises as `encode`."""
+        reader = reader_of(self._tokenizer)
+        count = sum(text.count(reader.marker(kind)) for kind in reader.kinds) if reader is not None else 0
+        own, self._left = self._left[:count], self._left[count:]
+        return encode(self._tokenizer, text, own)
+
+
 def _numbered(reader: ReadsMedia, ids: Sequence[int], media: Sequence[Medium]) -> list[int]:
     """The media number of each token: placeholders of a kind, in order, belong to the media of that kind, in order."""
     numbers = [0] * len(ids)
@@ -107,7 +123,7 @@ def _numbered(reader: ReadsMedia, ids: Sequence[int], media: Sequence[Medium]) -
         if len(places) != len(wanted):
             raise DataFailure(
                 "media_mismatch",
-                f"{len(own)} media ({kind}) have {len(wanted)} rows of features, and the prompt has {len(places)} placeholders",
+                f"{len(own)} media ({kind}) have {len(wanted)} rows of features, and the prompt {len(places)} placeholders",
             )
         for place, number in zip(places, wanted, strict=True):
             numbers[place] = number
@@ -150,8 +166,27 @@ def occurrences(media: Sequence[int], count: Mapping[int, int], before: Sequence
             yield Occurrence(place, number, row % count[number])
 
 
-def media_in(content: Any) -> list[Medium]:
-    """The media of a message's content, in order: those of its parts, which `tandem.media.parts.read_media` has put there."""
-    if not isinstance(content, list | tuple):
-        return []
-    return [part["medium"] for part in content if isinstance(part, Mapping) and isinstance(part.get("medium"), Medium)]
+def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Medium]:
+    """The media of messages, in order: those of their parts, which `tandem.media.parts.read_media` has put there."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    found = (part.get("medium") for part in parts if isinstance(part, Mapping))
+    return [medium for medium in found if isinstance(medium, Medium)]
+
+
+def written(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as JSON has them: a medium is ``{"kind", "number", "size"}``, its number as text, for readers that know
+    no whole numbers of 64 bits."""
+
+    def part(one: Any) -> Any:
+        medium = one.get("medium") if isinstance(one, Mapping) else None
+        if not isinstance(medium, Medium):
+            return one
+        return {**one, "medium": {"kind": medium.kind, "number": str(medium.number), "size": list(medium.size)}}
+
+    contents = (message.get("content") for message in messages)
+    plain = ([part(one) for one in content] if isinstance(content, list | tuple) else content for content in contents)
+    return [
+        {**message, "content": content} if "content" in message else dict(message)
+        for message, content in zip(messages, plain, strict=True)
+    ]

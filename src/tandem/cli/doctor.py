@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tandem.config import libraries
+from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
-from tandem.models.catalog import cache_folder
 from tandem.models.precision import fast_bfloat16
 from tandem.sandbox.choose import NOT_COUNTED, choose_sandbox
 from tandem.state.machine import GIB, PACKAGES, machine, memory_available_gib, versions

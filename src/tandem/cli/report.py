@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tandem.cli.arguments import run_folder
 from tandem.cli.view import places_of
+from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
-from tandem.models.catalog import cache_folder
 from tandem.state.run_folder import write_atomically
 from tandem.view.questions import RunAnswers
 from tandem.view.report import report

@@ -30,6 +30,7 @@ from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.media.parts import Allowed
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
@@ -53,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="new weights may be read from folders below it",
+    )
+    parser.add_argument(
+        "--media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="images and sounds may be fetched from URLs of this host (default: data URLs only)",
     )
     weights.add_argument("--run", help="the training run that it belongs to (default: the first that attaches)")
     _add_engine_arguments(parser.add_argument_group("engine"))
@@ -151,7 +159,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> E
         request_timeout_s=arguments.request_timeout,
         shutdown_s=arguments.shutdown_timeout,
     )
-    tokenizers = Tokenizers(folder, max_long=limits.max_long_prompts)
+    tokenizers = Tokenizers(folder, max_long=limits.max_long_prompts, allowed=Allowed(hosts=tuple(arguments.media_host)))
     stack.callback(tokenizers.close)
     version = WeightVersion(0, run=arguments.run or "")
     dtype = resolve_dtype(arguments.dtype, device)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tandem.cli.arguments import run_folder
 from tandem.cli.listening import Listening, access_of, add_address, check_address
+from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
 from tandem.config.state import RunConfig
-from tandem.models.catalog import cache_folder
 from tandem.view.questions import RunAnswers
 from tandem.view.routes import Viewer
 from tandem.view.runs import Runs

@@ -8,6 +8,10 @@ from tandem.config.terms import Spec
 
 COLUMNS = (
     "messages",
+    "image",
+    "images",
+    "audio",
+    "audios",
     "prompt",
     "question",
     "answer",
@@ -97,6 +101,12 @@ class DatasetConfig:
     prompt_suffix: str = ""
     """Text after every question, for example how to write the answer; not used for whole conversations (SFT)."""
 
+    media: bool = True
+    """Read the images and sounds of rows (docs/media.md); false reads the text alone."""
+
+    media_folders: tuple[str, ...] = ()
+    """More folders that paths of images and sounds may lie in, beside the folder of the data file."""
+
 
 @dataclass(frozen=True)
 class ValidDatasetConfig:
@@ -129,6 +139,12 @@ class ValidDatasetConfig:
 
     prompt_suffix: str | None = None
     """Text after every question; null: as in `train_dataset` if `path` is null, else none."""
+
+    media: bool | None = None
+    """Read the images and sounds of rows; null: as in `train_dataset` if `path` is null, else true."""
+
+    media_folders: tuple[str, ...] = ()
+    """More folders for paths of images and sounds; if it is empty and `path` is null, those of `train_dataset`."""
 
 
 def is_procedural(path: str) -> bool:

@@ -65,6 +65,10 @@ class TrainEngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Train adapters (LoRA) instead of the weights."""
 
+    freeze: tuple[str, ...] = ()
+    """Parts of a media model that are not trained, such as `[vision]`: their features are computed once an image or sound.
+    Adapters (`lora`) freeze all of them."""
+
     max_tokens_per_micro_batch: int | None = None
     """Most tokens of one forward and backward pass. It changes memory and speed, not the result. null: the most, up to
     40960, with which the plan of the run fits the GPU; 4096 on a CPU."""

@@ -14,7 +14,8 @@ from tandem.config.data import WHERE, DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
 from tandem.data.examples import Reader
 from tandem.data.files import ENDINGS, RawRow, read_file, read_folder
-from tandem.data.hub import read_hub
+from tandem.data.hub import hub_folders, read_hub
+from tandem.data.media import RowMedia
 from tandem.data.procedural import PROCEDURAL, reasoning_gym
 from tandem.data.rows import Row, normalise
 from tandem.data.table import Reading, Table
@@ -129,8 +130,22 @@ def _load(
             f"data set {source.path} (split {config.split or default_split!r}) is empty; it needs at least one row"
         )
     table = Table(raw, config, section)
+    media = RowMedia(table, [*_folders(source.path), *config.media_folders]) if config.media else None
     rows = reader(table, source=source.label, reward=source.reward)
-    return rows, table.reading(source.label)
+    if media is None:
+        return rows, table.reading(source.label)
+    rows = media.placed(rows)
+    return rows, replace(table.reading(source.label), left_out=media.left_out)
+
+
+def _folders(path: str) -> list[Path]:
+    """The folders in which the paths of a source's rows are looked up."""
+    if is_file_spec(path):
+        return [Path(path.partition(":")[0]).expanduser().parent]
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return [local, local / "data"]
+    return [local.parent] if local.is_file() else hub_folders() if "/" in path else []
 
 
 def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> list[RawRow]:

@@ -15,16 +15,24 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import Messages, apply_template, render, special_ids, template_of, text_of, with_tools
 from tandem.api.failures import DataFailure
+from tandem.api.media import MediaTokens, PieceEncoder, encode, media_of, reader_of
 from tandem.config.errors import ConfigError
 
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 class Encoded(NamedTuple):
-    """Tokens ``[S]`` and which of them are learnt ``[S]``."""
+    """Tokens ``[S]``, which of them are learnt ``[S]``, and their media numbers ``[S]``, or none for a model of text."""
 
     ids: list[int]
     mask: list[bool]
+    media: list[int]
+
+    def add(self, tokens: MediaTokens, learnt: bool) -> None:
+        """Goes on with these tokens."""
+        self.ids.extend(tokens.ids)
+        self.mask.extend([learnt] * len(tokens.ids))
+        self.media.extend(tokens.media)
 
 
 class ChatEncoder:
@@ -84,7 +92,9 @@ class ChatEncoder:
         options = with_tools(self._kwargs, {"tools": tools})
         found = self._by_turns(messages, learnt, options)
         marked = self._marked and learnt == [message["role"] == "assistant" for message in messages]
-        if marked and len(found) == 1:  # else the marks are of a text that the model would not have seen
+        if (
+            marked and len(found) == 1 and not media_of(messages)
+        ):  # else the marks are of a text that the model would not have seen
             found = [self._by_marks(messages, options)]
         for encoded in found:
             self._check_length(encoded)
@@ -117,40 +127,39 @@ class ChatEncoder:
         before, after = self._turn(
             [*prompt, {"role": "assistant", "content": separator.join(texts)}], len(prompt), self._kwargs
         )
-        ids, reply, ends = self.encode(before), after[len(before) :], []
-        size = len(ids)
+        encoded, reply, ends = Encoded([], [], []), after[len(before) :], []
+        encoded.add(encode(self.tokenizer, before, media_of(prompt)), learnt=False)
         for text in texts:
             at = reply.find(text)
             if at < 0:
                 raise DataFailure("template_rewrites", "the chat template changes the text of a step")
-            ids += self.encode(reply[: at + len(text)])
-            ends.append(len(ids) - 1)
+            encoded.add(encode(self.tokenizer, reply[: at + len(text)]), learnt=True)
+            ends.append(len(encoded.ids) - 1)
             reply = reply[at + len(text) :]
-        ids += self.encode(reply)
-        encoded = Encoded(ids, [i >= size for i in range(len(ids))])
+        encoded.add(encode(self.tokenizer, reply), learnt=True)
         self._check_length(encoded)
         return encoded, ends
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text in which the template has put the special ones already."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        return encode(self.tokenizer, text).ids
 
     def _by_turns(self, messages: Messages, learnt: Sequence[bool], options: Mapping[str, Any]) -> list[Encoded]:
         found: list[Encoded] = []
+        encoder = PieceEncoder(self.tokenizer, [])
         text = rest = ""  # rendered so far; its last characters, which are not tokens yet
         for index in itertools.compress(range(len(messages)), learnt):
             before, after = self._turn(messages, index, options)
             if not found or not before.startswith(text):
                 if found:
-                    self._add_context(found[-1], rest)
-                found.append(Encoded([], []))
-                text = rest = ""
-            self._add_context(found[-1], rest + before[len(text) :])
+                    found[-1].add(encoder.encode(rest), learnt=False)
+                found.append(Encoded([], [], []))
+                encoder, text, rest = PieceEncoder(self.tokenizer, media_of(messages[:index])), "", ""
+            found[-1].add(encoder.encode(rest + before[len(text) :]), learnt=False)
             reply, rest = self._reply(after[len(before) :])
-            found[-1].ids.extend(reply)
-            found[-1].mask.extend([True] * len(reply))
+            found[-1].add(reply, learnt=True)
             text = after
-        self._add_context(found[-1], rest)
+        found[-1].add(encoder.encode(rest), learnt=False)
         return found
 
     def _turn(self, messages: Messages, index: int, options: Mapping[str, Any]) -> tuple[str, str]:
@@ -161,8 +170,12 @@ class ChatEncoder:
             raise DataFailure("template_rewrites", "the chat template does not put the reply behind its prompt")
         return before, after
 
-    def _reply(self, text: str) -> tuple[list[int], str]:
+    def _reply(self, text: str) -> tuple[MediaTokens, str]:
         """The tokens of a reply that the model makes, and the white space behind them that the template adds."""
+        reply, rest = self._spoken(text)
+        return MediaTokens(reply, [0] * len(reply) if reader_of(self.tokenizer) is not None else []), rest
+
+    def _spoken(self, text: str) -> tuple[list[int], str]:
         if self._added:
             said = text.rstrip()
             return [*self.encode(said), *self._added], text[len(said) :]
@@ -171,18 +184,14 @@ class ChatEncoder:
         tail = str(self.tokenizer.decode(reply[size:], skip_special_tokens=False)) if size < len(reply) else ""
         return (reply[:size], tail) if not tail.strip() and text.endswith(tail) else (reply, "")
 
-    def _add_context(self, encoded: Encoded, text: str) -> None:
-        ids = self.encode(text)
-        encoded.ids.extend(ids)
-        encoded.mask.extend([False] * len(ids))
-
     def _by_marks(self, messages: Messages, options: Mapping[str, Any]) -> Encoded:
         asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = apply_template(self.tokenizer, messages, **asked, **options)
         mask = [bool(value) for value in found["assistant_masks"]]
         if not any(mask):
             raise DataFailure("no_answer", "the chat template marks nothing of this conversation as the assistant's")
-        return Encoded(list(found["input_ids"]), mask)
+        ids = list(found["input_ids"])
+        return Encoded(ids, mask, [0] * len(ids) if reader_of(self.tokenizer) is not None else [])
 
     def _check_length(self, encoded: Encoded) -> None:
         if len(encoded.ids) <= self.max_length:
@@ -203,8 +212,11 @@ def _is_empty(message: Mapping[str, Any]) -> bool:
 
 def sequence(encoded: Encoded, **fields: Any) -> dict[str, Any]:
     """A trajectory for `tandem.api.batch.pack`: ``input_ids [S]``, ``loss_mask [S]``, temperature 1, and ``fields``."""
+    media = {"media": torch.tensor(encoded.media, dtype=torch.int64)} if encoded.media else {}
     return {
         "input_ids": torch.tensor(encoded.ids, dtype=torch.int64),
         "loss_mask": torch.tensor(encoded.mask, dtype=torch.bool),
         "temperature": 1.0,
-    } | fields
+        **media,
+        **fields,
+    }

@@ -1,5 +1,6 @@
 """The one file that uses the optional library `datasets`: data sets by hub name, and parquet files."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,4 +60,31 @@ def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
             f"data set {name} (split {split!r}) could not be loaded: there is no such file or folder, and the hub said: "
             f"{' '.join(kind_and_text(error).split())[:300]}"
         ) from error
+    plain = {name: _undecoded(feature) for name, feature in rows.features.items()}
+    for name in plain:
+        if plain[name] != rows.features[name]:
+            rows = rows.cast_column(name, plain[name])
     yield from map(without_nulls, rows)
+
+
+def _undecoded(feature: Any) -> Any:
+    """A feature whose images and sounds stay ``{"bytes": …, "path": …}``: reading rows decodes none of them."""
+    import datasets  # noqa: PLC0415 optional library
+
+    if isinstance(feature, datasets.Image | datasets.Audio):
+        return dataclasses.replace(feature, decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return type(feature)(_undecoded(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    return feature
+
+
+def hub_folders() -> list[Path]:
+    """The folders of files that data sets of the hub were downloaded to; none without the library."""
+    if importlib.util.find_spec("datasets") is None:
+        return []
+    import datasets  # noqa: PLC0415 optional library
+    import huggingface_hub.constants  # noqa: PLC0415
+
+    return [Path(datasets.config.HF_DATASETS_CACHE), Path(huggingface_hub.constants.HF_HUB_CACHE)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from tandem.api.chat_template import text_of
 from tandem.api.program_tests import COLUMN
 from tandem.config.data import REWARD, SOURCE, WHERE
 from tandem.config.errors import ConfigError
@@ -242,7 +243,7 @@ def _row(table: Table, raw: RawRow, prompt: Prompt, answer: str | None, source: 
     expected = answer_text(table.value(raw, answer), answer, raw.where) if answer else None
     if messages[-1]["role"] == "assistant":
         content = messages.pop()["content"]
-        expected = content if expected is None else expected
+        expected = text_of(content) if expected is None else expected
         if not messages:
             raise ConfigError(
                 f"{raw.where}: column {prompt.columns[0]!r} has only a message of the assistant; it needs a question"

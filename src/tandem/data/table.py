@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config.data import OURS, DatasetConfig
@@ -35,6 +35,9 @@ class Reading:
     unread: tuple[str, ...]
     """Columns that no reader asks for. A reward or a workflow may, by name."""
 
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Rows that cannot be used, by reason."""
+
     def told(self, asked: Iterable[str] = ()) -> str:
         """One line. ``asked``: columns that a reward asks for by name; ``row`` among them: it gets all."""
         names = set(asked)
@@ -42,7 +45,13 @@ class Reading:
         reads += [f"{name} (the reward)" for name in self.unread if name in names]
         unread = ", ".join(name for name in self.unread if name not in names)
         label = "not read by Tandem (the reward or workflow gets the whole row)" if "row" in names else "not read"
-        return f"reads: {', '.join(reads)}" + (f"; {label}: {unread}" if unread else "")
+        left_out = ", ".join(f"{number} {reason}" for reason, number in self.left_out.items())
+        lines = [
+            f"reads: {', '.join(reads)}",
+            f"{label}: {unread}" * bool(unread),
+            f"rows left out: {left_out}" * bool(left_out),
+        ]
+        return "; ".join(filter(None, lines))
 
 
 class Table:

@@ -87,8 +87,9 @@ def validation_config(config: BaseConfig) -> DatasetConfig:
     else:
         rows = replace(config.train_dataset, split=None, max_rows=None)
     names = ("split", "prompt_column", "answer_column", "columns", "max_rows", "size", "prompt_suffix")
+    names += ("media", "media_folders")
     own = {name: getattr(valid, name) for name in names}
-    return replace(rows, **{name: value for name, value in own.items() if value is not None and value != {}})
+    return replace(rows, **{name: value for name, value in own.items() if value not in (None, {}, ())})
 
 
 def make_filter(choice: Choice) -> tuple[GroupFilter | None, int]:

@@ -91,7 +91,7 @@ class ModelReader:
             raise DataFailure("empty_text", "there is nothing for the model to read")
         if len(ids) > self.max_length:
             raise DataFailure("too_long", f"{len(ids)} tokens, and the model that scores reads {self.max_length}")
-        return _fields(Encoded(ids, [False] + [True] * (len(ids) - 1)))
+        return _fields(Encoded(ids, [False] + [True] * (len(ids) - 1), []))
 
     def trajectory(self, sample: Sample) -> dict[str, Any]:
         """Implements `ScoreReader.trajectory`."""
@@ -105,7 +105,8 @@ class ModelReader:
         if len(last.input_ids) > self.max_length:
             raise DataFailure("too_long", f"{len(last.input_ids)} tokens, and the model that scores reads {self.max_length}")
         names = ("input_ids", "loss_mask", "rollout_logprobs", "temperature")
-        return {name: getattr(last, name) for name in names}
+        media = {} if last.media is None else {"media": last.media}
+        return {name: getattr(last, name) for name in names} | media
 
 
 def _messages(sample: Sample, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -117,7 +118,8 @@ def _messages(sample: Sample, row: Mapping[str, Any]) -> list[Mapping[str, Any]]
 
 
 def _fields(encoded: Encoded) -> dict[str, Any]:
-    return {"input_ids": encoded.ids, "loss_mask": encoded.mask, "temperature": 1.0}
+    media = {"media": encoded.media} if encoded.media else {}
+    return {"input_ids": encoded.ids, "loss_mask": encoded.mask, "temperature": 1.0} | media
 
 
 class ScoreRole:

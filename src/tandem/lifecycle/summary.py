@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from tandem.api.failures import UserCodeFailed
 from tandem.api.team import Team
 from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
+from tandem.config.cache import cache_folder
 from tandem.config.commands import COMMANDS
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
@@ -19,7 +20,7 @@ from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
 from tandem.flow.state_parts import describe_sleep, sleep_plan_here
 from tandem.launch.rank import failed_elsewhere
-from tandem.models.catalog import BUILT_IN, cache_folder, present
+from tandem.models.catalog import BUILT_IN, present
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder

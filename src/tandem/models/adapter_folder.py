@@ -31,16 +31,16 @@ class Base(NamedTuple):
     """To which they were rounded."""
 
 
-def refuse_other_base(path: str, found: str, wanted: str | None) -> None:
+def refuse_other_base(path: str, found: str | None, wanted: str | None) -> None:
     """``found``, ``wanted``: digests; None is not known, and not compared.
 
     Raises:
         ConfigError: they differ.
     """
-    if wanted not in (None, found):
+    if found is not None and wanted not in (None, found):
         raise ConfigError(
-            f"the weights in {path} are not those that the adapter was trained beside (fingerprint {found}, then {wanted}): "
-            "an adapter belongs to its base. Put those files back, or begin a new run"
+            f"the weights in {path} are not those that the adapter, or the rest of the model, was trained beside (fingerprint {found}, then {wanted}): "
+            "what is trained belongs to what is frozen. Put those files back, or begin a new run"
         )
 
 

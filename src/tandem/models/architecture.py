@@ -15,7 +15,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smo
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _REFUSED = {
-    "gemma3": "it has an image side; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
+    "gemma3": "its pictures are attended in both directions; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
 }
 
 
@@ -27,6 +27,8 @@ class Rope:
     """``[head_dim / 2]`` float32, radians per position."""
 
     attention_scaling: float = 1.0
+    axes: torch.Tensor | None = None
+    """``[head_dim / 2]`` int64: which of the positions in time, height and width turns each; None: there is one position."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,14 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: Any) -> "Architecture":
-        """Reads a transformers configuration.
+        """Reads a transformers configuration; of a media model its language model's.
 
         Raises:
             ConfigError: names the architecture or the feature that is not exact here, and what works.
         """
+        from tandem.models.media.families import text_config  # noqa: PLC0415 - families know attention, which knows this
+
+        whole, config = config, text_config(config)
         kind = config.model_type
         _refuse_what_is_not_exact(config)
         gemma = kind in ("gemma2", "gemma3_text")
@@ -120,13 +125,15 @@ class Architecture:
             attention_softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
             final_softcap=config.final_logit_softcapping if gemma else None,
             embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
-            tied=bool(config.tie_word_embeddings),
+            tied=bool(whole.tie_word_embeddings),
             sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
             rope=_ropes(config, head_dim),
         )
 
 
 def _refuse_what_is_not_exact(config: Any) -> None:
+    from tandem.models.media.families import media_types  # noqa: PLC0415
+
     kind = config.model_type
     experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, n, None)), None)
     if experts is not None:
@@ -135,8 +142,10 @@ def _refuse_what_is_not_exact(config: Any) -> None:
             f"generation of those are not exact here. These work: {', '.join(SUPPORTED)}"
         )
     if kind not in SUPPORTED:
-        reason = _REFUSED.get(kind, "it was never proven equal to transformers here")
-        raise ConfigError(f"model type {kind!r} is not supported: {reason}. These work: {', '.join(SUPPORTED)}")
+        reason, works = _REFUSED.get(kind, "it was never proven equal to transformers here"), SUPPORTED
+        if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
+            reason, works = f"it reads images or sounds, and {reason}", media_types()
+        raise ConfigError(f"model type {kind!r} is not supported: {reason}. These work: {', '.join(works)}")
     if getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(f"{kind} with use_bidirectional_attention=true is no causal language model; set it to false")
     if getattr(config, "is_causal", True) is False:
@@ -185,7 +194,18 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
         )
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents)
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters, head_dim // 2))
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return Rope(inv_freq.float(), float(scaling))
+    return Rope(inv_freq.float(), float(scaling), _axes(parameters, head_dim // 2))
+
+
+def _axes(parameters: dict[str, Any], count: int) -> torch.Tensor | None:
+    """`Rope.axes`: in sections one after another (Qwen2.5-VL), or in turns while their sections last (Qwen3-VL)."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return None
+    if not parameters.get("mrope_interleaved"):
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    turn = torch.arange(count) % 3
+    return torch.where(torch.arange(count) < 3 * torch.tensor(sections)[turn], turn, 0)

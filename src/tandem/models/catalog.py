@@ -28,6 +28,7 @@ from tandem.api.weight_files import (
     stored_entries,
     weight_files,
 )
+from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.lock import locked
 
@@ -114,12 +115,6 @@ def _find(path: str | os.PathLike[str], *, weights: bool) -> Path:
     raise ConfigError(
         f"model {name!r} is neither a folder nor a hub name (owner/name) nor built in ({', '.join(BUILT_IN)}).{hint}"
     )
-
-
-def cache_folder() -> Path:
-    """The folder of what is made once: ``$TANDEM_CACHE``, else ``tandem`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(os.environ.get("TANDEM_CACHE") or f"{base}/tandem"))
 
 
 def built_in(name: str) -> Path:

@@ -57,7 +57,7 @@ def compile_layers(model: PackedModel, device: torch.device) -> None:
     """
     refuse_without_compiler(device)
     model.compiled = True
-    for layer in model.model.model.layers:
+    for layer in model.decoder.layers:
         layer.__class__ = _compiled_kind(type(layer))
 
 

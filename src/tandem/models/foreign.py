@@ -101,9 +101,11 @@ def read_weights(
     dtype: torch.dtype,
     device: str | torch.device,
     may_miss: Iterable[str] = (),
+    attention: str | dict[str, str] = NAME,
 ) -> Any:
     """A model of transformers with packed attention. For the device ``meta`` only the headers of its files are read, for any
     other it is on the CPU. ``may_miss``: tensors that the folder need not have, and that transformers then fills with noise.
+    ``attention``: as transformers takes it, of a media model only its language model's.
 
     Raises:
         ConfigError: its weights cannot be read, are missing, or have other shapes; names the first.
@@ -116,7 +118,7 @@ def read_weights(
                 folder,
                 config=config,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=attention,
                 output_loading_info=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,

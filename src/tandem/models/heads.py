@@ -14,6 +14,7 @@ from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_weights
 from tandem.models.layout import TokenLayout
+from tandem.models.media.family import MediaFamily
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.stopping import as_list, stop_ids
 
@@ -58,9 +59,9 @@ def log_odds(states: torch.Tensor, head: nn.Linear, chosen: int) -> torch.Tensor
 class PackedActorCritic(PackedCausalLM):
     """A causal language model with a second head: the value after each token, from the same states."""
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024):
-        """``model``: as `PackedCausalLM` takes it; the value head begins at 0."""
-        super().__init__(model, chunk_tokens=chunk_tokens)
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024, family: MediaFamily | None = None):
+        """``model``, ``family``: as `PackedCausalLM` takes them; the value head begins at 0."""
+        super().__init__(model, chunk_tokens=chunk_tokens, family=family)
         weight = model.get_input_embeddings().weight
         self.value = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.value.weight)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
@@ -16,8 +16,13 @@ from tandem.models.heads import (
     read_classifier,
     refuse_classifier,
 )
+from tandem.models.media.families import family_of, opener
 from tandem.models.packed import PackedCausalLM
 from tandem.models.stopping import set_stop_ids
+
+
+DROPOUT = ("attention_dropout", "dropout", "activation_dropout", "encoder_layerdrop")
+"""What makes a forward pass random in the configurations of transformers."""
 
 
 def load_causal_lm(
@@ -44,11 +49,13 @@ def load_causal_lm(
     folder = resolve(path)
     config = read_config(folder)
     refuse_classifier(folder, config)
-    model = read_weights(AutoModelForCausalLM, folder, config, dtype, device)
+    family = family_of(folder, config)
+    kind, attention = opener(family)
+    model = read_weights(kind, folder, config, dtype, device, attention=attention)
     set_stop_ids(model, folder)
     model.to(device)
-    kind = PackedActorCritic if value_head else PackedCausalLM
-    packed = kind(model, chunk_tokens=chunk_tokens)
+    wrapper = PackedActorCritic if value_head else PackedCausalLM
+    packed = wrapper(model, chunk_tokens=chunk_tokens, family=family)
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing(selective_checkpointing)
     return packed
@@ -85,5 +92,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """The configuration, if the architecture is computed exactly; without dropout."""
     config = read_hf_config(folder)
     Architecture.from_config(config)  # refuse before reading gigabytes
-    config.attention_dropout = 0.0
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in DROPOUT:
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
     return config

@@ -99,7 +99,7 @@ def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed
         parameter.requires_grad_(trained)
         parameter.data = parameter.data.to(torch.float32 if trained else dtype)
     seen = set()
-    for layer in packed.model.model.layers:
+    for layer in packed.decoder.layers:
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue

@@ -20,8 +20,8 @@ from typing import TypeVar
 
 import torch
 
+from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
-from tandem.models.catalog import cache_folder
 
 logger = logging.getLogger("tandem.engine")
 

@@ -8,11 +8,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tandem.api.engines import Outputs
 from tandem.models.architecture import Architecture
-from tandem.models.attention import NAME
+from tandem.models.attention import NAME, SummedRows
 from tandem.models.context_parallel import Context
 from tandem.models.exchanges import sum_parts
 from tandem.models.layout import TokenLayout, lay_out
 from tandem.models.logprobs import Vocabulary, chunked_logprobs
+from tandem.models.media.family import MediaFamily
+from tandem.models.media.features import Features
 
 _PRODUCTS = ("mm", "addmm", "bmm")
 _ATTENTION = ("_scaled_dot_product", "packed_attention", "_varlen_attn")
@@ -36,8 +38,8 @@ class PackedModel(nn.Module):
     Parameters keep their Hugging Face names under the prefix ``model.``.
     """
 
-    def __init__(self, model: nn.Module):
-        """``model``: a transformers model whose backbone is called ``model``.
+    def __init__(self, model: nn.Module, family: MediaFamily | None = None):
+        """``model``: a transformers model whose backbone is called ``model``; ``family``: that of a media model.
 
         Raises:
             ConfigError: the architecture is not one that is computed exactly.
@@ -53,12 +55,20 @@ class PackedModel(nn.Module):
         self.compiled = False
         """True if `torch.compile` fuses layers, and what is done with logits."""
 
-        model.set_attn_implementation(NAME)
+        # towers keep transformers' own attention
+        model.set_attn_implementation(NAME if family is None else {"text_config": NAME})
         self.model = model
+        self.media = None if family is None else Features(family, model)
+        """The features of images and sounds, of a model that takes them."""
 
     @property
     def config(self) -> Any:
         return self.model.config
+
+    @property
+    def decoder(self) -> Any:
+        """The language model of transformers without its head, which has ``layers``."""
+        return self.model.model if self.media is None else self.media.family.text_model(self.model)
 
     def enable_gradient_checkpointing(self, selective: bool = False) -> None:
         """From now on only the input of each layer is kept, and the rest is computed again in the backward pass.
@@ -79,22 +89,34 @@ class PackedModel(nn.Module):
         loss_mask: torch.Tensor,
         temperature: torch.Tensor | None = None,
         device: torch.device | None = None,
+        media: torch.Tensor | None = None,
     ) -> TokenLayout:
         """The arguments of `forward`, see `lay_out`. ``device``: of the model; None: these tensors are there."""
-        return lay_out(
-            input_ids, cu_seqlens, loss_mask, temperature, device=device or input_ids.device, context=self.context
-        )
+        given = input_ids, cu_seqlens, loss_mask, temperature
+        family = None if self.media is None else self.media.family
+        device = device or input_ids.device
+        return lay_out(*given, device=device, context=self.context, media=media, family=family)
 
     def hidden(self, layout: TokenLayout) -> torch.Tensor:
         """States after each token, normalised, ``[C, H]``; under context parallelism this rank's."""
-        return self.model.model(
-            input_ids=layout.ids[None],
-            position_ids=layout.at[None],
+        decoder = self.decoder
+        tokens = {"input_ids": layout.ids} if self.media is None else {"inputs_embeds": self._embeddings(layout, self.media)}
+        return decoder(
+            **{name: given[None] for name, given in tokens.items()},
+            position_ids=layout.at[None] if layout.at.dim() == 1 else layout.at.T[:, None],
             # nobody reads it; without one transformers would ask the device where sequences begin
             attention_mask=layout.ids.new_zeros(1, 1, 1, 1),
             use_cache=False,
             packing=layout.packing,
         ).last_hidden_state[0]
+
+    def _embeddings(self, layout: TokenLayout, media: Features) -> torch.Tensor:
+        """Embeddings of the tokens, features where they stand, ``[C, H]``."""
+        embeddings = self.decoder.embed_tokens(layout.ids)
+        if layout.media is None:
+            return embeddings + media.nothing()
+        rows = SummedRows.apply(media.of(layout.media.numbers, layout.ids.device), layout.media.row)
+        return embeddings.index_copy(0, layout.media.place, rows.to(embeddings.dtype))
 
     def read_scalar(self, states: torch.Tensor, weight: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """One number a token, ``[T]`` float32, from ``states [C, H]`` and ``weight [1, H]``."""
@@ -111,13 +133,14 @@ class PackedModel(nn.Module):
 class PackedCausalLM(PackedModel):
     """A causal language model; `forward` is all that training needs."""
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024):
-        """``model``: a transformers causal language model; ``chunk_tokens``: rows of logits that exist at a time.
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024, family: MediaFamily | None = None):
+        """``model``: a transformers causal language model, or a media model of ``family``; ``chunk_tokens``: rows of logits
+        that exist at a time.
 
         Raises:
             ConfigError: the architecture is not one that is computed exactly.
         """
-        super().__init__(model)
+        super().__init__(model, family)
         self.chunk_tokens = chunk_tokens
 
     def forward(self, layout: TokenLayout, entropy: bool = False) -> Outputs:

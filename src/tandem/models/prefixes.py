@@ -44,11 +44,17 @@ class Compact:
     """``[T]``: where each token of the batch stands in the compact row."""
 
 
+def prompt_keys(input_ids: torch.Tensor, media: torch.Tensor | None) -> torch.Tensor:
+    """The numbers that tell prompts apart, ``[T]``: `tandem.api.media.prompt_key` of tokens that lie behind each other.
+    ``media [T]``: their media numbers; None: all are text."""
+    return input_ids if media is None else torch.where(media != 0, media, input_ids)
+
+
 def number_prompts(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor) -> tuple[list[int], list[int]]:
     """A number for the prompt of each sequence, equal for equal prompts, and its length, both ``[N]``.
 
     The prompt is all tokens before the first one in ``loss_mask``; a sequence that has none there is all prompt. ``bounds``
-    is ``cu_seqlens`` as a list. Every prompt is read once: what comes after compares numbers.
+    is ``cu_seqlens`` as a list; where there are media, ``input_ids`` are `prompt_keys`. Every prompt is read once: what comes after compares numbers.
     """
     ids, edges = input_ids.cpu().numpy(), torch.tensor(bounds)
     trained = torch.cat([loss_mask.cpu().nonzero().flatten(), edges[-1:]])
@@ -62,7 +68,7 @@ def number_prompts(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: to
 def compact(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor) -> Compact | None:
     """The compact form of a packed batch; None where sharing would save too little.
 
-    ``input_ids [T]``, ``loss_mask [T]``; ``bounds`` is ``cu_seqlens`` as a list.
+    ``input_ids [T]``, as `number_prompts` takes them, ``loss_mask [T]``; ``bounds`` is ``cu_seqlens`` as a list.
     """
     numbers, sizes = number_prompts(input_ids, bounds, loss_mask)
     members: dict[int, list[int]] = defaultdict(list)

@@ -19,9 +19,9 @@ def stop_ids(folder: Path, hf_config: Any) -> list[int]:
         ConfigError: the generation config cannot be read.
     """
     generation = read_generation_config(folder)
-    own = as_list(None if generation is None else generation.eos_token_id) or as_list(
-        getattr(hf_config, "eos_token_id", None)
-    )
+    own = as_list(None if generation is None else generation.eos_token_id)
+    for part in (hf_config, hf_config.get_text_config()):  # a media model has it in one of them
+        own = own or as_list(getattr(part, "eos_token_id", None))
     return list(dict.fromkeys([*own, *template_ends(folder)]))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from tandem.api.activity import did
 from tandem.api.weight_files import stored_entries
@@ -29,6 +29,7 @@ from tandem.models.heads import (
     refuse_classifier,
 )
 from tandem.models.load import read_config
+from tandem.models.media.families import family_of, opener
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.stopping import set_stop_ids
 from tandem.models.tensor_parallel import Pieces
@@ -96,15 +97,18 @@ def open_unfilled(
         may_miss = set() if brings_head else {HEAD}
         if not brings_head:
             files = {name: tensor for name, tensor in files.items() if name != HEAD}
-        model = _empty(AutoModelForSequenceClassification, config, folder)
+        model = _empty(AutoModelForSequenceClassification, NAME, config, folder)
         model.model.embed_tokens.padding_idx = None  # see `read_classifier`
         packed: PackedModel = PackedScalarModel(model)
     else:
         refuse_classifier(folder, config)
-        model = _empty(AutoModelForCausalLM, config, folder)
+        family = family_of(folder, config)
+        model = _empty(*opener(family), config, folder)
         model.generation_config = read_generation_config(folder) or model.generation_config
         set_stop_ids(model, folder)
-        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens)
+        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(
+            model, chunk_tokens=chunk_tokens, family=family
+        )
     if dict(model.named_parameters()).keys() - files.keys() - may_miss or not _make_buffers(packed, device):
         return None
     return Unfilled(packed, files, device)
@@ -121,10 +125,10 @@ def tensors_of(folder: Path) -> dict[str, Any]:
     return {name: opened[entry.file].get_slice(name) for name, entry in stored.items()}
 
 
-def _empty(kind: Any, config: Any, folder: Path) -> nn.Module:
+def _empty(kind: Any, attention: str | dict[str, str], config: Any, folder: Path) -> nn.Module:
     try:
         with no_progress_bars(), no_report(), torch.device("meta"):
-            model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME, trust_remote_code=False)
+            model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
     except UNREADABLE as error:
         raise ConfigError(f"config.json of {folder} describes no model: {error_words(error)}") from error
     if getattr(config, "tie_word_embeddings", False) and hasattr(model, "lm_head"):
@@ -139,8 +143,8 @@ def _make_buffers(packed: PackedModel, device: torch.device) -> bool:
         own = dict(module.named_buffers(recurse=False))
         if not any(buffer.is_meta for buffer in own.values()):
             continue
-        if module is model.model.rotary_emb:
-            made = dict(type(module)(model.config).named_buffers(recurse=False))
+        if module is packed.decoder.rotary_emb:
+            made = dict(type(module)(packed.decoder.config).named_buffers(recurse=False))
         elif set(own) == {"embed_scale"}:
             made = {"embed_scale": torch.tensor(scale)}
         else:

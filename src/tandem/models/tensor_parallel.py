@@ -89,7 +89,7 @@ def cut_matrices(packed: PackedModel, group: dist.ProcessGroup, key: str = "acto
         ConfigError: the heads cannot be divided by the size of the group.
     """
     cutter = _Cutter(packed, group, key)
-    for layer in packed.model.model.layers:
+    for layer in packed.decoder.layers:
         cutter.layer(layer)
     cutter.vocabulary()
     return cutter.pieces

@@ -18,6 +18,7 @@ from tandem.api.weight_files import refuse_placeholder
 from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refuse_absurd
+from tandem.models.media.families import family_of
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,25 @@ def load_tokenizer(folder: Path, *, chats: bool = False) -> PreTrainedTokenizerB
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {error_words(error)}") from error
     if (folder / "config.json").is_file():
         check_vocabulary(tokenizer, folder)
+        _add_family(tokenizer, folder)
     if chats:
         check_chat_template(tokenizer)
     return tokenizer
+
+
+def _add_family(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Gives the tokenizer of a media model its way with media, as ``media``; see `tandem.api.media.reader_of`."""
+    family = family_of(folder)
+    if family is None:
+        return
+    for kind in family.kinds:
+        marker, token = family.marker(kind), tokenizer.convert_tokens_to_ids(family.marker(kind))
+        if token != family.placeholder(kind):
+            raise ConfigError(
+                f"the tokenizer in {folder} has token {token} for {marker}, and config.json there {family.placeholder(kind)}: "
+                "they are of different models"
+            )
+    tokenizer.media = family
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Iterable[Mapping[str, Any]] = ()) -> None:

@@ -31,7 +31,7 @@ MAX_BODY_BYTES = 256 << 20
 
 REQUEST_AT_FAULT = frozenset({400, 413, 422})
 
-KNOWN_REASONS = frozenset({"prompt_too_long"})
+KNOWN_REASONS = frozenset({"prompt_too_long", "media_mismatch", "media_missing"})
 """Codes of refusals that are passed on, because our own engines drop a prompt for the same reason."""
 
 _CHUNK_BYTES = 1 << 16

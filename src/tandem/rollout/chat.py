@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import render, special_ids, with_tools
 from tandem.api.failures import DataFailure
+from tandem.api.media import encode, media_of
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
@@ -19,17 +20,23 @@ SENTINEL = "\u2402reply\u2403"
 class Tokens:
     """One growing trajectory: tokens with mask, log-probabilities and versions of equal length."""
 
-    def __init__(self, context: Sequence[int]):
+    def __init__(self, context: Sequence[int], media: Sequence[int] = ()):
+        """``context``, ``media``: see `add_context`."""
         self.ids: list[int] = []
+        self.media: list[int] = []
+        """The media number of each token; empty where the model reads text alone."""
+
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.temperature: float | None = None
         self.stop_reason = StopReason.STOP
-        self.add_context(context)
+        self.add_context(context, media)
 
-    def add_context(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not make."""
+    def add_context(self, ids: Sequence[int], media: Sequence[int] = ()) -> None:
+        """Tokens that the policy did not make, and the media number of each; none: they are text."""
+        if self.media or any(media):  # the first picture may come in a later turn
+            self.media += [0] * (len(self.ids) - len(self.media)) + (list(media) or [0] * len(ids))
         self.ids += ids
         self.mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -49,6 +56,7 @@ class Tokens:
             )
         self.temperature, self.stop_reason = response.temperature, response.stop_reason
         self.ids += response.output_ids
+        self.media += [0] * len(response.output_ids) if self.media else []
         hot = response.untrained_tokens  # drawn at another temperature than the trainer computes with
         self.mask += [False] * hot + [trained] * (len(response.output_ids) - hot)
         self.logprobs += response.logprobs
@@ -61,6 +69,7 @@ class Tokens:
             loss_mask=torch.tensor(self.mask, dtype=torch.bool),
             rollout_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             versions=torch.tensor(self.versions, dtype=torch.int64),
+            media=torch.tensor(self.media, dtype=torch.int64) if self.media else None,
             temperature=1.0 if self.temperature is None else self.temperature,
             stop_reason=self.stop_reason,
         )
@@ -93,14 +102,15 @@ class Chat:
         if system_prompt is not None and not any(message["role"] == "system" for message in self.messages):
             self.messages.insert(0, {"role": "system", "content": system_prompt})
         self.prompt = self._text = self._render(self.messages)
-        self.prompt_ids = tuple(self._encode(self.prompt))
+        context = encode(tokenizer, self.prompt, media_of(self.messages))
+        self.prompt_ids = tuple(context.ids)
         self.completion = ""
         self.completion_ids: tuple[int, ...] = ()
         self.raw_rewards: Mapping[str, float] = {}
         """Raw rewards of its last judgement: they come into the sample."""
         self._ended: list[Tokens] = []
         self._timings: list[RequestTiming] = []
-        self._tokens = Tokens(self.prompt_ids)
+        self._tokens = Tokens(*context)
 
     @property
     def input_ids(self) -> tuple[int, ...]:
@@ -109,7 +119,7 @@ class Chat:
 
     def request(self, gconfig: GenerationConfig) -> LLMRequest:
         """Asks for the next turn of the model."""
-        return LLMRequest(self.input_ids, gconfig)
+        return LLMRequest(self.input_ids, gconfig, media=tuple(self._tokens.media))
 
     def add(self, response: LLMResponse) -> None:
         """The model's turn: these tokens are trained on.
@@ -123,8 +133,9 @@ class Chat:
         self.completion = str(self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": self.completion})
 
-    def say(self, text: str, role: str = "user") -> None:
-        """Somebody else's turn, after the model's: context, masked out of the loss.
+    def say(self, text: str | Sequence[Mapping[str, Any]], role: str = "user") -> None:
+        """Somebody else's turn, after the model's: context, masked out of the loss. Parts instead of a text may be images
+        and sounds, see `tandem.media.parts.read_media`.
 
         What the template writes between the two turns is context too, the end-of-turn token included where the model
         stopped without it. Raises `ValueError` if the model has not spoken.
@@ -137,10 +148,9 @@ class Chat:
             self._text + self.completion + addition,
             self._text + self.completion.strip() + addition,  # white space around a reply may be trimmed: no other words
         ):
-            self._tokens.add_context(self._encode(self._without_end(addition)))
+            self._append(self._without_end(addition), [turn])
         else:
-            self._ended.append(self._tokens)
-            self._tokens = Tokens(self._encode(rendered))
+            self._begin_anew(rendered, [*self.messages, turn])
         self.messages.append(turn)
         self._text = rendered
 
@@ -196,8 +206,14 @@ class Chat:
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return render(self.tokenizer, messages, add_generation_prompt=True, **self._kwargs)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _append(self, addition: str, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Goes on with the text that the template writes for these turns."""
+        self._tokens.add_context(*encode(self.tokenizer, addition, media_of(turns)))
+
+    def _begin_anew(self, rendered: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """The template has rewritten what stood before: a new trajectory, in which all of it is context."""
+        self._ended.append(self._tokens)
+        self._tokens = Tokens(*encode(self.tokenizer, rendered, media_of(messages)))
 
 
 def chat_of(tokenizer: Any, row: Mapping[str, Any], system_prompt: str | None, kwargs: Mapping[str, Any] | None) -> Chat:

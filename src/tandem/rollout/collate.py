@@ -23,11 +23,13 @@ def collate(
 
     ``version`` is the trainer's at consumption: trained tokens more than ``max_head_offpolicyness`` behind it, in
     ``replayed`` groups more than ``max_age``, are ``expired``. ``sample_id`` counts the samples of the batch. Named rewards
-    that a sample lacks are NaN; ``greedy`` is there where a sample is, ``replayed`` where a group is.
+    that a sample lacks are NaN; ``greedy`` is there where a sample is, ``replayed`` where a group is, ``media`` where a
+    trajectory has them.
     """
     fresh, groups = len(groups), (*groups, *replayed)
     names = sorted({name for group in groups for sample in group.samples for name in sample.rewards})
-    token_rewards = any(t.token_rewards is not None for g in groups for s in g.samples for t in s.trajectories)
+    trajectories = [t for g in groups for s in g.samples for t in s.trajectories]
+    token_rewards, media = (any(getattr(t, name) is not None for t in trajectories) for name in ("token_rewards", "media"))
     greedy = any(sample.greedy for group in groups for sample in group.samples)
     rows, sample_id = [], 0
     for i, group in enumerate(groups):
@@ -38,7 +40,9 @@ def collate(
             for trajectory in sample.trajectories:
                 row = {**shared, **_of_trajectory(trajectory, oldest)}
                 if token_rewards:
-                    row["token_rewards"] = _token_rewards(trajectory)
+                    row["token_rewards"] = _given(trajectory.token_rewards, trajectory, torch.float32)
+                if media:
+                    row["media"] = _given(trajectory.media, trajectory, torch.int64)
                 rows.append(row)
             sample_id += 1
     return pack(rows)
@@ -70,9 +74,9 @@ def _of_trajectory(trajectory: Trajectory, oldest: int) -> dict[str, Any]:
         "expired": expired(trajectory, oldest),
         "temperature": trajectory.temperature,
         "stop_reason": int(trajectory.stop_reason),
-        **trajectory.media,
     }
 
 
-def _token_rewards(trajectory: Trajectory) -> torch.Tensor:
-    return torch.zeros(len(trajectory.input_ids)) if trajectory.token_rewards is None else trajectory.token_rewards
+def _given(values: torch.Tensor | None, trajectory: Trajectory, dtype: torch.dtype) -> torch.Tensor:
+    """The values ``[S]``; zeros where the trajectory has none."""
+    return torch.zeros(len(trajectory.input_ids), dtype=dtype) if values is None else values

@@ -36,9 +36,8 @@ def _sample(state: Mapping[str, Any]) -> Sample:
 
 
 def _trajectory(state: Mapping[str, Any]) -> Trajectory:
-    media = {name: tensor.clone() for name, tensor in state["media"].items()}
     own = {name: value.clone() if hasattr(value, "clone") else value for name, value in state.items()}
-    return Trajectory(**{**own, "media": media, "stop_reason": StopReason(state["stop_reason"])})
+    return Trajectory(**{**own, "stop_reason": StopReason(state["stop_reason"])})
 
 
 def _fields(value: Any, but: tuple[str, ...]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def check_sample(sample: Any) -> None:
     Raises:
         DataFailure: `empty_group` for a sample without a trajectory; `reward_not_finite`, `metric_not_finite` or
             `logprob_not_finite` (of a trained token).
-        WrongWorkflow: not a `Sample`; a number that is none; per-token rewards or masks of another shape or type; media.
+        WrongWorkflow: not a `Sample`; a number that is none; per-token rewards, masks or media numbers that do not fit.
     """
     if not isinstance(sample, Sample):
         raise WrongWorkflow(f"a workflow must return samples, each a Sample; it returned a {type(sample).__name__}")
@@ -55,11 +55,15 @@ def _finite(name: str, value: Any, reason: str) -> None:
 
 def _check_trajectory(trajectory: Trajectory) -> None:
     mask, given = trajectory.loss_mask, trajectory.token_rewards
-    if trajectory.media:
+    media = trajectory.media
+    is_tensor = isinstance(media, torch.Tensor)
+    if media is not None and not (is_tensor and media.dtype == torch.int64 and media.shape == mask.shape):
         raise WrongWorkflow(
-            f"Trajectory.media has {', '.join(trajectory.media)}, and no model that is trained here takes images or audio; "
-            "leave media out"
+            f"Trajectory.media must be media numbers, int64, one a token ([{len(mask)}]); the workflow gave "
+            f"{media.dtype if is_tensor else type(media).__name__}"
         )
+    if media is not None and bool((mask & (media != 0)).any()):
+        raise WrongWorkflow("Trajectory.media has a medium at a token that is trained: a model makes text alone")
     if mask.dtype != torch.bool:
         raise WrongWorkflow(f"Trajectory.loss_mask must be bool, one flag a token; the workflow gave {mask.dtype}")
     logprobs = trajectory.rollout_logprobs[mask]

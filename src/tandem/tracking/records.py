@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from tandem.api.batch import check, unpack
 from tandem.api.lines import json_line
+from tandem.api.media import written
 from tandem.api.requests import RequestTiming, StopReason
 from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.weights import WeightVersion
@@ -96,8 +97,8 @@ def _of_sample(sample: Sample, index: int, history: Mapping[int, WeightVersion])
         "sample": index,
         "prompt": sample.prompt_text,
         "completion": sample.completion_text,
-        "messages": [dict(message) for message in sample.messages],
-        "conversations": [[dict(message) for message in one] for one in sample.conversations],
+        "messages": written(sample.messages),
+        "conversations": [written(one) for one in sample.conversations],
         "reward": float(sample.reward),
         "rewards": dict(sample.rewards),
         "raw_rewards": dict(sample.raw_rewards),
@@ -125,7 +126,7 @@ def describe_dropped(step: int, one: Dropped, history: Mapping[int, WeightVersio
     if picks:
         return _of_group(step, one.group) | _of_sample(picks[0].sample, picks[0].index, history) | reason
     nothing = dict.fromkeys(sorted(FROM_LINES))
-    return nothing | _of_group(step, one.group) | {"messages": one.group.data.get("messages") or []} | reason
+    return nothing | _of_group(step, one.group) | {"messages": written(one.group.data.get("messages") or [])} | reason
 
 
 def mean_advantages(batch: Mapping[str, torch.Tensor]) -> dict[int, float]:

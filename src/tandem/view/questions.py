@@ -16,6 +16,7 @@ from tandem.tracking.record_files import lines_path, recorded_steps
 from tandem.view.columns import MOST_TOKENS, TokenColumns, decoder, told_columns
 from tandem.view.filters import read_filter
 from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line
+from tandem.view.media import Shown, media_numbers
 from tandem.view.runs import (
     Runs,
     config_differences,
@@ -141,7 +142,9 @@ class RunAnswers:
         rows = index.rows(
             "SELECT * FROM samples WHERE step = ? AND grp = ? ORDER BY reward DESC, line LIMIT 500", [step, group]
         )
-        return [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
+        found = [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
+        shown = Shown()
+        return [{**sample, "media": [shown.of(one) for one in media_numbers(sample.get("messages"))]} for sample in found]
 
     def _tokens(self, folder: Path, step: int, line: int, first: int) -> dict[str, Any]:
         """The tokens of a sample and their figures, by trajectory."""

@@ -38,7 +38,7 @@ def report(questions: RunAnswers) -> str:
     style = "\n".join((STATIC / name).read_text() for name in ("uplot/uPlot.min.css", "style.css"))
     scripts = [(STATIC / "uplot/uPlot.iife.min.js").read_text(), bundle(STATIC / "js", "app.js")]
     hashes = " ".join(map(_hash, scripts))
-    rest = "img-src data:; base-uri 'none'; form-action 'none'"
+    rest = "img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
     policy = f"default-src 'none'; script-src {hashes}; style-src {_hash(style)}; {rest}"
     held = json.dumps({"written": now()[:16].replace("T", " "), "answers": answers(questions)}, allow_nan=False)
     return "\n".join(

@@ -22,8 +22,8 @@ from tandem.view.runs import signs
 
 STATIC = Path(__file__).with_name("static")
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; media-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 LOOK_S = 1.0
 """Seconds between two looks at the folders."""

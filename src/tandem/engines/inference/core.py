@@ -25,8 +25,10 @@ from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.scheduler import Scheduler
 from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, SlotBatch, Slots
 from tandem.engines.inference.stopping import StopText
+from tandem.engines.inference.tower import Tower
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_of
 from tandem.models.stopping import stop_ids
 from tandem.models.tokenizer import load_tokenizer
 
@@ -78,8 +80,11 @@ class EngineCore:
         self.version = version
         """The version that the next token will be made by."""
 
-        check_stored(folder, a)
-        self.weights: FusedWeights | None = self.stage(FolderSource(folder).tensors()).weights
+        family = family_of(folder, hf_config)
+        self._tower = None if family is None else Tower(family, hf_config, compute, device)
+        check_stored(folder, a, self._tower)
+        self.weights: FusedWeights | None = None
+        self._take(self.stage(FolderSource(folder).tensors()))
 
     # ------------------------------------------------------------------ requests
 
@@ -95,13 +100,16 @@ class EngineCore:
             WrongWorkflow: it asks for what no engine can do yet.
         """
         ids, gconfig = request.input_ids, request.gconfig
-        check_request(request, self._architecture.vocab_size, self._max_model_len)
+        check_request(request, self._architecture.vocab_size, self._max_model_len, self._tower is not None)
+        if self._tower is not None:
+            self._tower.check(request)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         if gconfig.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
         stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
-        sequence = Sequence(request_id, request, limit, deadline, stop)
+        positions = None if self._tower is None else self._tower.positions(request)
+        sequence = Sequence(request_id, request, limit, deadline, stop, positions)
         needed = self._scheduler.needed(sequence)
         if needed > self.cache.budget_tokens:
             raise DataFailure(
@@ -197,7 +205,12 @@ class EngineCore:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
         assert self.weights is not None
         taken, pieces = self._scheduler.prefill.next_pieces(jobs)
-        complete = self.passes.prefill(self.weights, taken, pieces)
+        shown = None
+        if self._tower is not None:
+            shown = self._tower.shown(
+                (job.media, piece.start, piece.count) for job, piece in zip(taken, pieces, strict=True)
+            )
+        complete = self.passes.prefill(self.weights, taken, pieces, shown)
         for job, last in complete:
             job.owner.hidden = last
         self._counters[counter] += sum(piece.count for piece in pieces)
@@ -214,7 +227,9 @@ class EngineCore:
         else:
             self.passes.advance()
         batch = self._batch
-        logits = self.passes.decode(self.weights, slots.last[batch.places], slots.positions[batch.slots] - 1)
+        logits = self.passes.decode(
+            self.weights, slots.last[batch.places], slots.positions[batch.slots] - 1 + slots.offsets[batch.slots]
+        )
         return self._draw(batch, logits)
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
@@ -253,7 +268,7 @@ class EngineCore:
         Raises:
             WeightUpdateFailed: a tensor is missing, unknown, has another shape or came twice; the message names it.
         """
-        builder = FusedWeightsBuilder(self._architecture, self._dtype, self.device)
+        builder = FusedWeightsBuilder(self._architecture, self._dtype, self.device, self._tower)
         for name, tensor in named_tensors:
             builder.add(name, tensor)
         return builder.finish()
@@ -269,7 +284,7 @@ class EngineCore:
             ``pause_s`` without the recompute, and ``recompute_s``.
         """
         began = time.perf_counter()
-        self.weights = staged.weights
+        self._take(staged)
         self.version = version
         scheduler = self._scheduler
         self._finished += self._read()
@@ -285,6 +300,11 @@ class EngineCore:
                     jobs = [job for job in jobs if job.done < len(job.tokens)]
         return {"pause_s": switched - began, "recompute_s": time.perf_counter() - switched}
 
+    def _take(self, staged: NewWeights) -> None:
+        self.weights = staged.weights
+        if self._tower is not None:
+            self._tower.load(staged.tower)
+
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
         """Gives memory back; refused while requests are waiting or running."""
         if self.has_work:
@@ -294,13 +314,17 @@ class EngineCore:
             self.cache.clear()
         if "weights" in parts:
             self.weights = None
+            if self._tower is not None:
+                self._tower.sleep()
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
         """The cache comes back with the first request; weights come back by `stage` and `swap`."""
 
     def statistics(self) -> dict[str, float]:
         scheduler, cache = self._scheduler, self.cache
+        tower = self._tower
         return self._counters | {
+            "media_computed": 0.0 if tower is None else float(tower.computed),
             "running": float(scheduler.num_running),
             "waiting": float(len(scheduler.waiting)),
             "preempted": float(scheduler.growth.preempted),

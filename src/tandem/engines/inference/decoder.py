@@ -3,7 +3,7 @@
 Attention is given from outside, so prefill and decode share the rest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -13,7 +13,11 @@ from tandem.config.errors import ConfigError
 from tandem.engines.inference.fused_weights import FusedWeights, LayerWeights
 from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.row_attention import RowAttention
+from tandem.engines.inference.tower import Shown
 from tandem.models.architecture import Architecture, Rope
+
+Table = tuple[torch.Tensor, torch.Tensor]
+"""Cosines ``[length, 1, D]`` and sines ``[length, 1, D / 2]``, see `rotary_table`."""
 
 Attend = Callable[[int, int | None, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``attend(layer, window, queries [T, heads, D], keys [T, kv_heads, D], values) -> [T, heads · D]``; fills the cache."""
@@ -37,8 +41,8 @@ class Decoder:
         self._a = architecture
         self.kernels = kernels
         self.windows = set(architecture.sliding_windows)
-        ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.rotary_tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        ropes: dict[int, Table] = {}
+        self.rotary_tables: list[Table | None] = []
         for rope in architecture.rope:
             if rope is not None and id(rope) not in ropes:
                 ropes[id(rope)] = rotary_table(rope, max_len, compute, device)
@@ -55,15 +59,17 @@ class Decoder:
         positions: torch.Tensor,
         attend: Attend | RowAttention,
         keep: torch.Tensor | None = None,
+        shown: Shown | None = None,
     ) -> torch.Tensor:
         """Final hidden states after the last norm, of all tokens or of those in ``keep``.
 
         Args:
             weights: which version.
             tokens: ``[T]`` int64.
-            positions: ``[T]`` int64, absolute.
+            positions: ``[T]`` int64, absolute; or ``[T, 3]``, in time, height and width.
             attend: attention over the cache, which it also writes.
             keep: ``[K]`` int64, the tokens whose hidden state is wanted; K may be 0.
+            shown: features that take the place of tokens' embeddings.
 
         Returns:
             ``[T, hidden]`` or ``[K, hidden]``.
@@ -71,10 +77,13 @@ class Decoder:
         x = functional.embedding(tokens, weights.embedding)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if shown is not None:
+            x[shown.places] = shown.features
+        tables, positions = self._tables_at(positions)
         rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
-            table = self.rotary_tables[index]
+            table = tables[index]
             if table is not None and id(table) not in rotations and not isinstance(attend, RowAttention):
                 rotations[id(table)] = table[0][positions], table[1][positions]
             rotation = rotations.get(id(table))
@@ -88,6 +97,21 @@ class Decoder:
                 mixed, x = mixed[keep], x[keep]
             x = self._after_attention(layer, x, mixed)
         return self._norm(x, weights.norm)
+
+    def _tables_at(self, positions: torch.Tensor) -> tuple[Sequence[Table | None], torch.Tensor]:
+        """The rotary tables of the layers, and the place of each token in them. Tokens with three positions ``[T, 3]`` have
+        tables of their own, a line for each."""
+        if positions.dim() == 1:
+            return self.rotary_tables, positions
+        own: dict[int, Table] = {}
+        for rope, table in zip(self._a.rope, self.rotary_tables, strict=True):
+            if rope is not None and table is not None and id(table) not in own:
+                assert rope.axes is not None
+                at = positions[:, rope.axes.to(positions.device)]  # [T, D / 2]
+                cos, sin = table[0][:, 0].gather(0, torch.cat((at, at), dim=1)), table[1][:, 0].gather(0, at)
+                own[id(table)] = cos[:, None], sin[:, None]
+        lines = torch.arange(len(positions), device=positions.device)
+        return [None if table is None else own[id(table)] for table in self.rotary_tables], lines
 
     def logits(self, weights: FusedWeights, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, hidden]`` → ``[B, V]`` float32, or what the compiled draw takes."""
@@ -132,7 +156,7 @@ class Decoder:
         return functional.rms_norm(x, (x.shape[-1],), weight, self._a.rms_eps)
 
 
-def rotary_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> Table:
     """Cosine ``[length, 1, D]`` and sine ``[length, 1, D / 2]`` of every position, times the scaling."""
     angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.inv_freq)
     cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling

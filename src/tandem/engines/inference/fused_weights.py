@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -18,6 +19,9 @@ from tandem.api.weight_files import stored_entries
 from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.precision import fast_bfloat16
+
+if TYPE_CHECKING:
+    from tandem.engines.inference.tower import Tower
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -79,6 +83,8 @@ class NewWeights:
 
     weights: FusedWeights
     num_bytes: int
+    tower: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Those of a media model's towers that are not what the engine has."""
 
 
 @dataclass
@@ -182,14 +188,16 @@ def _names(names: Iterable[str]) -> str:
 class FusedWeightsBuilder:
     """Builds `FusedWeights` from tensors that come one by one, in any order, each valid only until the next."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device):
-        self._a = architecture
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device, tower: "Tower | None" = None):
+        """``tower``: of a media model; it says which tensors are whose."""
+        self._a, self._tower = architecture, tower
         self._plan = _Plan(architecture)
         self._dtype, self._device = dtype, device
         self._compute = compute_dtype(dtype, device)
         self._seen: set[str] = set()
         self._done: dict[str, torch.Tensor | Linear] = {}
         self._num_bytes = 0
+        self._new_tower: dict[str, torch.Tensor] = {}
         packed = [math.prod(fused.shape) for name, fused in self._plan.fused.items() if self._is_packed(name)]
         self._scratch = _Scratch(max(packed, default=0), self._compute, device)
 
@@ -199,6 +207,14 @@ class FusedWeightsBuilder:
         Raises:
             WeightUpdateFailed: the architecture has no such tensor, or it has another shape, or it came before.
         """
+        if self._tower is not None and name in self._tower.names:
+            self._seen.add(name)
+            new = self._tower.new(name, tensor, self._dtype)
+            if new is not None:
+                self._new_tower[name] = new
+            return
+        if self._tower is not None:
+            name = self._tower.text_name(name)
         if self._a.tied and name == "lm_head.weight":
             return  # the same tensor as the embedding, by the configuration
         target = self._plan.targets.get(name)
@@ -260,6 +276,8 @@ class FusedWeightsBuilder:
             WeightUpdateFailed: tensors are missing; the message names them.
         """
         missing = self._plan.targets.keys() - self._seen
+        if self._tower is not None:
+            missing |= self._tower.missing(self._seen)
         if missing:
             raise WeightUpdateFailed(
                 f"weights: {len(missing)} of {len(self._plan.targets)} tensors are missing: {_names(missing)}"
@@ -273,10 +291,11 @@ class FusedWeightsBuilder:
             norms = {name: done[f"{index}.{name}.norm"] for name in _layer_norms(self._a)}
             layers.append(LayerWeights(projections, norms))  # type: ignore[arg-type]
         head = Linear(embedding) if self._a.tied else done["head"]
-        return NewWeights(FusedWeights(embedding, head, done["norm"], layers), self._num_bytes)  # type: ignore[arg-type]
+        weights = FusedWeights(embedding, head, done["norm"], layers)  # type: ignore[arg-type]
+        return NewWeights(weights, self._num_bytes, self._new_tower)
 
 
-def check_stored(folder: Path, architecture: Architecture) -> None:
+def check_stored(folder: Path, architecture: Architecture, tower: "Tower | None" = None) -> None:
     """Passes if the files of a model folder hold the tensors of ``architecture``, by their headers.
 
     Raises:
@@ -285,7 +304,7 @@ def check_stored(folder: Path, architecture: Architecture) -> None:
     stored = stored_entries(folder)
     if not stored:
         raise ConfigError(f"{folder} has no weights in safetensors files; save the model with save_pretrained")
-    builder = FusedWeightsBuilder(architecture, torch.float32, torch.device("meta"))
+    builder = FusedWeightsBuilder(architecture, torch.float32, torch.device("meta"), tower)
     try:
         for name, entry in stored.items():
             place = entry.file

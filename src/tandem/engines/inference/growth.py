@@ -62,11 +62,11 @@ class Growth:
         if self._whole or len(self._lengths) >= _FEWEST:
             return
         next_ones = list(islice(waiting, self._slots.num_free))
-        alike = Counter(sequence.request.input_ids for sequence in next_ones)
-        rows = [len(tokens) for tokens, count in alike.items() if count > 1]
+        alike = Counter(sequence.request.key for sequence in next_ones)
+        rows = [len(key) for key, count in alike.items() if count > 1]
         for sequence in next_ones:
-            tokens = sequence.request.input_ids
-            rows.append(sequence.max_new_tokens + (len(tokens) if alike[tokens] == 1 else 0) - 1)
+            key = sequence.request.key
+            rows.append(sequence.max_new_tokens + (len(key) if alike[key] == 1 else 0) - 1)
         self._roomy = self._cache.fits(map(self._cache.capacity_for, rows))
 
     def capacity(self, before: int, sequence: Sequence) -> int:

@@ -12,6 +12,7 @@ from tandem.engines.inference.kernels import kernels
 from tandem.engines.inference.paged import PackedPrefill, PagedDecode
 from tandem.engines.inference.row_attention import RowAttention, attends
 from tandem.engines.inference.sequences import Prefill, Sequence
+from tandem.engines.inference.tower import Shown
 from tandem.models.architecture import Architecture
 from tandem.models.upload import upload
 
@@ -35,13 +36,17 @@ class Passes:
         self._plan: DecodePlan | PagedDecode | RowAttention | None = None
 
     def prefill(
-        self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan]
+        self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan], shown: Shown | None = None
     ) -> list[tuple[Prefill, torch.Tensor]]:
-        """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token."""
+        """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token. ``shown``:
+        features of media among the tokens of all pieces."""
         if not jobs:
             return []
         tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
-        positions = torch.cat([torch.arange(p.count) + (p.prompt_length + p.start) for p in pieces])
+        at = [job.at(p.start, p.count) for job, p in zip(jobs, pieces, strict=True)]
+        if any(one.dim() == 2 for one in at):
+            at = [one if one.dim() == 2 else one[:, None].expand(-1, 3) for one in at]
+        positions = torch.cat(at)
         complete, keep, end = [], [], 0
         for job, piece in zip(jobs, pieces, strict=True):
             job.done += piece.count
@@ -58,7 +63,7 @@ class Passes:
             plan = PrefillPlan(self.kernel, pieces, self.decoder.windows)
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
-        hidden = self.decoder.hidden(weights, tokens, positions, plan, kept)
+        hidden = self.decoder.hidden(weights, tokens, positions, plan, kept, shown)
         return list(zip(complete, hidden.unbind(0), strict=True))
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
@@ -79,7 +84,7 @@ class Passes:
 
         ``lengths``: tokens of each, the newest included.
         """
-        starts = [len(sequence.prompt.tokens) if sequence.prompt is not None else 0 for sequence in batch]
+        starts = [sequence.prompt.length if sequence.prompt is not None else 0 for sequence in batch]
         own = [length - start for length, start in zip(lengths, starts, strict=True)]
         rows = [sequence.row for sequence in batch if sequence.row is not None]
         prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
@@ -100,8 +105,8 @@ class Passes:
         self._plan.advance()
 
     def decode(self, weights: FusedWeights, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, which stands at ``positions [B]``,
-        both on the host."""
+        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, whose rotary positions are
+        ``positions [B]``; both on the host."""
         assert self._plan is not None
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         return self.decoder.logits(weights, self.decoder.hidden(weights, tokens, positions, self._plan))

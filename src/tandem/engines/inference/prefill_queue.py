@@ -52,7 +52,7 @@ class PrefillQueue:
             if job.alike and not self._beginnings.copied(job):
                 continue
             count = min(room, len(job.tokens) - job.done)
-            base = (job.base.row, len(job.base.tokens)) if job.base is not None else (None, 0)
+            base = (job.base.row, job.base.length) if job.base is not None else (None, 0)
             pieces.append(PrefillSpan(job.row, job.done, count, *base))
             taken.append(job)
             room -= count

@@ -25,7 +25,7 @@ class PrefixIndex:
 
     def enter(self, job: Prefill) -> None:
         """Finds the jobs that begin like this one; later ones may copy from it, too."""
-        job.alike = self.find(job.prompt)
+        job.alike = self.find(job.key)
         self.add(job)
 
     def copied(self, job: Prefill) -> bool:
@@ -47,27 +47,27 @@ class PrefixIndex:
             self.copied_tokens += count
         return True
 
-    def find(self, tokens: tuple[int, ...]) -> tuple[tuple[Prefill, int], ...]:
+    def find(self, key: tuple[int, ...]) -> tuple[tuple[Prefill, int], ...]:
         """Jobs that begin alike, and how many tokens each has in common; always fewer than all, since the last token's
-        hidden state is wanted."""
-        latest = self._by_beginning.get(tokens[:SMALLEST], ())[-_CANDIDATES:]
-        found = [(job, min(_common(tokens, job.prompt), len(tokens) - 1)) for job in latest]
+        hidden state is wanted. A common beginning may end within a medium."""
+        latest = self._by_beginning.get(key[:SMALLEST], ())[-_CANDIDATES:]
+        found = [(job, min(_common(key, job.key), len(key) - 1)) for job in latest]
         return tuple((job, common) for job, common in found if common >= SMALLEST)
 
     def add(self, job: Prefill) -> None:
         """From now on others may copy from it."""
-        if len(job.prompt) > SMALLEST:
-            self._by_beginning.setdefault(job.prompt[:SMALLEST], []).append(job)
+        if len(job.key) > SMALLEST:
+            self._by_beginning.setdefault(job.key[:SMALLEST], []).append(job)
 
     def remove(self, jobs: Iterable[Prefill]) -> None:
         """Their rows are gone. Whoever waited for one of them computes its prompt itself."""
         for job in jobs:
             job.gone = True
-            same = self._by_beginning.get(job.prompt[:SMALLEST], [])
+            same = self._by_beginning.get(job.key[:SMALLEST], [])
             if job in same:
                 same.remove(job)
                 if not same:
-                    del self._by_beginning[job.prompt[:SMALLEST]]
+                    del self._by_beginning[job.key[:SMALLEST]]
 
     def clear(self) -> None:
         """Nobody may copy from what is there: it is of older weights."""

@@ -4,21 +4,22 @@ from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.requests import LLMRequest
 
 
-def refuse_unsupported(request: LLMRequest) -> None:
-    """Passes a request that asks for nothing which no engine can do yet.
+def refuse_unsupported(request: LLMRequest, takes_media: bool = False) -> None:
+    """Passes a request that asks for nothing which its engine cannot do. ``takes_media``: its model sees or hears.
 
     Raises:
-        WrongWorkflow: it has ``media`` or names a ``model``.
+        WrongWorkflow: it has ``media`` for a model of text, or names a ``model``.
     """
-    for field, remedy in (
-        ("media", "takes images or audio: send tokens alone"),
-        ("model", "serves several models: leave it out, or ask another engine for the other model"),
-    ):
-        if getattr(request, field):
-            raise WrongWorkflow(f"LLMRequest.{field} is set, and no inference engine here {remedy}")
+    if request.media and not takes_media:
+        raise WrongWorkflow("LLMRequest.media is set, and the model of this engine reads text alone: send tokens alone")
+    if request.model:
+        raise WrongWorkflow(
+            "LLMRequest.model is set, and no inference engine here serves several models: leave it out, or ask another "
+            "engine for the other model"
+        )
 
 
-def check_request(request: LLMRequest, vocab_size: int | None, max_model_len: int) -> None:
+def check_request(request: LLMRequest, vocab_size: int | None, max_model_len: int, takes_media: bool = False) -> None:
     """Passes if the request can be sampled; ``vocab_size`` is None where it is not known.
 
     Raises:
@@ -26,7 +27,7 @@ def check_request(request: LLMRequest, vocab_size: int | None, max_model_len: in
             that the model has not, or cannot be sampled.
         WrongWorkflow: see `refuse_unsupported`.
     """
-    refuse_unsupported(request)
+    refuse_unsupported(request, takes_media)
     ids, gconfig = request.input_ids, request.gconfig
     if len(ids) >= max_model_len:
         raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {max_model_len}")

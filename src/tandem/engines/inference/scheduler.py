@@ -64,21 +64,21 @@ class Scheduler:
         self.growth.expect(self.waiting)
         while self.waiting and len(admitted) < self.slots.num_free + (self.waiting[0].slot >= 0):
             sequence = self.waiting[0]  # never a later one, or a long request would wait for ever
-            tokens = sequence.request.input_ids
+            key, length = sequence.request.key, len(sequence.request.input_ids)
             # By default it joins a prompt that others computed or will compute: it needs a row for its own tokens only.
             pool: Pool = "suffix"
             needs = [self.growth.capacity(0, sequence)]
-            if sequence.started and not self._prompts.computed(tokens):
+            if sequence.started and not self._prompts.computed(key):
                 # it gave way: its prompt and what it drew share a row
-                pool, needs = "whole", [self.growth.capacity(len(tokens), sequence)]
-            elif tokens not in self._prompts and tokens not in new_prompts:
-                if self._prompts.wanted(tokens) > 1:  # it is the first of several: it brings the row of the prompt as well
-                    needs.append(self.cache.capacity_for(len(tokens)))
-                    new_prompts.add(tokens)
+                pool, needs = "whole", [self.growth.capacity(length, sequence)]
+            elif key not in self._prompts and key not in new_prompts:
+                if self._prompts.wanted(key) > 1:  # it is the first of several: it brings the row of the prompt as well
+                    needs.append(self.cache.capacity_for(length))
+                    new_prompts.add(key)
                 else:  # nobody shares its prompt: one row for everything
-                    pool, needs = "whole", [self.growth.capacity(len(tokens), sequence)]
+                    pool, needs = "whole", [self.growth.capacity(length, sequence)]
             if not self.cache.fits(planned + needs):
-                new_prompts.discard(tokens)
+                new_prompts.discard(key)
                 if self.num_running or admitted:
                     break  # until something that runs ends and frees its rows
                 # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one
@@ -95,16 +95,15 @@ class Scheduler:
     def _place(self, sequence: Sequence, pool: Pool, capacity: int) -> None:
         if sequence.slot < 0:
             self.slots.take(sequence)
-        tokens = sequence.request.input_ids
         sequence.row = self.cache.allocate(pool, capacity)
         if pool == "suffix":
             prompt, is_new = self._prompts.join(sequence)
             if is_new:
-                self.prefill.add(Prefill(torch.tensor(tokens), prompt.row, prompt, prompt=tokens))
+                self.prefill.add(_whole_prompt(prompt))
             elif prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
                 self.ready.append(sequence)
         elif not sequence.started:
-            self.prefill.add(Prefill(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
+            self.prefill.add(_whole_prompt(sequence))
         self.growth.watch(sequence)
         if sequence.started and len((lost := self._lost(sequence)).tokens):
             self.prefill.add(lost)
@@ -114,10 +113,16 @@ class Scheduler:
     def _lost(self, sequence: Sequence) -> Prefill:
         """The tokens that fill the row of a sequence that has drawn some; the newest has no place in it yet."""
         assert sequence.row is not None
-        tokens = self.slots.drawn(sequence)[:-1].cpu()
-        if sequence.prompt is None:
-            tokens = torch.cat((torch.tensor(sequence.request.input_ids), tokens))
-        return Prefill(tokens, sequence.row, sequence, sequence.prompt)
+        tokens, request = self.slots.drawn(sequence)[:-1].cpu(), sequence.request
+        if sequence.prompt is not None:
+            return Prefill(tokens, sequence.row, sequence, sequence.prompt)
+        return Prefill(
+            torch.cat((torch.tensor(request.input_ids), tokens)),
+            sequence.row,
+            sequence,
+            media=request.media,
+            positions=sequence.positions,
+        )
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has its first token, or again all that it lost when it gave way."""
@@ -186,7 +191,7 @@ class Scheduler:
         """Jobs that rebuild the cache of all that was computed: shared prompts, and then the tokens after them."""
         resumed = [job.owner for job in self.prefill.jobs if isinstance(job.owner, Sequence)]
         prompts = {id(p): p for s in [*self.decoding, *self.ready, *resumed] if (p := s.prompt) is not None}
-        first = [Prefill(torch.tensor(prompt.tokens), prompt.row, prompt) for prompt in prompts.values()]
+        first = [_whole_prompt(prompt, shared=False) for prompt in prompts.values()]
         then = [job for job in map(self._lost, self.decoding) if len(job.tokens)]
         return first, then
 
@@ -198,3 +203,17 @@ class Scheduler:
             return sequence.prompt is not None, sequence.row.slab.capacity, sequence.row.index
 
         return sorted(self.decoding, key=place)
+
+
+def _whole_prompt(owner: Sequence | SharedPrompt, *, shared: bool = True) -> Prefill:
+    """The job that fills the owner's row with its prompt. ``shared``: others may copy what it computes."""
+    assert owner.row is not None
+    key = owner.request.key if shared else ()
+    return Prefill(
+        torch.tensor(owner.request.input_ids),
+        owner.row,
+        owner,
+        media=owner.request.media,
+        positions=owner.positions,
+        key=key,
+    )

@@ -27,11 +27,20 @@ _NO_TOKEN = -1
 class SharedPrompt:
     """A prompt whose keys and values several samples read; computed once."""
 
-    tokens: tuple[int, ...]
+    request: LLMRequest
+    """The first that asked for it; the others have the same `key`."""
+
     row: Row
+    positions: torch.Tensor | None = None
+    """Rotary positions ``[S, 3]`` of its tokens; None where they are their places."""
+
     members: list["Sequence"] = field(default_factory=list)
     hidden: torch.Tensor | None = None
     """``[hidden]`` of its last token, from which every member draws its first; None until it is computed."""
+
+    @property
+    def length(self) -> int:
+        return len(self.request.input_ids)
 
 
 @dataclass(eq=False)
@@ -45,6 +54,9 @@ class Sequence:
     """On the monotonic clock."""
 
     stop_text: StopText | None = None
+    positions: torch.Tensor | None = None
+    """Rotary positions ``[S, 3]`` of its prompt; None where they are the tokens' places."""
+
     slot: int = -1
     """Its line in the tables of `Slots`; -1 while it waits."""
 
@@ -70,6 +82,11 @@ class Sequence:
         return hidden
 
     @property
+    def offset(self) -> int:
+        """Rotary position of a token that it draws, less the token's place."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.positions)
+
+    @property
     def tokens_before(self) -> int:
         """Tokens in its row before the first that it draws."""
         return len(self.request.input_ids) if self.prompt is None else 0
@@ -88,14 +105,30 @@ class Prefill:
     """The prompt that comes before these tokens."""
 
     done: int = 0
-    prompt: tuple[int, ...] = ()
-    """The tokens, where they are a whole prompt that others may begin alike."""
+    media: tuple[int, ...] = ()
+    """Media numbers of the first tokens, of all or fewer; those that follow are text."""
+
+    positions: torch.Tensor | None = None
+    """Rotary positions ``[n, 3]`` of the first tokens, of all or fewer."""
+
+    key: tuple[int, ...] = ()
+    """The identity of the tokens, where they are a whole prompt that others may begin alike: see `LLMRequest.key`."""
 
     alike: tuple[tuple["Prefill", int], ...] = ()
     """Earlier jobs that begin alike, and how many tokens each has in common; empty once the beginning is copied."""
 
     gone: bool = False
     """Its row was given back, or may not be copied from."""
+
+    def at(self, start: int, count: int) -> torch.Tensor:
+        """Rotary positions of a piece of its tokens, ``[count]`` or ``[count, 3]``."""
+        offset = self.owner.offset if isinstance(self.owner, Sequence) else 0
+        before = 0 if self.base is None else self.base.length
+        plain = torch.arange(start, start + count) + before + offset
+        if self.positions is None:
+            return plain
+        known = self.positions[start : start + count]
+        return torch.cat((known, plain[len(known) :, None].expand(-1, 3)))
 
 
 class SlotBatch(NamedTuple):
@@ -157,6 +190,9 @@ class Slots:
         self._known = table(torch.long)
         """The number of them that the host has seen: all, or all but those of the latest steps."""
 
+        self.offsets = table(torch.long)
+        """Rotary positions, less `positions`."""
+
         self._limits, self._minimums = table(torch.long), table(torch.long)
         self._streams, self._top_k = table(torch.long), table(torch.long)
         self._temperatures, self._top_p = table(torch.float32), table(torch.float32)
@@ -178,6 +214,7 @@ class Slots:
         sequence.clock.mark("admitted")
         request, gconfig = sequence.request, sequence.request.gconfig
         self.positions[slot], self.counts[slot], self._known[slot] = len(request.input_ids), 0, 0
+        self.offsets[slot] = sequence.offset
         self._limits[slot], self._minimums[slot] = sequence.max_new_tokens, gconfig.min_new_tokens
         key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
         self._streams[slot] = stream_of(key)

@@ -16,37 +16,37 @@ class SharedPrompts:
         self.read_tokens = 0
         """Prompt tokens that were not computed, because another sample's are read."""
 
-    def __contains__(self, tokens: tuple[int, ...]) -> bool:
-        return tokens in self._prompts
+    def __contains__(self, key: tuple[int, ...]) -> bool:
+        return key in self._prompts
 
     def queued(self, sequence: Sequence) -> None:
         """The sequence waits."""
-        self._waiting[sequence.request.input_ids] += 1
+        self._waiting[sequence.request.key] += 1
 
     def left_queue(self, sequence: Sequence) -> None:
         """The sequence waits no more."""
-        tokens = sequence.request.input_ids
-        self._waiting[tokens] -= 1
-        if not self._waiting[tokens]:
-            del self._waiting[tokens]
+        key = sequence.request.key
+        self._waiting[key] -= 1
+        if not self._waiting[key]:
+            del self._waiting[key]
 
-    def wanted(self, tokens: tuple[int, ...]) -> int:
+    def wanted(self, key: tuple[int, ...]) -> int:
         """Number of waiting requests with this prompt."""
-        return self._waiting[tokens]
+        return self._waiting[key]
 
-    def computed(self, tokens: tuple[int, ...]) -> bool:
+    def computed(self, key: tuple[int, ...]) -> bool:
         """True if a sequence with this prompt can begin at once."""
-        return (prompt := self._prompts.get(tokens)) is not None and prompt.hidden is not None
+        return (prompt := self._prompts.get(key)) is not None and prompt.hidden is not None
 
     def join(self, sequence: Sequence) -> tuple[SharedPrompt, bool]:
         """The sequence reads the keys and values of this prompt. True: it is the first, so they have to be computed."""
-        tokens = sequence.request.input_ids
-        if is_new := tokens not in self._prompts:
-            row = self._cache.allocate("prompt", self._cache.capacity_for(len(tokens)))
-            self._prompts[tokens] = SharedPrompt(tokens, row)
+        request = sequence.request
+        if is_new := request.key not in self._prompts:
+            row = self._cache.allocate("prompt", self._cache.capacity_for(len(request.input_ids)))
+            self._prompts[request.key] = SharedPrompt(request, row, sequence.positions)
         else:
-            self.read_tokens += len(tokens)
-        prompt = sequence.prompt = self._prompts[tokens]
+            self.read_tokens += len(request.input_ids)
+        prompt = sequence.prompt = self._prompts[request.key]
         prompt.members.append(sequence)
         return prompt, is_new
 
@@ -59,8 +59,8 @@ class SharedPrompts:
         if prompt.members:
             return set()
         self._cache.free(prompt.row)
-        if self._prompts.get(prompt.tokens) is prompt:
-            del self._prompts[prompt.tokens]
+        if self._prompts.get(prompt.request.key) is prompt:
+            del self._prompts[prompt.request.key]
         return {prompt}
 
     def stop_sharing(self) -> None:

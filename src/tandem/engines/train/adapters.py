@@ -17,7 +17,7 @@ from tandem.engines.train.folder import read_tensor
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights, together_of
 from tandem.models.adapter_beside import ADAPTER, digest_of_base
-from tandem.models.adapter_folder import Base, read_adapter, refuse_other_base, write_adapter
+from tandem.models.adapter_folder import Base, read_adapter, write_adapter
 from tandem.models.catalog import resolve
 from tandem.models.heads import HEAD
 from tandem.models.lora import A, B, lora_matrices, merged, without_adapters
@@ -117,6 +117,9 @@ class AdaptedWeights(NamedWeights):
         """The merged weights as a stream. Without ``dtype``, tensors without an adapter come in the base's."""
         return self.adapter.merged(dtype=dtype)
 
+    def _whole(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.stream(dtype)
+
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes an adapter; or, in `TrainEngine.using` alone, whole weights.
 
@@ -139,11 +142,6 @@ class AdaptedWeights(NamedWeights):
                 place = f"{PREFIX}{name}.{B}"
                 self._holder.assign(place, torch.zeros(self._holder.shape(place)))
         self._holder.publish()
-
-    def load_masters(self, masters: Mapping[str, torch.Tensor], base: str | None = None) -> None:
-        """Loads masters. Raises `ConfigError` where they belong to another base; None is not compared."""
-        refuse_other_base(self._config.path, self.base, base)
-        super().load_masters(masters)
 
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
         """Saves the merged model, and the adapter in a folder beside it."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from tandem.api.weight_files import is_complete
 from tandem.config.backend import Layout, layout_problems
@@ -15,6 +16,7 @@ from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import ClassLabel, prepare_classifier, refuse_classifier
 from tandem.models.load import load_causal_lm, load_scalar_model
+from tandem.models.media.families import family_of
 
 
 def check_train_engine(
@@ -41,6 +43,7 @@ def check_train_engine(
         prepare_classifier(folder, found, class_label)
     else:
         refuse_classifier(folder, found)
+    _check_media(config, folder, found, layout, head, key)
     if is_complete(folder):
         if head == "scalar":
             load_scalar_model(folder, device="meta", class_label=class_label)
@@ -51,6 +54,32 @@ def check_train_engine(
     if config.context_parallel == "all_to_all":
         refuse_uneven_heads(architecture, layout.tensor, layout.context, key)
     return architecture
+
+
+def _check_media(
+    config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, head: str, key: str
+) -> None:
+    """The part of models that see or hear."""
+    family, written = family_of(folder, found), f"{key}={config.backend}"
+    towers = {} if family is None else family.towers
+    for name in config.freeze:
+        if name not in towers:
+            raise ConfigError(
+                f"{key.rpartition('.')[0]}.freeze has {name!r}, and {folder} "
+                + (f"has the parts {', '.join(towers)}" if towers else "reads text alone: leave it out")
+            )
+    if family is None:
+        return
+    if head == "scalar":
+        raise ConfigError(
+            f"{folder} reads {' and '.join(family.kinds)}, and transformers has no classifier of that kind for a critic or "
+            "reward model: critic.shared=true puts a value head on the actor; a reward model reads text"
+        )
+    if layout.tensor > 1 or layout.context > 1 or layout.zero is not None:
+        raise ConfigError(
+            f"{folder} reads {' and '.join(family.kinds)}, and {written} does not divide what sees or hears: use "
+            f"fsdp:d{layout.ranks}"
+        )
 
 
 def _check_layout(config: TrainEngineConfig, layout: Layout, device: torch.device, dtype: torch.dtype, written: str) -> None:

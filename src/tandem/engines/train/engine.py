@@ -138,12 +138,13 @@ class SpreadEngine(TrainEngine):
         """``chosen``: on the host, which lays them out; the device only computes."""
         did()  # a micro-batch, also one that only keeps the others company
         given = chosen["input_ids"], chosen["cu_seqlens"], chosen["loss_mask"]
+        media = chosen["media"] if "media" in chosen.keys() else None
         if self.head == "scalar":
             if entropy:
                 raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")
-            return self.holder.compute(self.model.lay_out(*given, device=self.device))
+            return self.holder.compute(self.model.lay_out(*given, device=self.device, media=media))
         temperature = chosen["temperature"] if "temperature" in chosen.keys() else torch.ones(num_sequences(chosen))
-        return self.holder.compute(self.model.lay_out(*given, temperature, self.device), entropy)
+        return self.holder.compute(self.model.lay_out(*given, temperature, self.device, media), entropy)
 
     def _loss(self, batch: TensorDict, indices: list[int], loss_fn: LossFn, entropy: bool, totals: Totals) -> torch.Tensor:
         """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""

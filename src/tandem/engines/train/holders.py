@@ -120,6 +120,14 @@ class Holder(ABC):
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Overwrites one with the whole tensor ``value``; every rank calls it with the same value."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
+        if name in self.frozen:
+            self._forget_features()
+
+    def _forget_features(self) -> None:
+        """After frozen weights have changed, or their dtype: features of images and sounds are computed anew."""
+        media = getattr(self.model, "media", None)
+        if media is not None:
+            media.forget()
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
         """A master, or a moment that lies as it does, as a state has it: to be made whole where matrices are cut, else as it
@@ -162,6 +170,7 @@ class Holder(ABC):
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(before[name])
+            self._forget_features()
             self.publish()
 
     @contextlib.contextmanager
@@ -324,8 +333,10 @@ class Replica(Holder):
         try:
             for parameter in parameters:
                 parameter.data = parameter.data.to(torch.float32)
+            self._forget_features()
             yield True
         finally:
+            self._forget_features()
             for parameter, before in zip(parameters, rounded, strict=True):
                 parameter.data = before
 

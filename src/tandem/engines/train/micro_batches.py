@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 
-from tandem.api.batch import field_of, lengths, num_sequences, sum_by_sequence
+from tandem.api.batch import lengths, num_sequences, sum_by_sequence
 from tandem.api.failures import BatchError
-from tandem.models.prefixes import number_prompts
+from tandem.models.prefixes import number_prompts, prompt_keys
 
 
 class PlannedSequence(NamedTuple):
@@ -35,17 +35,15 @@ def micro_batches(
     """Indices of the sequences of each micro-batch of this rank; ``chosen [N]`` bool: of these only. See `plan`.
 
     Raises:
-        BatchError: the batch has no sequences, or images or audio, which no model here takes.
+        BatchError: the batch has no sequences.
     """
-    media = [str(name) for name in batch.keys() if field_of(str(name)).kind == "ragged"]
-    if media:
-        raise BatchError(f"the batch has {', '.join(media)}, and no model that is trained here takes images or audio")
     count = num_sequences(batch)
     if count == 0:
         raise BatchError("the batch has no sequences")
     if chosen is not None and not bool(chosen.any()):
         return []
-    prompts, sizes = number_prompts(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
+    keys = prompt_keys(batch["input_ids"], batch["media"] if "media" in batch.keys() else None)
+    prompts, sizes = number_prompts(keys, batch["cu_seqlens"].tolist(), batch["loss_mask"])
     rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
     units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
     index = list(range(count)) if chosen is None else chosen.nonzero().flatten().tolist()

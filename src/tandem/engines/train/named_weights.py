@@ -1,6 +1,6 @@
 """A trained model's weights under their Hugging Face names: as a stream, and in a folder."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,9 @@ from tandem.api.weights import VALUE_FILE
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor, read_weights, write_folder, write_tensor
 from tandem.engines.train.holders import Holder
+from tandem.models.adapter_beside import digest_of_base
+from tandem.models.adapter_folder import refuse_other_base
+from tandem.models.catalog import resolve
 from tandem.models.packed import PackedModel
 
 PREFIX = "model."
@@ -35,10 +38,20 @@ class NamedWeights:
         self._config, self._holder, self._model, self._team = config, holder, model, team
         self._names = [name.removeprefix(PREFIX) for name in holder.masters if name.startswith(PREFIX)]
         self._has_value = VALUE in holder.masters
+        if holder.frozen and holder.masters:
+            self.base = digest_of_base(resolve(config.path))
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as a stream; without ``dtype`` as they are held, float32."""
-        yield from zip(self._names, self._holder.fulls([PREFIX + name for name in self._names], dtype), strict=True)
+        yield from self._fulls(self._names, dtype)
+
+    def _fulls(self, names: Sequence[str], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from zip(names, self._holder.fulls([PREFIX + name for name in names], dtype), strict=True)
+
+    def _whole(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights of the model, with those that are frozen."""
+        names = (name for name, _ in self._model.named_parameters())
+        return self._fulls([name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)], dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes weights, as `TrainEngine.load_weights` says. A tensor that does not fit is not copied; those before it are
@@ -64,8 +77,9 @@ class NamedWeights:
         """Takes all masters, float32, under the names that they have in the holder. ``base``: see the field.
 
         Raises:
-            ConfigError: other names or shapes than this model's; nothing was copied then.
+            ConfigError: other names or shapes than this model's, or another base; nothing was copied then.
         """
+        refuse_other_base(self._config.path, self.base, base)
         own = {name: tuple(self._holder.shape(name)) for name in self._holder.masters}
         given = {name: tuple(master.shape) for name, master in masters.items()}
         if own != given:
@@ -80,7 +94,7 @@ class NamedWeights:
 
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
         """Saves the model. ``writes``: false on ranks that only take part in gathering."""
-        with self._team.together(), self._team.whole(self.stream(dtype)) as weights:
+        with self._team.together(), self._team.whole(self._whole(dtype)) as weights:
             write_folder(folder, self._model.model, weights, dtype, writes=writes)
         if self._has_value:
             value = self._holder.full(VALUE)

@@ -23,6 +23,7 @@ from tandem.models.context_parallel import divides_heads
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import ClassLabel, is_token_classifier
 from tandem.models.load import load_causal_lm, load_scalar_model
+from tandem.models.media.features import freeze_towers
 from tandem.models.lora import fill_adapters, put_adapters
 from tandem.models.packed import PackedModel
 from tandem.models.streaming import PREFIX, Unfilled, open_unfilled
@@ -76,6 +77,9 @@ def open_spread(
         if unfilled is not None:
             files = {**unfilled.files, **{name.removeprefix(PREFIX): values for name, values in drawn.items()}}
             unfilled = replace(unfilled, files=files)
+    if not frozen:
+        for parameter in freeze_towers(model, config.freeze):
+            parameter.data = parameter.data.to(dtype)
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
     pieces = None if ranks.tensor is None else cut_matrices(model, ranks.tensor, ranks.key)
@@ -86,7 +90,7 @@ def open_spread(
         if unfilled is not None:
             unfilled.fill(module, pieces)
 
-    layers = model.model.get_submodule("model.layers")
+    layers = model.decoder.layers
     assert isinstance(layers, nn.ModuleList)
     if ranks.layout.zero is not None:
         return model, ZeroHolder(model, layers, dtype, ranks.layout, device, fill)

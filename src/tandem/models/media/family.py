@@ -20,14 +20,20 @@ class MediaFamily(ABC):
     model_types: ClassVar[tuple[str, ...]]
     kinds: tuple[MediaKind, ...]
     text_prefix: ClassVar[str]
-    """Prefix of the names of the language model's weights, such as ``model.text_model.``: what follows it, behind ``model.``,
-    is the name in a text-only model."""
+    """Prefix of the names of the language model's weights, such as ``model.text_model.``: with ``model.`` in its place they
+    are those of a text-only model."""
 
     towers: ClassVar[dict[str, tuple[str, ...]]]
     """Name that ``actor.freeze`` knows → prefixes of weights, such as ``{"vision": ("model.vision_model.",), …}``."""
 
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
+
+    opened_by: ClassVar[str] = "AutoModelForImageTextToText"
+    """The class of transformers that opens a folder."""
+
+    folder: Path
+    """The model folder that it was made of."""
 
     @abstractmethod
     def __init__(self, folder: Path, config: Any):
@@ -52,6 +58,10 @@ class MediaFamily(ABC):
     @abstractmethod
     def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """The rows of features ``[n, H]`` of each medium, as they stand among the embeddings. ``model``: of transformers."""
+
+    def text_model(self, model: nn.Module) -> nn.Module:
+        """The language model without its head, in a ``model`` of transformers."""
+        return model.get_submodule(self.text_prefix.removesuffix("."))
 
     def positions(self, ids: torch.Tensor, media: torch.Tensor, found: Sequence[Medium]) -> torch.Tensor:
         """Positions of a sequence from its beginning: ``[S]``, or ``[S, 3]``; the next token's is the largest one + 1.

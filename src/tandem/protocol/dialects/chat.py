@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+from tandem.api.media import PARTS
 from tandem.api.requests import StopReason
 from tandem.protocol.dialects.wire import Fields, as_list, as_object, as_text, check_last, pick, refused, wrong
 from tandem.protocol.parsing import MAX_DEPTH, load
@@ -73,18 +74,20 @@ def read(body: Mapping[str, Any]) -> Turn:
     return replace(read_turn(body), overridden=overridden, ignored=ignored)
 
 
-def read_turn(body: Mapping[str, Any]) -> Turn:
-    """The turn that the fields for it ask for; nothing else is looked at. Raises as `read`."""
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(as_list(body.get("messages"), "messages"))]
+def read_turn(body: Mapping[str, Any], media: bool = False) -> Turn:
+    """The turn that the fields for it ask for; nothing else is looked at. ``media``: contents with images and sounds stay
+    parts, for `tandem.media.parts.read_media`; without it they are refused. Raises as `read`."""
+    given = enumerate(as_list(body.get("messages"), "messages"))
+    messages = [_message(message, f"messages[{i}]", media) for i, message in given]
     check_last(messages, "messages")
     tools, choice = read_tools(body.get("tools")), _choice(body.get("tool_choice"))
-    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return Turn(
         messages=tuple(named_results(messages)),
         tools=tools,
         tool_choice=choice,
         stops=read_stops(body.get("stop")),
-        max_tokens=read_limit(given[0], "max_tokens") if given else None,
+        max_tokens=read_limit(limits[0], "max_tokens") if limits else None,
         stream=bool(body.get("stream")),
     )
 
@@ -170,6 +173,19 @@ def read_text(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> s
     return "".join(texts)
 
 
+def read_parts(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Content as one text, or as its parts where images or sounds are among them."""
+    if not isinstance(content, list):
+        return read_text(content, where)
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+    if not any(kind in PARTS for kind in kinds):
+        return read_text(content, where)
+    return [
+        dict(part) if kind in PARTS else {"type": "text", "text": read_text([part], where)}
+        for part, kind in zip(content, kinds, strict=True)
+    ]
+
+
 def read_arguments(text: Any, where: str) -> dict[str, Any]:
     """The arguments of a call that the client repeats."""
     if isinstance(text, Mapping):
@@ -232,9 +248,10 @@ def named_results(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 # ------------------------------------------------------------------ this dialect's own
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, media: bool) -> dict[str, Any]:
     role = pick(as_object(message, where).get("role"), ROLES, f"{where}.role")
-    made: dict[str, Any] = {"role": role, "content": read_text(message.get("content"), f"{where}.content")}
+    content = (read_parts if media else read_text)(message.get("content"), f"{where}.content")
+    made: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
         made["tool_call_id"] = str(message.get("tool_call_id") or "")
         if message.get("name"):

@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from tandem.api.chat_template import text_of
 from tandem.api.requests import LLMResponse
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Reply
-from tandem.rollout.chat import Chat, Tokens
+from tandem.rollout.chat import Chat
 from tandem.rollout.workflows import ChatWorkflow
+
+Result = str | Sequence[Mapping[str, Any]]
+"""The result of a call: a text, or content parts."""
 
 
 class ToolChat(Chat):
@@ -41,29 +45,32 @@ class ToolChat(Chat):
             message = {"role": "assistant", "content": self.reply.content, **reasoning}
             self.messages[-1] = message | {"tool_calls": [call.message() for call in named]}
 
-    def observe(self, results: Mapping[str, str]) -> None:
-        """Adds what became of the calls of the last reply, by their ids: context, masked out of the loss."""
+    def observe(self, results: Mapping[str, Result]) -> None:
+        """Adds what became of the calls of the last reply, by their ids: context, masked out of the loss. Content parts may
+        be images or sounds (`tandem.media.parts.read_media`)."""
         calls = self.reply.calls
         # half a surrogate pair, as a server that cuts UTF-16 sends, can be read by no tokenizer
-        results = {name: text.encode(errors="replace").decode() for name, text in results.items()}
-        unread = "\n".join(results[call.call_id] for call in calls if not call.name)
+        results = {
+            name: result.encode(errors="replace").decode() if isinstance(result, str) else result
+            for name, result in results.items()
+        }
+        unread = "\n".join(text_of(results[call.call_id]) for call in calls if not call.name)
         named = [call for call in calls if call.name]
         if not named:
             self.say(unread)
             return
-        turns = [
+        turns: list[dict[str, Any]] = [
             {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": results[call.call_id]}
             for call in named
         ]
         if unread:
-            turns[-1]["content"] += f"\n{unread}"
+            turns[-1]["content"] = _with_text(turns[-1]["content"], f"\n{unread}")
         rendered = self._render([*self.messages, *turns])
         addition = self._after_calls(rendered, len(named))
         if addition is not None:
-            self._tokens.add_context(self._encode(self._without_end(addition)))
+            self._append(self._without_end(addition), turns)
         else:
-            self._ended.append(self._tokens)
-            self._tokens = Tokens(self._encode(rendered))
+            self._begin_anew(rendered, [*self.messages, *turns])
         self.messages += turns
         self._text = rendered
 
@@ -82,6 +89,10 @@ class ToolChat(Chat):
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return self.reader.render(messages, self.tools, **self._kwargs)
+
+
+def _with_text(content: Result, text: str) -> Result:
+    return content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
 
 
 class ToolChatWorkflow(ChatWorkflow):

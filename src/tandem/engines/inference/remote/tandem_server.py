@@ -3,6 +3,8 @@
 One that a run starts gets tokens and a folder that nobody else can read, and ends with the run.
 """
 
+import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -28,6 +30,7 @@ from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, keep, take_over, until_calm
 from tandem.engines.inference.remote.launch import ServerProcess, own_environment, wait_ready
 from tandem.engines.inference.requests import refuse_unsupported
+from tandem.media import store
 from tandem.protocol.client import HttpClient
 
 PROTOCOL = 2
@@ -130,15 +133,32 @@ class TandemServer(Controlled):
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Raises `ServerFailed` for all that is no answer of this run's server."""
-        answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
+        answer = await self._ask(request)
         try:
             return _response(request, answer, self._run)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
 
+    async def _ask(self, request: LLMRequest) -> Any:
+        """The answer. A server with another media store, as on another machine, is sent the media and asked again."""
+        body, patience = self._body(request), self._patience(request)
+        try:
+            return await self._client.post("/generate", body, deadline_s=patience)
+        except DataFailure as failure:
+            if failure.reason != "media_missing":
+                raise
+        for number in dict.fromkeys(filter(None, request.media)):
+            data = base64.b64encode(await asyncio.to_thread(store.packed, number)).decode()
+            medium = {"kind": store.medium(number).kind, "data": data}
+            kept = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
+            if kept["number"] != number:
+                raise ServerFailed(f"{self.url} reads medium {number} as another; is it of another release?", url=self.url)
+        return await self._client.post("/generate", body, deadline_s=patience)
+
     def _body(self, request: LLMRequest) -> dict[str, Any]:
-        refuse_unsupported(request)
+        refuse_unsupported(request, takes_media=True)  # a server of a text model refuses the field
         return {
+            **({"media": list(request.media)} if request.media else {}),
             "input_ids": list(request.input_ids),
             "sampling": self._sampling(request),
             "noise_key": None if request.noise_key is None else list(request.noise_key),

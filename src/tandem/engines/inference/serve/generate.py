@@ -47,8 +47,8 @@ ANSWER = record(
 )
 
 
-def request_schema(max_tokens: int, vocab_size: int) -> Schema:
-    """The body of `/generate`; sampling has the fields of `GenerationConfig`."""
+def request_schema(max_tokens: int, vocab_size: int, media: bool = False) -> Schema:
+    """The body of `/generate`; sampling has the fields of `GenerationConfig`. ``media``: the model takes some."""
     token = integer(0, vocab_size - 1)
     sampling = {
         "max_new_tokens": integer(1, max_tokens),
@@ -74,7 +74,21 @@ def request_schema(max_tokens: int, vocab_size: int) -> Schema:
         ),
         "run": optional(text(256, 0, "Refused with status 409 if the server belongs to another run.")),
     }
+    if media:
+        numbers = array(integer(-SEED_LIMIT - 1, 0), 0, max_tokens)
+        fields["media"] = numbers | {"description": "Of each token the number that `/media` gave, 0 for text."}
     return record(fields, ("input_ids",))
+
+
+MEDIUM = record(
+    {"kind": {"enum": ["image", "audio"]}, "data": {"type": "string", "description": "base64 of a file"}}, ("kind", "data")
+)
+MEDIUM_ANSWER = record({"number": {"type": "integer"}}, ("number",))
+
+
+async def keep_medium(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+    """`/media`: an image or sound for requests to come, which name it by its number."""
+    return {"number": await service.tokenizers.keep(body["kind"], body["data"])}
 
 
 async def generate(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
@@ -93,6 +107,7 @@ async def generate(service: EngineService, body: dict[str, Any], request: web.Re
         GenerationConfig(n_samples=1, **sampling),
         NoiseKey(secrets.randbits(63)) if key is None else NoiseKey(*key),
         deadline_s=body.get("deadline_s"),
+        media=tuple(body.get("media", ())),
     )
     (response,) = await service.complete([wanted])
     return {

@@ -27,6 +27,9 @@ class ServiceLimits(ServerLimits):
     max_weights_body_bytes: int = 64 << 20
     """Longest body of the route that announces weights: a name and a digest for each tensor."""
 
+    max_media_body_bytes: int = 32 << 20
+    """Longest body of a request with images or sounds, where the model takes them."""
+
     send_timeout_s: float = 60.0
     """A stream whose reader takes nothing for this long is ended."""
 

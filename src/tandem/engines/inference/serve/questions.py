@@ -4,10 +4,11 @@ A parameter that this engine cannot honour is refused by its name, unless it has
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.api.media import MediaKind
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
@@ -57,13 +58,16 @@ class CompletionQuestion:
     turn: Turn = NO_TURN
     """The chat that a chat completion goes on."""
 
+    media: tuple[int, ...] = ()
+    """Media numbers of the tokens of its one prompt."""
+
     prompt_text: str = ""
     """All of it, as the model reads it."""
 
     def requests(self) -> list[LLMRequest]:
         """One a completion: those of the first prompt, then those of the second. The seed names the noise of all."""
         return [
-            LLMRequest(prompt, self.gconfig, NoiseKey(self.seed, group=group, sample=sample))
+            LLMRequest(prompt, self.gconfig, NoiseKey(self.seed, group=group, sample=sample), media=self.media)
             for group, prompt in enumerate(self.prompts)
             for sample in range(self.gconfig.n_samples)
         ]
@@ -101,13 +105,28 @@ def completion_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Sche
     return record(fields, ("model", "prompt"))
 
 
-def chat_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Schema:
-    part = record({"type": {"enum": ["text"]}, "text": text(limits.max_body_bytes)}, ("type", "text"))
+def _parts(media: Collection[MediaKind], limits: ServiceLimits) -> Schema:
+    """A part of a message's content."""
+
+    def part(name: str, value: Schema) -> Schema:
+        return record({"type": {"enum": [name]}, name: value}, ("type", name))
+
+    data = text(limits.max_media_body_bytes, 1)
+    image = record({"url": data, "detail": {"enum": ["auto", None]}}, ("url",))
+    sound = record({"data": data, "format": optional(text(16))}, ("data",))
+    parts = [part("text", text(limits.max_body_bytes))]
+    parts += [part("image_url", image)] if "image" in media else []
+    parts += [part("input_audio", sound)] if "audio" in media else []
+    return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collection[MediaKind] = ()) -> Schema:
+    """``media``: the kinds that the model takes."""
     called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
     call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
     message: dict[str, Schema] = {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [text(limits.max_body_bytes), array(part, 0, 256), {"type": "null"}]},
+        "content": {"anyOf": [text(limits.max_body_bytes), array(_parts(media, limits), 0, 256), {"type": "null"}]},
         "name": optional(text(256)),
         "tool_calls": optional(array(call, 0, 128)),
         "tool_call_id": optional(text(256)),
@@ -145,15 +164,16 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
 async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
-    turn = read_turn(body)
+    turn = read_turn(body, media=bool(tokenizers.media))
     if turn.tool_choice == "none":
         turn = replace(turn, tools=())
-    ids, text = await tokenizers.encode_chat(turn, limits.max_tokens)
+    tokens, text = await tokenizers.encode_chat(turn, limits.max_tokens)
     given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
     if len(given) > 1:
         raise Refusal(400, "max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
     most = given.pop() if given else min(limits.default_chat_tokens, limits.max_tokens)
-    return replace(_question(body, (ids,), most, bool(body.get("logprobs")), limits), turn=turn, prompt_text=text)
+    question = _question(body, (tuple(tokens.ids),), most, bool(body.get("logprobs")), limits)
+    return replace(question, turn=turn, media=tuple(tokens.media), prompt_text=text)
 
 
 def _question(

@@ -9,7 +9,14 @@ from tandem.engines.inference.remote.tandem_server import INSTANCE_HEADER
 from tandem.engines.inference.serve import answers
 from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, ServiceControl, of_run
 from tandem.engines.inference.serve.generate import ANSWER as GENERATED
-from tandem.engines.inference.serve.generate import VERSION, generate, request_schema
+from tandem.engines.inference.serve.generate import (
+    MEDIUM,
+    MEDIUM_ANSWER,
+    VERSION,
+    generate,
+    keep_medium,
+    request_schema,
+)
 from tandem.engines.inference.serve.metrics import Metrics
 from tandem.engines.inference.serve.questions import chat_schema, completion_schema
 from tandem.engines.inference.serve.service import EngineService
@@ -71,15 +78,25 @@ class ServedEngine(Application):
 
 
 def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> tuple[Route, ...]:
-    limits = service.limits
+    limits, media = service.limits, service.tokenizers.media
+    large = limits.max_media_body_bytes if media else limits.max_body_bytes
     facts = service.name, service.vocab_size, limits
     routes: list[Route] = []
 
     async def openapi(body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         return document("tandem serve", routes)
 
-    def add(method: str, path: str, summary: str, handler: Handler, *, body: Any = None, answer: Any = _OBJECT) -> None:
-        routes.append(Route(method, path, "data", summary, handler, body, answer, limits.max_body_bytes))
+    def add(
+        method: str,
+        path: str,
+        summary: str,
+        handler: Handler,
+        *,
+        body: Any = None,
+        answer: Any = _OBJECT,
+        max_bytes: int = limits.max_body_bytes,
+    ) -> None:
+        routes.append(Route(method, path, "data", summary, handler, body, answer, max_bytes))
 
     add("GET", "/health", "Who this server is; answers while the process lives", partial(health, service))
     add("GET", "/ready", "200 if it has current weights and generated a token recently, else 503", partial(ready, service))
@@ -99,15 +116,16 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         "/v1/chat/completions",
         "Messages in, a message out",
         partial(answers.chat_completions, service),
-        body=chat_schema(*facts),
+        body=chat_schema(*facts, media),
         answer=answers.ANSWER,
+        max_bytes=large,
     )
     add(
         "POST",
         "/generate",
         "Token in, token out, with a log-probability and a version a token",
         partial(generate, service),
-        body=request_schema(limits.max_tokens, service.vocab_size),
+        body=request_schema(limits.max_tokens, service.vocab_size, bool(media)),
         answer=GENERATED,
     )
     add(
@@ -118,6 +136,9 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         body=token_route_schema(service.name, service.vocab_size, limits.max_tokens),
         answer=TOKENS_GENERATED,
     )
+    if media:
+        told = "An image or sound for `/generate`, which names it by the number in the answer"
+        add("POST", "/media", told, partial(keep_medium, service), body=MEDIUM, answer=MEDIUM_ANSWER, max_bytes=large)
     routes.extend(_control(control, limits.max_body_bytes, limits.max_weights_body_bytes))
     return tuple(routes)
 

@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.failures import DataFailure
+from tandem.api.media import PARTS, MediaKind, MediaTokens, encode, media_of, reader_of
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
+from tandem.media.parts import NOWHERE, Allowed, read_media
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.tool_calls import CallReader
@@ -33,18 +37,25 @@ class Tokenizers:
     A tokenizer is not shared by threads.
     """
 
-    def __init__(self, folder: Path, *, max_long: int = 16):
-        """``max_long``: long texts that wait or are being tokenised; the next one is refused."""
+    def __init__(self, folder: Path, *, max_long: int = 16, allowed: Allowed = NOWHERE):
+        """``max_long``: texts that are long or have media, and that wait or are being tokenised; the next one is refused.
+        ``allowed``: the places that media may be read from."""
         self.decoder = load_tokenizer(folder)
         self._short = _Encoder(load_tokenizer(folder), "tokenizer")
         self._long = _Encoder(load_tokenizer(folder), "long-tokenizer")
         self._fewest = fewest_tokens(self.decoder)
-        self._max_long = max_long
+        self._max_long, self._allowed = max_long, allowed
         self.num_long = 0
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self.decoder.chat_template)
+
+    @property
+    def media(self) -> tuple[MediaKind, ...]:
+        """The kinds of media that the model takes."""
+        reader = reader_of(self.decoder)
+        return () if reader is None else reader.kinds
 
     async def encode(self, text: str, room: int) -> tuple[int, ...]:
         """Tokens of a text, those that the tokenizer puts around every text included.
@@ -61,19 +72,36 @@ class Tokenizers:
         """Reads replies, for the thread that `decoder` is of."""
         return CallReader(self.decoder)
 
-    async def encode_chat(self, turn: Turn, room: int) -> tuple[tuple[int, ...], str]:
-        """Tokens and text of a conversation with the model's turn opened.
+    async def encode_chat(self, turn: Turn, room: int) -> tuple[MediaTokens, str]:
+        """Tokens and text of a conversation with the model's turn opened. Its images and sounds go into the media store.
 
         Raises:
-            Refusal: 400, the template does not take these messages, with what it said; and as `encode`.
+            Refusal: 400, the template does not take these messages, with what it said; a medium cannot be read; and as
+                `encode`.
         """
 
-        def encode(encoder: _Encoder) -> tuple[tuple[int, ...], str]:
-            text = encoder.render(turn)
-            check_room(self._fewest(text), room, "messages")
-            return encoder.encode(text, add_special_tokens=False), text  # the template has put them there
+        def tokens(encoder: _Encoder) -> tuple[MediaTokens, str]:
+            try:
+                own = replace(turn, messages=tuple(read_media(turn.messages, self._allowed))) if self.media else turn
+                text = encoder.render(own)
+                check_room(self._fewest(text), room, "messages")
+                return encoder.encode_media(text, own), text
+            except DataFailure as failure:
+                raise Refusal(400, str(failure), code=failure.reason, param="messages") from failure
 
-        return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS, encode)
+        return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS or _has_media(turn), tokens)
+
+    async def keep(self, kind: MediaKind, data: str) -> int:
+        """Puts a medium, base64 of a file, into the media store; its number. Raises `Refusal` as `encode_chat`."""
+
+        def read(encoder: _Encoder) -> int:
+            try:
+                (medium,) = media_of(read_media([{"content": [{"type": kind, "data": data}]}]))
+            except DataFailure as failure:
+                raise Refusal(400, str(failure), code=failure.reason, param="data") from failure
+            return medium.number
+
+        return await self._run(True, read)
 
     async def _run(self, long: bool, encode: Callable[["_Encoder"], T]) -> T:
         if not long:
@@ -100,6 +128,11 @@ def check_room(num_tokens: int, room: int, param: str) -> None:
         raise Refusal(400, message, code="prompt_too_long", param=param)
 
 
+def _has_media(turn: Turn) -> bool:
+    contents = (message.get("content") for message in turn.messages)
+    return any(part.get("type") in PARTS for content in contents if isinstance(content, list) for part in content)
+
+
 def _characters(value: Any) -> int:
     """Characters of all strings in a JSON value."""
     if isinstance(value, str):
@@ -124,6 +157,10 @@ class _Encoder:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def encode_media(self, text: str, turn: Turn) -> MediaTokens:
+        """Tokens of a rendered conversation; the template has put special ones there."""
+        return encode(self._tokenizer, text, media_of(turn.messages))
 
     def render(self, turn: Turn) -> str:
         """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""

@@ -146,11 +146,21 @@ async function groupView(view, state, { run, step, group, tools }) {
     ...tools,
     h("div", { class: "tools" }, h("a", { href: link("samples", { run, step }) }, `‹ step ${step}`), h("h3", {}, `group ${group}`), first.source && h("span", { class: "quiet" }, first.source),
       h("label", {}, "sort by ", select([["reward", "reward"], ["advantage", "advantage"], ["accuracy", "accuracy"], ["tokens", "length"]], by, (name) => move({ sort: name })))),
-    h("details", { class: "prompt", open: true }, h("summary", {}, "prompt as the model got it"), folded(first.prompt || first.messages?.map((turn) => `${turn.role}: ${plain(turn.content)}`).join("\n") || "")),
+    h("details", { class: "prompt", open: true }, h("summary", {}, "prompt as the model got it"), media(samples), folded(first.prompt || first.messages?.map((turn) => `${turn.role}: ${plain(turn.content)}`).join("\n") || "")),
     expected, failures,
     h("div", { class: "cards" }, sorted.map((sample) => card(run, step, sample, low, high))),
   );
   state.keys.Escape = () => go("samples", { run, step });
+}
+
+// The images and sounds of a group, each once.
+function media(samples) {
+  const seen = new Map();
+  for (const one of samples.flatMap((sample) => sample.media ?? [])) if (!seen.has(one.number) || one.url) seen.set(one.number, one);
+  return [...seen.values()].map((one) => {
+    if (one.missing || !String(one.url).startsWith("data:")) return h("div", { class: "error" }, one.missing ?? "a medium is missing");
+    return one.kind === "image" ? h("img", { class: "medium", src: one.url, alt: `image ${one.number}` }) : h("audio", { controls: true, src: one.url });
+  });
 }
 
 export function plain(value) {

@@ -1,0 +1,284 @@
+"""The images and sounds of messages: from whatever a content part says, to a medium in the media store."""
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from PIL import Image
+
+from tandem.api.failures import DataFailure
+from tandem.api.media import PARTS, MediaKind, Medium
+from tandem.media.images import check_image, read_image
+from tandem.media.sounds import check_sound, read_sound
+from tandem.media.store import keep
+
+MAX_BYTES = 2**26
+"""Bytes of a file, an answer or a data URL."""
+
+TIMEOUT_S = 20.0
+"""Seconds that a host may take."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:(?=//)|(?:data|file):", re.IGNORECASE)
+_KEYS = (
+    "medium",
+    "url",
+    "path",
+    "base64",
+    "data",
+    "image",
+    "audio",
+    "image_url",
+    "audio_url",
+    "input_audio",
+    "bytes",
+    "array",
+)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The places that media may be read from; bytes, data URLs and objects in memory always may."""
+
+    folders: tuple[Path, ...] = ()
+    """Paths are looked up in these, in this order, and must lie within one when all links are followed."""
+
+    hosts: tuple[str, ...] = ()
+    """Hosts that ``http`` and ``https`` URLs may name."""
+
+
+NOWHERE = Allowed()
+
+
+class Source:
+    """One image or sound of a row, which is read when it is first asked for, and then remembered by its number."""
+
+    def __init__(self, kind: MediaKind, value: Any, allowed: Allowed = NOWHERE):
+        """``value``: a path, a URL, bytes, a PIL image, an array, ``{"bytes": …, "path": …}``, or
+        ``{"array": …, "sampling_rate": …}``."""
+        self.kind, self.allowed = kind, allowed
+        self._value, self._lock = value, threading.Lock()
+        self._medium: Medium | None = None
+
+    def read(self) -> Medium:
+        """The medium. Raises `DataFailure` with the reason."""
+        with self._lock:
+            if self._medium is None:
+                found = self._found()
+                if isinstance(found, Path):
+                    with _opened(found) as file:
+                        found = _bounded(file.read(MAX_BYTES + 1))
+                elif isinstance(found, str):
+                    found = _fetched(found)
+                self._medium = keep(self.kind, read_image(found) if self.kind == "image" else read_sound(found))
+            return self._medium
+
+    def check(self) -> None:
+        """Raises the `DataFailure` that the place and the header give reason for; nothing is decoded, no host is asked."""
+        found, check = self._found(), check_image if self.kind == "image" else check_sound
+        if isinstance(found, Path):
+            with _opened(found) as file:
+                check(file)
+        elif not isinstance(found, str):
+            check(found)
+
+    def __str__(self) -> str:
+        """The path or URL; of others the kind and a digest of what they hold."""
+        if isinstance(self._value, str) and len(self._value) < 1000:
+            return self._value
+        value = self._value.get("bytes") or self._value if isinstance(self._value, Mapping) else self._value
+        if isinstance(value, Image.Image | np.ndarray):
+            value = np.asarray(value).tobytes()
+        data = value if isinstance(value, bytes) else str(value).encode(errors="replace")
+        return f"{self.kind}:{hashlib.sha256(data).hexdigest()[:16]}"
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __deepcopy__(self, memo: Any) -> "Source":
+        """Itself: nobody changes it."""
+        return self
+
+    def _found(self) -> Any:
+        """The file's path, a URL, bytes, or an object in memory that `read_image` or `read_sound` takes."""
+        value = self._value
+        if isinstance(value, Mapping):
+            if value.get("array") is not None:
+                value = (value["array"], value.get("sampling_rate"))
+            else:
+                value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+        if isinstance(value, str | Path):
+            return self._named(str(value))
+        if isinstance(value, bytes | bytearray | memoryview):
+            return _bounded(bytes(value))
+        if isinstance(value, (Image.Image, np.ndarray) if self.kind == "image" else tuple):
+            return value
+        need = "with its sampling_rate" if isinstance(value, np.ndarray) else "a path, a URL, bytes or an array"
+        raise DataFailure("media_unreadable", f"no {self.kind} can be made of {type(value).__name__}: give {need}")
+
+    def _named(self, name: str) -> Path | str | bytes:
+        scheme = _SCHEME.match(name)
+        word = scheme.group().lower() if scheme else ""
+        if not scheme:
+            return _file(name, self.allowed.folders)
+        if word == "data:":
+            return _of_data_url(name)
+        if word in ("http:", "https:"):
+            return _allowed_url(name, self.allowed.hosts)
+        raise DataFailure("media_refused", f"{name:.80}: {word} is never read; give a path, a data URL or bytes")
+
+
+def read_media(messages: Messages, allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
+    """The messages in which every image and sound is a part ``{"type": "image" or "audio", "medium": Medium}``.
+
+    Parts are spelled as OpenAI does (``image_url``, ``input_image``, ``input_audio``, ``audio_url``) or Hugging Face
+    (``image`` and ``audio`` with the medium, ``url``, ``path`` or ``base64``).
+
+    Raises:
+        DataFailure: a medium cannot be read (see `tandem.media.images`, `tandem.media.sounds`), is missing
+            (``media_missing``) or refused (``media_refused``): a path or host that is not allowed, a video.
+    """
+    return with_parts(messages, lambda part: {"type": part.kind, "medium": part.read()}, allowed)
+
+
+def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
+    """The messages with what ``make`` gives in place of each image and sound that is not a `Medium` yet."""
+
+    def one(part: Any) -> Any:
+        if not isinstance(part, Mapping) or isinstance(part.get("medium"), Medium):
+            return part
+        source = source_of(part, allowed)
+        return part if source is None else make(source)
+
+    return [
+        {**message, "content": [one(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list | tuple)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def source_of(part: Mapping[str, Any], allowed: Allowed = NOWHERE) -> Source | None:
+    """The image or sound of a content part; None for text and the like.
+
+    Raises:
+        DataFailure: a video, or a part that names nothing.
+    """
+    name = str(part.get("type", ""))
+    if "video" in name:
+        raise DataFailure("media_refused", "no model takes a video yet: give its frames as images")
+    kind = PARTS.get(name)
+    if kind is None:
+        return None
+    key = next((key for key in _KEYS if part.get(key) is not None), None)
+    if key is None:
+        raise DataFailure("media_mismatch", f"a part of type {name!r} has no {kind}: its keys are {', '.join(part)}")
+    value = part[key]
+    if isinstance(value, Source):
+        return value
+    if key in ("bytes", "array"):
+        value = part
+    if isinstance(value, Mapping) and (inner := next((k for k in ("url", "data") if value.get(k) is not None), None)):
+        key, value = inner, value[inner]  # OpenAI's {"url": …} and {"data": …, "format": …}
+    if key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:"):
+        value = f"data:;base64,{value}"
+    return Source(kind, value, allowed)
+
+
+def _too_long() -> DataFailure:
+    return DataFailure("media_too_large", f"more than {MAX_BYTES >> 20} MiB; make the file smaller")
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise _too_long()
+    return data
+
+
+def _file(name: str, folders: Sequence[Path]) -> Path:
+    if not folders:
+        raise DataFailure("media_refused", f"{name:.200}: paths are not read here; give bytes or a data URL")
+    outside = False
+    for folder in folders:
+        try:
+            root = folder.resolve()
+            file = (root / name).resolve()
+            outside = outside or not file.is_relative_to(root)
+            if any(file.is_relative_to(one.resolve()) for one in folders) and file.is_file():
+                return file
+        except (OSError, RuntimeError, ValueError) as error:  # no permission; a loop of links; a NUL in the name
+            raise DataFailure("media_missing", f"{name[:200]!r} cannot be read: {error}") from error
+    places = ", ".join(map(str, folders))
+    if outside:
+        raise DataFailure(
+            "media_refused", f"{name[:200]!r} lies outside of {places}; media_folders names folders that may be read"
+        )
+    raise DataFailure("media_missing", f"there is no file {name[:200]!r} in {places}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                raise _too_long()
+            yield file
+    except OSError as error:
+        raise DataFailure("media_missing", f"{path} cannot be read: {error.strerror}") from error
+
+
+def _of_data_url(url: str) -> bytes:
+    head, comma, _ = url[:200].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise DataFailure("media_unreadable", f"a data URL must be data:TYPE;base64,…, got {url[:40]!r}")
+    if len(url) > MAX_BYTES * 4 // 3 + 300:
+        raise _too_long()
+    try:
+        return base64.b64decode("".join(url[len(head) + 1 :].split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataFailure("media_unreadable", f"a data URL that is no base64: {error}") from error
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Nowhere: another address was not allowed."""
+        return
+
+
+def _allowed_url(url: str, hosts: Sequence[str]) -> str:
+    try:
+        host = urllib.parse.urlsplit(url).hostname or ""
+    except ValueError as error:
+        raise DataFailure("media_refused", f"{url:.200} is no URL: {error}") from error
+    if host not in hosts:
+        allowed = f"only {', '.join(hosts)}" if hosts else "none here: give a file"
+        raise DataFailure("media_refused", f"{url:.200}: the host {host!r} is not allowed, {allowed}")
+    return url
+
+
+def _fetched(url: str) -> bytes:
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=TIMEOUT_S) as answer:
+            return _bounded(answer.read(MAX_BYTES + 1))
+    except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+        raise DataFailure("media_missing", f"{url:.200} cannot be had: {error}") from error

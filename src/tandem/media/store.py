@@ -1,0 +1,185 @@
+"""The media store: a folder in which each image and sound is kept once, under a number made of what it holds.
+
+All processes of a run open the same folder, so a medium travels by its number alone. Files appear whole and are never
+changed: an image is a PNG of 8 bits RGB, a sound a WAV of 16 bits, mono, at `RATE`.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import threading
+import wave
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from PIL import Image
+
+from tandem.api.failures import NotWritten
+from tandem.api.media import MediaKind, Medium
+from tandem.config.cache import media_folder
+from tandem.config.errors import ConfigError
+
+RATE = 16_000
+"""Samples a second of every sound."""
+
+MAX_HELD_BYTES = 2**28
+"""Decoded media that a process holds in memory; those that were asked for last stay."""
+
+_ENDINGS: dict[MediaKind, str] = {"image": ".png", "audio": ".wav"}
+
+
+class MediaMissing(ConfigError):
+    """A medium is not in the media store of this process, or its file there is damaged."""
+
+
+class _Held:
+    """Decoded media by file, the last used last."""
+
+    def __init__(self) -> None:
+        self._lock, self._arrays, self._size = threading.Lock(), OrderedDict[Path, np.ndarray](), 0
+
+    def get(self, file: Path) -> np.ndarray | None:
+        with self._lock:
+            found = self._arrays.pop(file, None)
+            if found is not None:
+                self._arrays[file] = found
+            return found
+
+    def add(self, file: Path, data: np.ndarray) -> None:
+        with self._lock:
+            self._size += data.nbytes - getattr(self._arrays.pop(file, None), "nbytes", 0)
+            self._arrays[file] = data
+            while self._size > MAX_HELD_BYTES:
+                self._size -= self._arrays.popitem(last=False)[1].nbytes
+
+
+_HELD = _Held()
+
+
+def keep(kind: MediaKind, data: np.ndarray) -> Medium:
+    """Keeps a medium, if it is not there yet. Several processes may keep the same one at once.
+
+    Args:
+        data: an image ``[H, W, 3]`` uint8, or a sound ``[n]`` int16 at `RATE`; not to be changed afterwards.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+        NotWritten: the disk is full.
+    """
+    assert (data.dtype, data.ndim) == {"image": (np.uint8, 3), "audio": (np.int16, 1)}[kind] and data.size, data.shape
+    data = np.ascontiguousarray(data)
+    data.setflags(write=False)
+    number = _number(kind, data)
+    file = _file(kind, number)
+    if not file.is_file():
+        _write(file, lambda out: (_write_image if kind == "image" else write_sound)(out, data))
+    _HELD.add(file, data)
+    return Medium(kind, number, (data.shape[1], data.shape[0]) if kind == "image" else (len(data), RATE))
+
+
+def medium(number: int) -> Medium:
+    """The medium of a number; reads no more than the beginning of its file. Raises `MediaMissing`."""
+    if (image_file := _file("image", number)).is_file():
+        with _opening(number), Image.open(image_file, formats=["PNG"]) as image:
+            return Medium("image", number, image.size)
+    with _opening(number), wave.open(str(_file("audio", number)), "rb") as sound:
+        return Medium("audio", number, (sound.getnframes(), RATE))
+
+
+def image(number: int) -> np.ndarray:
+    """The pixels of an image, ``[H, W, 3]`` uint8, not to be written to. Raises `MediaMissing`."""
+
+    def read(file: Path) -> np.ndarray:
+        with Image.open(file, formats=["PNG"]) as found:
+            return np.array(found)
+
+    return _read("image", number, read)
+
+
+def sound(number: int) -> np.ndarray:
+    """The samples of a sound, ``[n]`` float32 from −1 to 1, at `RATE`. Raises `MediaMissing`."""
+
+    def read(file: Path) -> np.ndarray:
+        with wave.open(str(file), "rb") as found:
+            return np.frombuffer(found.readframes(found.getnframes()), "<i2").astype(np.int16)
+
+    return _read("audio", number, read).astype(np.float32) / 2**15
+
+
+def packed(number: int) -> bytes:
+    """The file of a medium, PNG or WAV; `tandem.media.parts` reads the same medium from it. Raises `MediaMissing`."""
+    with _opening(number):
+        return _file(medium(number).kind, number).read_bytes()
+
+
+def _number(kind: MediaKind, data: np.ndarray) -> int:
+    digest = hashlib.sha256(f"{kind} {data.shape}".encode())
+    digest.update(np.ascontiguousarray(data, "<i2" if kind == "audio" else None).data)
+    return -1 - (int.from_bytes(digest.digest()[:8]) >> 1)
+
+
+def _file(kind: MediaKind, number: int) -> Path:
+    return media_folder() / f"{-1 - number:016x}{_ENDINGS[kind]}"
+
+
+def _read(kind: MediaKind, number: int, read: Callable[[Path], np.ndarray]) -> np.ndarray:
+    file = _file(kind, number)
+    data = _HELD.get(file)
+    if data is None:
+        with _opening(number):
+            data = read(file)
+        if _number(kind, data) != number:
+            raise MediaMissing(f"{file} was changed since it was kept: remove it and start again, and it is made anew")
+        data.setflags(write=False)
+        _HELD.add(file, data)
+    return data
+
+
+@contextlib.contextmanager
+def _opening(number: int) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MediaMissing(
+            f"medium {number} is not in the media store {media_folder()}: all processes of a run, on all nodes, need the "
+            "same folder: set TANDEM_MEDIA to one on a shared file system, and never empty it while a run may go on"
+        ) from error
+    except (OSError, SyntaxError, ValueError, EOFError, wave.Error) as error:
+        raise MediaMissing(f"medium {number} in the media store {media_folder()} cannot be read: {error}") from error
+
+
+def _write(file: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Readers see the whole file or none."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(prefix=file.stem, suffix=".partial", dir=file.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"the media store {file.parent} cannot be written ({error.strerror}): set TANDEM_MEDIA to a folder that can"
+        ) from error
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            write(out)
+            os.fchmod(out.fileno(), 0o644)  # other users of a shared folder may read it
+        os.replace(partial, file)
+    except OSError as error:
+        raise NotWritten(f"the media store {file.parent} takes no more ({error.strerror}): make room there") from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _write_image(out: IO[bytes], data: np.ndarray) -> None:
+    Image.fromarray(data).save(out, "PNG", compress_level=1)
+
+
+def write_sound(out: IO[bytes], data: np.ndarray) -> None:
+    """Writes samples ``[n]`` int16 as a WAV at `RATE`."""
+    with wave.open(out, "wb") as sound_file:
+        sound_file.setnchannels(1)
+        sound_file.setsampwidth(2)
+        sound_file.setframerate(RATE)
+        sound_file.writeframes(data.astype("<i2").tobytes())

@@ -1,0 +1,122 @@
+"""The features of the media of a forward pass, computed once."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.media import store
+from tandem.models.media.family import MediaFamily
+
+FEATURE_BYTES = 2**30
+"""Most host memory that the features of frozen towers take."""
+
+INPUT_BYTES = 2**28
+"""Most host memory that processed pictures and sounds take."""
+
+
+class _Recent:
+    """What was used last, up to so many bytes of tensors."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._kept: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+
+    def get(self, number: int) -> dict[str, torch.Tensor] | None:
+        found = self._kept.get(number)
+        if found is not None:
+            self._kept.move_to_end(number)
+        return found
+
+    def put(self, number: int, made: dict[str, torch.Tensor]) -> None:
+        self._kept[number] = made
+        self._bytes += _bytes(made)
+        while self._bytes > self._max_bytes and len(self._kept) > 1:
+            self._bytes -= _bytes(self._kept.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+
+def _bytes(made: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in made.values())
+
+
+class Features:
+    """The features of media by number, of one model. Those of a frozen tower are kept in host memory; those of one that is
+    trained are computed in each pass, with a graph."""
+
+    def __init__(self, family: MediaFamily, model: nn.Module):
+        """``model``: of transformers; what is not its language model is the tower."""
+        self.family, self._model = family, model
+        self._places = [
+            (module, key)
+            for name, module in model.named_modules()
+            for key in module._parameters
+            if is_tower(family, f"{name}.{key}")
+        ]
+        self._inputs, self._kept = _Recent(INPUT_BYTES), _Recent(FEATURE_BYTES)
+        self.computed = 0
+        """Media whose features were computed."""
+
+    def of(self, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+        """The features of these media, one after another, ``[rows, H]``."""
+        if self._trained():
+            self.computed += len(numbers)
+            return torch.cat(self.family.features(self._model, [self._input(number) for number in numbers]))
+        with torch.no_grad():
+            return torch.cat([self._frozen(number).to(device) for number in numbers])
+
+    def _frozen(self, number: int) -> torch.Tensor:
+        """Computed alone: to the bit the same, whatever else is in the batch."""
+        kept = self._kept.get(number)
+        if kept is None:
+            self.computed += 1
+            (rows,) = self.family.features(self._model, [self._input(number)])
+            kept = {"rows": rows.cpu()}
+            self._kept.put(number, kept)
+        return kept["rows"]
+
+    def _input(self, number: int) -> dict[str, torch.Tensor]:
+        made = self._inputs.get(number)
+        if made is None:
+            made = self.family.inputs(store.medium(number))
+            self._inputs.put(number, made)
+        return made
+
+    def nothing(self) -> torch.Tensor | int:
+        """0, through which a trained tower gets gradients of 0 in a pass without media: ranks sum the same gradients, and the
+        optimizer sees the same parameters, whatever is in a micro-batch."""
+        return sum(parameter.sum() * 0.0 for parameter in self._trained()) if torch.is_grad_enabled() else 0
+
+    def _trained(self) -> list[torch.Tensor]:
+        """The tower's parameters that are trained: those that the model has now, which sharding puts in the place of others."""
+        tower = (getattr(module, key) for module, key in self._places)
+        return [parameter for parameter in tower if parameter is not None and parameter.requires_grad]
+
+    def forget(self) -> None:
+        """After weights of the tower have changed, or their dtype: nothing that is kept is used again."""
+        self._kept.clear()
+
+
+def freeze_towers(packed: Any, names: Sequence[str]) -> list[nn.Parameter]:
+    """Freezes these towers of a `PackedModel`; returns all parameters of its towers that are not trained."""
+    media: Features | None = packed.media
+    if media is None:
+        return []
+    prefixes = tuple(prefix for name in names for prefix in media.family.towers[name])
+    frozen = []
+    for name, parameter in packed.model.named_parameters():
+        if name.startswith(prefixes):
+            parameter.requires_grad_(False)
+        if is_tower(media.family, name) and not parameter.requires_grad:
+            frozen.append(parameter)
+    return frozen
+
+
+def is_tower(family: MediaFamily, name: str) -> bool:
+    """True for the name of a weight that belongs to what sees or hears; ``name``: of transformers."""
+    return not name.startswith((family.text_prefix, "lm_head."))

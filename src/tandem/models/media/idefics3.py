@@ -1,0 +1,129 @@
+"""Idefics3 and SmolVLM: pictures cut into square tiles, each as many placeholders."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from tandem.api.failures import DataFailure
+from tandem.api.media import MediaKind, Medium
+from tandem.config.errors import ConfigError
+from tandem.media import store
+from tandem.models.media.family import MediaFamily
+from tandem.models.media.settings import read_processor, settings_of
+
+MAX_EDGE = 4096
+"""The processor makes no picture larger."""
+
+
+class Idefics3(MediaFamily):
+    """A SigLIP tower, a connector that joins neighbouring patches, and a language model with plain positions."""
+
+    model_types = ("idefics3", "smolvlm")
+    kinds = ("image",)
+    text_prefix = "model.text_model."
+    towers = {"vision": ("model.vision_model.",), "connector": ("model.connector.",)}
+
+    def __init__(self, folder: Path, config: Any):
+        self.folder = folder
+        self._image_token: int = config.image_token_id
+        name = "Idefics3ImageProcessorPil" if config.model_type == "idefics3" else "SmolVLMImageProcessorPil"
+        self._processor = read_processor(name, folder)
+        self._longest = self._edge("size")
+        self._tile = self._edge("max_image_size")
+        side, scale = self._tile // config.vision_config.patch_size, config.scale_factor
+        self._rows = (side // scale) ** 2
+        wanted = settings_of(folder).get("image_seq_len", self._rows)
+        if side % scale or self._tile % config.vision_config.patch_size or wanted != self._rows:
+            raise ConfigError(
+                f"the processor in {folder} cuts pictures into tiles of {self._tile} pixels and writes {wanted} placeholders "
+                f"for each, and the model gives {side / scale:g}² features (patches of {config.vision_config.patch_size}, "
+                f"scale_factor {scale}): set image_seq_len and max_image_size to what the model was trained with"
+            )
+
+    def _edge(self, setting: str) -> int:
+        found = getattr(self._processor, setting)
+        edge = found.get("longest_edge") if isinstance(found, dict) else getattr(found, "longest_edge", None)
+        if edge is None:
+            raise ConfigError(f"the processor in {self.folder} has {setting}={found}; only a longest_edge is exact here")
+        return int(edge)
+
+    def marker(self, kind: MediaKind) -> str:
+        return "<image>"
+
+    def placeholder(self, kind: MediaKind) -> int:
+        return self._image_token
+
+    def tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles of a picture, beside the whole of it; 0 and 0 where it is not cut."""
+        if not self._processor.do_image_splitting:
+            return 0, 0
+        if self._processor.do_resize:
+            width, height = _resized(width, height, self._longest)
+        ratio = width / height
+        if width >= height:
+            width = self._up(width)
+            height = self._up(int(width / ratio))
+        else:
+            height = self._up(height)
+            width = self._up(int(height * ratio))
+        whole = width <= self._tile and height <= self._tile
+        return (0, 0) if whole else (height // self._tile, width // self._tile)
+
+    def _up(self, edge: int) -> int:
+        return math.ceil(edge / self._tile) * self._tile
+
+    def count(self, medium: Medium) -> int:
+        rows, columns = self.tiles(*medium.size)
+        return self._rows * (rows * columns + 1)
+
+    def expansion(self, medium: Medium) -> str:
+        rows, columns = self.tiles(*medium.size)
+        around, features = "<fake_token_around_image>", "<image>" * self._rows
+        lines = [
+            "".join(f"{around}<row_{row + 1}_col_{column + 1}>{features}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        return "".join([*lines, "\n"] if rows else []) + f"{around}<global-img>{features}{around}"
+
+    def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
+        """``pixel_values [tiles, 3, E, E]``, float32."""
+        picture = Image.fromarray(store.image(medium.number))
+        pixels = self._processor(images=[[picture]], return_tensors="pt")["pixel_values"][0]
+        if len(pixels) * self._rows != self.count(medium):
+            raise DataFailure(
+                "media_mismatch",
+                f"a picture of {medium.size} pixels has {self.count(medium)} placeholders and {len(pixels) * self._rows} "
+                "rows of features",
+            )
+        return {"pixel_values": pixels}
+
+    def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        parts: Any = model.model
+        like = parts.vision_model.embeddings.patch_embedding.weight
+        pixels = torch.cat([one["pixel_values"] for one in inputs]).to(like.device, like.dtype)
+        # not transformers' get_image_features: it drops a tile whose numbers are all 0, as padding
+        states = parts.connector(parts.vision_model(pixel_values=pixels).last_hidden_state)  # [tiles, rows, H]
+        return [part.flatten(0, 1) for part in states.split([len(one["pixel_values"]) for one in inputs])]
+
+
+def _resized(width: int, height: int, longest: int) -> tuple[int, int]:
+    """A picture's size with its longer edge made ``longest``, and none above `MAX_EDGE`."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > MAX_EDGE:
+        width, height = MAX_EDGE, int(MAX_EDGE / ratio)
+    elif height > width and height > MAX_EDGE:
+        width, height = int(MAX_EDGE * ratio), MAX_EDGE
+    return max(width, 1), max(height, 1)
