@@ -39,8 +39,14 @@ the reward that its source brings. No column of a user's can have these names.""
 
 OURS = (SOURCE, INDEX, EPOCH, WHERE, REWARD)
 
-PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled", "seeds")
-"""Data sets that are computed, beside the families of reasoning-gym."""
+WITH_MEDIA = ("clevr_count", "easy_vqa", "easy_vqa_open", "easy_vqa_yes_no", "spoken_digits", "spoken_sums")
+"""Data sets of pictures and sounds; each also as ``…_shuffled``, with the media of other rows."""
+
+PROCEDURAL = (
+    *("addition", "addition_pairs", "functions", "functions_shuffled", "seeds"),
+    *(f"{name}{ending}" for name in WITH_MEDIA for ending in ("", "_shuffled")),
+)
+"""Data sets that are computed or put together, beside the families of reasoning-gym."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from tandem.api.weight_files import save_tensors
+from tandem.models.making.learning import NewTokens
 
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -43,11 +44,19 @@ def frozen_text_model(base: Path, size: int, dtype: torch.dtype) -> PreTrainedMo
     return model.requires_grad_(False).eval()
 
 
-def question_tokens(tokenizer: PreTrainedTokenizerBase, kind: str, marker: str, expansion: str, text: str) -> tuple[int, ...]:
+def question_tokens(
+    tokenizer: PreTrainedTokenizerBase, kind: str, marker: str, expansion: str, text: str
+) -> tuple[int, ...]:
     """Tokens of the chat that shows one medium and asks ``text``, up to where the answer begins."""
     message = {"role": "user", "content": [{"type": kind}, {"type": "text", "text": text}]}
     chat = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     return tuple(tokenizer(chat.replace(marker, expansion), add_special_tokens=False)["input_ids"])
+
+
+def keep_new_tokens(model: PreTrainedModel, new: NewTokens) -> None:
+    """Puts the learned embeddings into the model that is saved."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[new.first :] = new.weight
 
 
 def write_folder(folder: Path, model: PreTrainedModel, processor: ProcessorMixin) -> None:
@@ -55,10 +64,12 @@ def write_folder(folder: Path, model: PreTrainedModel, processor: ProcessorMixin
     model.config.dtype = torch.bfloat16
     model.config.architectures = [type(model).__name__]
     weights = model.state_dict()
-    weights.pop("lm_head.weight")  # the embeddings, a second time
+    if getattr(model.config, "tie_word_embeddings", False):
+        del weights["lm_head.weight"]  # the embeddings, a second time
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
     save_tensors(weights, folder / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(folder)
     text = model.config.get_text_config()
-    GenerationConfig(bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id).save_pretrained(folder)
+    stops = GenerationConfig(bos_token_id=text.bos_token_id, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
+    stops.save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
+NEW_TOKENS_RATE = 3e-3
+
+
 @dataclass(frozen=True)
 class Question:
     """A question about one medium, in tokens."""
@@ -22,7 +25,24 @@ class Question:
     """Number of the medium among those of the data set."""
 
 
-def answer_logits(text: PreTrainedModel, questions: Sequence[Question], placeholder: int, features: Tensor) -> Tensor:
+class NewTokens(nn.Module):
+    """Embeddings that are learned too: of the tokens that the language model did not have before."""
+
+    def __init__(self, text: PreTrainedModel, first: int):
+        """``first``: the first new token; all behind it are new."""
+        super().__init__()
+        self.first = first
+        self.weight = nn.Parameter(text.get_input_embeddings().weight[first:].float().clone())
+
+    def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
+        """``embeddings`` of ``ids`` with those of the new tokens in their places."""
+        own = self.weight[(ids - self.first).clamp(min=0)].to(embeddings.dtype)
+        return torch.where((ids >= self.first).unsqueeze(-1), own, embeddings)
+
+
+def answer_logits(
+    text: PreTrainedModel, new: NewTokens, questions: Sequence[Question], placeholder: int, features: Tensor
+) -> Tensor:
     """The logits ``[A, V]`` of all answers' tokens, one question after the other, each given the answer before it.
 
     ``features [M, H]`` take the placeholders of all the prompts in order.
@@ -30,13 +50,11 @@ def answer_logits(text: PreTrainedModel, questions: Sequence[Question], placehol
     rows = [question.prompt + question.answer for question in questions]
     longest = max(map(len, rows))
     ids = torch.tensor([row + (0,) * (longest - len(row)) for row in rows])  # attention is causal: no mask for what follows
-    embeddings = text.get_input_embeddings()(ids)
+    embeddings = new(ids, text.get_input_embeddings()(ids))
     here = (ids == placeholder).unsqueeze(-1)
     embeddings = embeddings.masked_scatter(here, features.to(embeddings.dtype))
     hidden = text.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-    places = [
-        (i, len(question.prompt) - 1 + j) for i, question in enumerate(questions) for j in range(len(question.answer))
-    ]
+    places = [(i, len(question.prompt) - 1 + j) for i, question in enumerate(questions) for j in range(len(question.answer))]
     row, column = torch.tensor(places).T
     return text.lm_head(hidden[row, column]).float()
 
@@ -50,25 +68,27 @@ def answers_right(questions: Sequence[Question], logits: Tensor) -> list[bool]:
 def learn(
     what: str,
     text: PreTrainedModel,
+    new: NewTokens,
     placeholder: int,
     batches: Iterator[list[Question]],
     features: Callable[[Sequence[Question]], Tensor],
     learners: Sequence[tuple[nn.Module, float]],
     steps: int,
 ) -> None:
-    """``steps`` steps of AdamW on the cross-entropy of answers; progress on stderr.
+    """``steps`` steps of AdamW on the cross-entropy of answers; progress on stderr. The new tokens learn with the others.
 
     Args:
         features: rows ``[M, H]`` for the placeholders of some questions, computed by the learners.
         learners: modules with their largest learning rate; it rises for a tenth of the steps and falls to 0 by a cosine.
     """
+    learners = [*learners, (new, NEW_TOKENS_RATE)]
     optimizer = torch.optim.AdamW([{"params": list(module.parameters()), "lr": rate} for module, rate in learners])
     rates = [rate for _, rate in learners]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1, cycle_momentum=False)
     began, right = time.monotonic(), []
     for step in range(1, steps + 1):
         questions = next(batches)
-        logits = answer_logits(text, questions, placeholder, features(questions))
+        logits = answer_logits(text, new, questions, placeholder, features(questions))
         wanted = torch.tensor([token for question in questions for token in question.answer])
         loss = nn.functional.cross_entropy(logits, wanted)
         optimizer.zero_grad()
