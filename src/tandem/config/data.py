@@ -55,7 +55,8 @@ class SourceConfig:
 
     path: str
     """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
-    `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
+    `addition_pairs`, `functions`, `seeds`, `clevr_count` and others with media (docs/vision.md, docs/audio.md), or
+    `reasoning_gym:NAME`."""
 
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
@@ -78,7 +79,8 @@ class DatasetConfig:
 
     path: str | None = None
     """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
-    `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
+    `addition_pairs`, `functions`, `seeds`, `clevr_count` and others with media (docs/vision.md, docs/audio.md), or
+    `reasoning_gym:NAME`."""
 
     split: str | None = None
     """Split of the data set; null takes `train`."""
@@ -120,7 +122,7 @@ class ValidDatasetConfig:
 
     path: str | None = None
     """Folder, file, hub name, `my_file.py:rows`, `addition`, `addition_pairs`, `functions`, `seeds`,
-    `reasoning_gym:NAME`; null: as `train_dataset`."""
+    `clevr_count` and others with media, `reasoning_gym:NAME`; null: as `train_dataset`."""
 
     split: str | None = None
     """Split of the data set; null takes `test`."""

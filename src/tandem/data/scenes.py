@@ -1,5 +1,6 @@
 """Scenes like CLEVR's, computed: spheres, cylinders and cubes on a floor, ray by ray, with shadows and exact counts."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ LIGHT = np.array([-0.45, -0.45, 0.77])
 VIEW = 2.6
 """Half the width of what the camera sees; things stand up to `REACH` from the middle."""
 
-REACH, MIN_VISIBLE, MAX_THINGS = 1.8, 0.4, 5
+REACH, GAP, MIN_VISIBLE, MAX_THINGS = 1.8, 0.1, 0.4, 5
 SIDE = 64
 
 
@@ -38,6 +39,11 @@ class Thing:
     y: float
     size: float
     angle: float
+
+    @property
+    def radius(self) -> float:
+        """On the floor."""
+        return self.size * (math.sqrt(2) if self.shape == "cube" else 1)
 
     def strike(self, origins: np.ndarray, ray: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How far along ``ray`` each of ``origins [P, 3]`` meets it, infinite if never, and the surface's normals there."""
@@ -61,9 +67,9 @@ class Thing:
 
 
 def draw_things(draw: random.Random, count: int) -> list[Thing]:
-    """``count`` things that do not touch."""
+    """Up to ``count`` things that do not touch."""
     things: list[Thing] = []
-    while len(things) < count:
+    for _ in range(20 * count):
         thing = Thing(
             colour=draw.choice(list(COLOURS)),
             shape=draw.choice(list(SHAPES)),
@@ -72,8 +78,10 @@ def draw_things(draw: random.Random, count: int) -> list[Thing]:
             size=draw.uniform(0.5, 0.65),
             angle=draw.uniform(0, np.pi),
         )
-        if all(np.hypot(thing.x - one.x, thing.y - one.y) > 1.4 * (thing.size + one.size) for one in things):
+        if all(math.hypot(thing.x - one.x, thing.y - one.y) > thing.radius + one.radius + GAP for one in things):
             things.append(thing)
+        if len(things) == count:
+            break
     return things
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-
 NEW_TOKENS_RATE = 3e-3
 
 

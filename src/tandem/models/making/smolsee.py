@@ -133,8 +133,13 @@ def learn_words(
 
 
 def words_of_parts(owner: Tensor, words: Tensor, nothing: Tensor) -> Tensor:
-    """For each part of a picture the words ``[N, K, H]`` of the object that covers most of it, ``nothing [H]`` if none covers a tenth,
-    ``[N, PLACEHOLDERS, H]``. ``owner``: see `lay_together`."""
+    """For each part of a picture the words of the object that covers most of it, ``[N, PLACEHOLDERS, H]``.
+
+    Args:
+        owner: see `lay_together`.
+        words: ``[N, K, H]``, of each object.
+        nothing: ``[H]``, for parts of which no object covers a tenth.
+    """
     side = PATCH * MERGE
     covers = nn.functional.one_hot(owner, words.shape[1] + 1).unflatten(2, (-1, side)).unflatten(1, (-1, side))
     most = covers.float().mean((2, 4)).flatten(1, 2)[..., 1:].max(-1)
