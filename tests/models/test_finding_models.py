@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MixtralConfig, Qwen3MoeConfig
 
+from tandem.api.lock import make_once
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.architecture import Architecture
-from tandem.models.catalog import make_once, resolve
+from tandem.models.catalog import resolve
 from tandem.models.load import load_causal_lm
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tests.tiny import KINDS, tiny_config, tiny_model_folder, tiny_tokenizer

@@ -39,8 +39,14 @@ the reward that its source brings. No column of a user's can have these names.""
 
 OURS = (SOURCE, INDEX, EPOCH, WHERE, REWARD)
 
-PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled", "seeds")
-"""Data sets that are computed, beside the families of reasoning-gym."""
+WITH_MEDIA = ("clevr_count", "easy_vqa", "easy_vqa_open", "easy_vqa_yes_no", "spoken_digits", "spoken_sums")
+"""Data sets of pictures and sounds; each also as ``…_shuffled``, with the media of other rows."""
+
+PROCEDURAL = (
+    *("addition", "addition_pairs", "functions", "functions_shuffled", "seeds"),
+    *(f"{name}{ending}" for name in WITH_MEDIA for ending in ("", "_shuffled")),
+)
+"""Data sets that are computed or put together, beside the families of reasoning-gym."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class SourceConfig:
 
     path: str
     """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
-    `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
+    `addition_pairs`, `functions`, `seeds`, `clevr_count` and others with media (docs/vision.md, docs/audio.md), or
+    `reasoning_gym:NAME`."""
 
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
@@ -72,7 +79,8 @@ class DatasetConfig:
 
     path: str | None = None
     """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
-    `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
+    `addition_pairs`, `functions`, `seeds`, `clevr_count` and others with media (docs/vision.md, docs/audio.md), or
+    `reasoning_gym:NAME`."""
 
     split: str | None = None
     """Split of the data set; null takes `train`."""
@@ -114,7 +122,7 @@ class ValidDatasetConfig:
 
     path: str | None = None
     """Folder, file, hub name, `my_file.py:rows`, `addition`, `addition_pairs`, `functions`, `seeds`,
-    `reasoning_gym:NAME`; null: as `train_dataset`."""
+    `clevr_count` and others with media, `reasoning_gym:NAME`; null: as `train_dataset`."""
 
     split: str | None = None
     """Split of the data set; null takes `test`."""

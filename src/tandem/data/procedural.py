@@ -1,4 +1,5 @@
-"""Data sets that are computed: one-digit addition, functions of one line, seeds, and the families of reasoning-gym.
+"""Data sets that are computed: one-digit addition, functions of one line, seeds,
+pictures, sounds, and the families of reasoning-gym.
 
 Training and test rows never overlap: a fixed rule says of every question which split it belongs to.
 """
@@ -14,6 +15,8 @@ from typing import Any
 from tandem.config.errors import ConfigError
 from tandem.config.extras import install_extra
 from tandem.config.nearest import nearest_names
+from tandem.data.published import MEDIA
+from tandem.data.splits import check_split
 
 PAIRS = [(x, y) for x in range(1, 10) for y in range(1, 10)]
 HELD_OUT = [(x, y) for x, y in PAIRS if (x + 2 * y) % 5 == 0 and x % 5 != 0]
@@ -26,8 +29,7 @@ def addition(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: another split.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data set addition has the splits train and test, got {split!r}")
+    check_split("addition", split)
     pairs = [pair for pair in PAIRS if pair not in HELD_OUT]
     draw = random.Random(f"addition/{seed}")
     for x, y in HELD_OUT[:size] if split == "test" else (draw.choice(pairs) for _ in range(size)):
@@ -71,8 +73,7 @@ def functions(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: another split.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data set functions has the splits train and test, got {split!r}")
+    check_split("functions", split)
     tasks = [(words.format(n=n), python.format(n=n), rule, n) for words, (python, rule) in FORMULAS.items() for n in NUMBERS]
     chosen = [task for task in tasks if _held_out(task[0]) == (split == "test")]
     draw = random.Random(f"functions/{split}/{seed}")
@@ -105,8 +106,7 @@ def seeds(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: another split.
     """
-    if split not in ("train", "test"):
-        raise ConfigError(f"data set seeds has the splits train and test, got {split!r}")
+    check_split("seeds", split)
     first = 0 if split == "train" else 2**30
     for number in range(first, first + size):
         yield {"messages": [{"role": "user", "content": ""}], "seed": number}
@@ -126,8 +126,7 @@ def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[di
 
     if name not in DATASETS:
         raise ConfigError(f"data set reasoning_gym:{name} is not known; {nearest_names(name, DATASETS)}")
-    if split not in ("train", "test"):
-        raise ConfigError(f"data set reasoning_gym:{name} has the splits train and test, got {split!r}")
+    check_split(f"reasoning_gym:{name}", split)
     tried = 20 * size + 200
     source = create_dataset(name, size=tried, seed=seed)
     entries = (source[i] for i in range(tried))
@@ -145,5 +144,6 @@ PROCEDURAL = {
     "functions": functions,
     "functions_shuffled": functions_shuffled,
     "seeds": seeds,
+    **MEDIA,
 }
 """By name."""

