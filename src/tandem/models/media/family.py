@@ -30,7 +30,7 @@ class MediaFamily(ABC):
     """Prefixes of the weights that `connect` computes with."""
 
     stored: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """How names of weights begin in files → in transformers' model, where that differs."""
+    """Beginnings of names of weights in files → those in transformers' model, where they differ."""
 
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
