@@ -93,14 +93,16 @@ def tiny_idefics3(tmp: Path, *, seed: int = 0, splits: bool = True, tied: bool =
     return folder
 
 
-def tiny_qwen_vl(tmp: Path, *, kind: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """Patches of 4 pixels, merged 2 by 2; from 4 to 36 placeholders a picture."""
+def tiny_qwen_vl(tmp: Path, *, kind: str = "qwen2_5_vl", seed: int = 0, wide: bool = False) -> Path:
+    """Patches of 4 pixels, merged 2 by 2; from 4 to 36 placeholders a picture. ``wide``: heads of 64."""
     folder = Path(tmp) / f"tiny-{kind}-{seed}"
     around = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
     tokenizer = media_tokenizer(*around, image="".join(around))
     start, image, end = tokenizer.convert_tokens_to_ids(list(around))
-    text = tiny_config("qwen2", vocab_size=VOCAB_SIZE).to_dict()
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1} if wide else {}
+    text = tiny_config("qwen2", vocab_size=VOCAB_SIZE, **sizes).to_dict()
+    sections = [16, 8, 8] if wide else [2, 1, 1]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if kind == "qwen2_vl":
         vision |= {"embed_dim": 24, "hidden_size": text["hidden_size"], "mlp_ratio": 2}

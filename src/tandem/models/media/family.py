@@ -30,7 +30,7 @@ class MediaFamily(ABC):
     """Prefixes of the weights that `connect` computes with."""
 
     stored: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """How names of weights begin in files → in transformers' model, where that differs."""
+    """Beginnings of names of weights in files → those in transformers' model, where they differ."""
 
     fixed: ClassVar[tuple[str, ...]] = ()
     """Prefixes of weights that are never trained, such as sinusoidal positions."""
