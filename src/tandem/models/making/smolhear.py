@@ -42,6 +42,8 @@ STEPS, SIZE = 80, 16
 RIDGE = 100.0
 
 
+@torch.random.fork_rng(devices=[])  # the caller's random numbers stay as they are
+@torch.enable_grad()
 def make(base: Path, whisper: Path, recordings: Sequence[Path], folder: Path, steps: int = STEPS) -> None:
     """Writes the model into ``folder``. ``base``: SmolLM2-135M; ``whisper``: tiny.en's ``model.bin``."""
     torch.manual_seed(0)
