@@ -270,15 +270,15 @@ def _file(name: str, folders: Sequence[Path]) -> Path:
     if not folders:
         raise DataFailure("media_refused", f"{name:.200}: paths are not read here; give bytes or a data URL")
     outside = False
-    for folder in folders:
-        try:
-            root = folder.resolve()
+    try:
+        roots = [folder.resolve() for folder in folders]
+        for root in roots:
             file = (root / name).resolve()
             outside = outside or not file.is_relative_to(root)
-            if any(file.is_relative_to(one.resolve()) for one in folders) and file.is_file():
+            if any(map(file.is_relative_to, roots)) and file.is_file():
                 return file
-        except (OSError, RuntimeError, ValueError) as error:  # no permission; a loop of links; a NUL in the name
-            raise DataFailure("media_missing", f"{name[:200]!r} cannot be read: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # no permission; a loop of links; a NUL in the name
+        raise DataFailure("media_missing", f"{name[:200]!r} cannot be read: {error}") from error
     places = ", ".join(map(str, folders))
     if outside:
         raise DataFailure(
