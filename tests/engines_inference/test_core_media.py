@@ -5,6 +5,7 @@ from itertools import takewhile
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
 from tandem.api.failures import DataFailure, WeightUpdateFailed, WrongWorkflow
@@ -238,3 +239,14 @@ def test_an_engine_of_its_own_process_takes_media_from_the_same_store(folder):
         engine.close()
     assert gap(folder, QUESTION, [shown], response) <= 1e-4
     assert store.medium(shown.number) == shown
+
+
+def test_a_medium_whose_file_is_damaged_fails_its_own_request_and_no_other(folder, tmp_path):
+    core, damaged = make_core(folder), picture(0)
+    requests = [asking(folder, QUESTION, [damaged]), asking(folder, QUESTION, [picture(1)])]
+    file = next(file for file in (tmp_path / "media").iterdir() if file.read_bytes() == store.packed(damaged.number))
+    Image.new("RGB", damaged.size).save(file, "PNG")
+    store._HELD._arrays.clear()
+    with pytest.raises(DataFailure, match="media_missing"):
+        core.add(0, requests[0])
+    assert len(run(core, {1: requests[1]})[1].output_ids) == 8
