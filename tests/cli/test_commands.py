@@ -142,8 +142,9 @@ def test_a_dry_run_fetches_no_model_and_says_that_the_start_will(tmp_path, monke
     monkeypatch.delenv("TANDEM_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["train", "train_dataset.path=addition", "total_train_steps=1", "--dry-run"]) == 0
-    assert f"The start will fetch the built-in model smollm2-135m (93 MB) and convert it once, into {tmp_path}/tandem." in (
-        capsys.readouterr().out
+    assert (
+        f"The start will make the built-in model smollm2-135m once, in {tmp_path}/tandem: 93 MB are fetched and converted."
+        in (capsys.readouterr().out)
     )
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "tandem").write_text("no folder")

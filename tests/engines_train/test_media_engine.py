@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor
 
 from tandem.api.batch import pack
@@ -19,6 +20,7 @@ from tandem.engines.train.check import check_train_engine
 from tandem.flow.plan import Resident
 from tandem.flow.state_parts import footprint, here
 from tandem.media import store
+from tandem.models.adapter_folder import MergedWeights
 from tandem.models.shape import read_shape
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer
 from tests.engines_train.steps import weighted_nll
@@ -63,7 +65,7 @@ def media_batch(folder, prompts=None):
 
 
 def config_of(folder, **settings):
-    options = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+    options = OptimizerConfig(lr=1e-2, max_grad_norm=None, eps=1e-3)  # a gradient of nearly 0 has no direction
     return replace(TrainEngineConfig(path=str(folder), dtype="float32", optimizer=options), **settings)
 
 
@@ -178,6 +180,22 @@ def test_a_frozen_tower_has_no_masters_and_computes_each_picture_once(tmp_path):
     other = build_train_engine(config_of(folder, freeze=("vision", "connector")), 10)
     other.load_state_dict(engine.state_dict())
     assert torch.equal(other.forward(batch).logprobs, before)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen_vl, tiny_qwen_audio])
+def test_adapters_of_a_folder_with_older_names_are_merged_from_its_files(tmp_path, make):
+    folder, saved = make(tmp_path), tmp_path / "saved"
+    engine = build_train_engine(config_of(folder, lora=LoRAConfig(rank=2)), 10)
+    engine.train_batch(media_batch(folder), weighted_nll)
+    engine.save(saved)
+    wanted = load_file(saved / "model.safetensors")
+    write = engine.late_writer(engine.state_dict())
+    assert write is not None, "files are read under the names of the model"
+    write(tmp_path / "late")
+    merged, late = MergedWeights(saved / "adapter"), load_file(tmp_path / "late/model.safetensors")
+    assert merged.keys() == late.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(late[name], tensor) and torch.equal(merged[name], tensor), name
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers by an old name

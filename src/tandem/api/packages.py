@@ -22,7 +22,7 @@ class Package:
 
     @property
     def requirement(self) -> str:
-        """As pip takes it."""
+        """The requirement in the words that pip takes."""
         return f"{self.name}=={self.version}"
 
     def installed(self, file: str) -> Path | None:

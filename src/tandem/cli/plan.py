@@ -22,7 +22,6 @@ from tandem.config.backend import parse_layout
 from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
 from tandem.engines.inference.check import installed_servers
 from tandem.flow.process import backend_line, decided
 from tandem.models.shape import read_shape
@@ -30,17 +29,7 @@ from tandem.planning.devices import DEVICES, device
 from tandem.planning.fit import fitting
 from tandem.planning.job import job_of, seats_of
 from tandem.planning.machine import Machine, this_machine
-from tandem.planning.plan import Plan, make_plan
-from tandem.planning.remedy import (
-    Remedy,
-    devices_needed,
-    engine_gib,
-    larger_devices,
-    least_gib,
-    nearest,
-    others,
-    overrides,
-)
+from tandem.planning.plan import make_plan
 from tandem.planning.report import Report
 from tandem.trainers.lengths import Known, known_lengths
 
@@ -74,32 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_report(arguments: argparse.Namespace) -> Report:
-    """The plan of these arguments, with what to change where it does not fit."""
-    file, given = split_arguments(arguments.arguments)
-    kind = KINDS[arguments.kind]
+    """The plan of these arguments."""
+    file, _ = split_arguments(arguments.arguments)
     resolved = resolve(arguments, KINDS[arguments.kind])
     machine = _machine(arguments, resolved.config)
-    decide = functools.partial(decided, machine=_seats(resolved.config, machine))
-    resolved = decide(resolved)
+    resolved = decided(resolved, machine=_seats(resolved.config, machine))
     config = resolved.config
     on_gpus = machine.kind == "gpu" and isinstance(config, TrainConfig)
     if on_gpus:
         seats_of(config, machine)  # more than there are: refused
-    known = known_lengths(config, prompt=arguments.prompt_tokens)
-    read = functools.cache(read_shape)
-
-    def plan_with(settings: dict[str, Any]) -> Plan:
-        changed = decide(load_config(kind, file, [*given, *overrides(settings)])).config
-        return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
-
+    known, read = known_lengths(config, prompt=arguments.prompt_tokens), functools.cache(read_shape)
     config = replace(config, actor=fitting(config, machine, read))
-    chosen = {
-        f"actor.{key}": getattr(config.actor, key)
-        for key in ("max_tokens_per_micro_batch", "gradient_sync", "logprob_chunk_tokens")
-    }
-    given = [*overrides({key: value for key, value in chosen.items() if value is not None}), *given]
-    plan = plan_with({})
-    change = nearest(plan, config, plan_with)
+    plan = make_plan(job_of(config, machine, known.lengths, read, rows=known.rows), machine)
     timed = measure(arguments.kind, arguments.arguments) if arguments.measure and plan.fits else {}
     steps = config.total_train_steps if known.rows is None else total_steps(config, known.rows)
     return Report(
@@ -107,9 +82,6 @@ def make_report(arguments: argparse.Namespace) -> Report:
         plan=plan,
         lengths=known.said,
         arithmetic="\n".join([_arithmetic(config, known), *([backend_line(resolved)] if on_gpus else [])]),
-        change=change,
-        others=tuple(others(plan, change, plan_with)),
-        advice=_advice(plan, change),
         time=describe(timed, steps) if timed else "" if arguments.device else NOT_MEASURED if plan.fits else DOES_NOT_RUN,
         measured=timed,
     )
@@ -139,22 +111,3 @@ def _seats(config: Any, machine: Machine) -> choose_backend.BackendMachine:
         return choose_backend.BackendMachine()
     ranks = parse_layout(config.actor.backend).ranks
     return choose_backend.BackendMachine(machine.count, ranks, installed_servers(config.rollout))
-
-
-def _advice(plan: Plan, change: Remedy | None) -> str:
-    """Advice if no change of the configuration is enough: the size of weights and moments alone, and where they would
-    fit."""
-    if plan.fits or change is not None:
-        return ""
-    least, engine, needed = least_gib(plan), engine_gib(plan), devices_needed(plan)
-    names = larger_devices(least * 1.1)
-    where = f"one {names[0]} (--device {names[0]}) holds them" if names else "no single device of the table holds them"
-    spread = ""
-    if needed is not None:
-        spread = f"; or about {needed} of these devices (--count {needed} actor.backend=fsdp:d{needed})"
-    elif plan.machine.kind == "gpu" and engine > plan.usable_gib:
-        spread = f"; more of these devices do not help: the engine's weights, {engine:.2f} GiB with an update, lie on one"
-    return (
-        f"No change of the configuration is enough: weights and optimizer alone take {least:.2f} GiB; {where}{spread}. "
-        "A smaller model is the other way."
-    )

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "device",
     "rollout",
     "gconfig",
+    "reward",
     "actor.optimizer",
     "actor.backend",
     "actor.compile",

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
+from tandem.api.media import reader_of
 from tandem.api.samples import Group
 from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
@@ -175,11 +176,13 @@ def with_room(
     context. ``asked``: names of services that were given to somebody.
 
     It stays as it is if it is set, if prompts do not all stand in the rows (another workflow, or a service that asks the
-    engine itself), if there are too many rows to look at, and for the engine on a CPU, which keeps nothing of that size.
+    engine itself), if there are too many rows to look at, or images to decode for it, and for the engine on a CPU, which
+    keeps nothing of that size.
     """
     rollout, engine = config.rollout, config.rollout.engine
     plain = device == "cpu" and kinds_of(rollout.backend, rollout.fleet) == {"embedded"}
     unknown = workflow_of(config).name != "rlvr" or "engine" in asked or len(rows.train.rows) > MOST_ROWS
+    unknown = unknown or reader_of(tokenizer) is not None
     if plain or unknown or engine.max_model_len is not None:
         return config
     given = ((rows.train.rows, config.gconfig), (rows.valid, evaluation_gconfig(config)))

@@ -77,7 +77,7 @@ def announce_absent(resolved: Resolved[Any], plan: RunPlan, model: str) -> Summa
     """Prints what `--dry-run` can say before a built-in model is here, and that the start fetches it."""
     print(describe(resolved, hidden=("default",)))
     print(text(plan))
-    print(f"The start will fetch the built-in model {model} (93 MB) and convert it once, into {cache_folder()}.")
+    print(f"The start will make the built-in model {model} once, in {cache_folder()}: {BUILT_IN[model].cost}.")
     print("What is checked with its tokenizer, such as rows and lengths, is checked then.")
     return Summary(folder=None, steps=0)
 

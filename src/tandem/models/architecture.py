@@ -101,7 +101,7 @@ class Architecture:
 
         whole, config = config, text_config(config)
         kind = _INSIDE.get(config.model_type, config.model_type)
-        _refuse_what_is_not_exact(config, kind)
+        _refuse_what_is_not_exact(whole, config, kind)
         gemma = kind in ("gemma2", "gemma3_text")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -135,7 +135,8 @@ class Architecture:
         )
 
 
-def _refuse_what_is_not_exact(config: Any, kind: str) -> None:
+def _refuse_what_is_not_exact(whole: Any, config: Any, kind: str) -> None:
+    """``config``: of the language model in ``whole``."""
     from tandem.models.media.families import media_types  # noqa: PLC0415
 
     experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, n, None)), None)
@@ -153,7 +154,7 @@ def _refuse_what_is_not_exact(config: Any, kind: str) -> None:
         raise ConfigError(f"{kind} with use_bidirectional_attention=true is no causal language model; set it to false")
     if getattr(config, "is_causal", True) is False:
         raise ConfigError(f"{kind} with is_causal=false is no causal language model")
-    if getattr(config, "quantization_config", None) is not None:
+    if any(getattr(part, "quantization_config", None) is not None for part in (whole, config)):
         raise ConfigError(
             "the model is quantised (quantization_config in config.json); training needs the full-precision checkpoint"
         )

@@ -238,6 +238,11 @@ def test_folders_whose_parts_do_not_fit_are_refused(tmp_path):
     for kind in ("llava", "qwen3_vl"):
         with pytest.raises(ConfigError, match=rf"'{kind}' is not supported: it reads images.*work: idefics3"):
             load_causal_lm(changed("config.json", model_type=kind))
+    vision = json.loads((folder / "config.json").read_text())["vision_config"]
+    with pytest.raises(ConfigError, match="num_hidden_layers must be from 1 to 10000, got 1000000000000"):
+        load_causal_lm(changed("config.json", vision_config=vision | {"num_hidden_layers": 10**12}))
+    with pytest.raises(ConfigError, match="the model is quantised"):
+        load_causal_lm(changed("config.json", quantization_config={"quant_method": "fp8"}))
     changed("config.json")
     (tmp_path / "changed/processor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no processor_config\.json or preprocessor_config.json"):

@@ -41,6 +41,8 @@ CONTRAST = 12
 """A pixel belongs to the object if a colour differs by more from the background, which is of one colour."""
 
 
+@torch.random.fork_rng(devices=[])  # the caller's random numbers stay as they are
+@torch.enable_grad()
 def make(base: Path, data: Path, folder: Path, word_steps: int = WORD_STEPS, steps: int = STEPS) -> None:
     """Writes the model into ``folder``. ``base``: SmolLM2-135M; ``data``: the folder ``data`` of the package easy-vqa."""
     torch.manual_seed(0)

@@ -32,6 +32,9 @@ class MediaFamily(ABC):
     stored: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Beginnings of names of weights in files → those in transformers' model, where they differ."""
 
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of weights that are never trained, such as sinusoidal positions."""
+
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
 

@@ -1,7 +1,7 @@
 """The features of the media of a forward pass, computed once."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ class RecentTensors:
 
     def __init__(self, max_bytes: int):
         self._max_bytes, self.num_bytes = max_bytes, 0
-        self._kept: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, dict[str, torch.Tensor]] = OrderedDict()
 
-    def get(self, number: int) -> dict[str, torch.Tensor] | None:
+    def get(self, number: Hashable) -> dict[str, torch.Tensor] | None:
         found = self._kept.get(number)
         if found is not None:
             self._kept.move_to_end(number)
         return found
 
-    def put(self, number: int, made: dict[str, torch.Tensor]) -> None:
+    def put(self, number: Hashable, made: dict[str, torch.Tensor]) -> None:
         self._kept[number] = made
         self.num_bytes += _bytes(made)
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:
@@ -58,6 +58,9 @@ class Features:
             for key in module._parameters
             if is_tower(family, f"{name}.{key}")
         ]
+        for name, parameter in model.named_parameters():
+            if name.startswith(family.fixed):
+                parameter.requires_grad_(False)
         self._inputs, self._kept = RecentTensors(INPUT_BYTES), RecentTensors(FEATURE_BYTES)
         self.computed = 0
         """Media whose features were computed."""
@@ -74,12 +77,14 @@ class Features:
 
     def _frozen(self, number: int, compute: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
         """Computed alone: to the bit the same, whatever else is in the batch."""
-        kept = self._kept.get(number)
+        _, module, name = self._places[0]
+        key = number, getattr(module, name).dtype  # a moment in float32 gives others
+        kept = self._kept.get(key)
         if kept is None:
             self.computed += 1
             (states,) = compute(self._model, [self._input(number)])
             kept = {"states": states.cpu()}
-            self._kept.put(number, kept)
+            self._kept.put(key, kept)
         return kept["states"]
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:
@@ -101,7 +106,7 @@ class Features:
         return [parameter for parameter in tower if parameter is not None and parameter.requires_grad]
 
     def forget(self) -> None:
-        """After weights of the tower have changed, or their dtype: nothing that is kept is used again."""
+        """After weights of a frozen tower have changed: nothing that is kept is used again."""
         self._kept.clear()
 
 

@@ -27,6 +27,7 @@ class QwenAudio(MediaFamily):
         ("language_model.model.", "model.language_model."),
         *((f"{part}.", f"model.{part}.") for part in ("audio_tower", "multi_modal_projector")),
     )
+    fixed = ("model.audio_tower.embed_positions.",)
     connector = ("model.multi_modal_projector.",)
     towers: ClassVar = {"audio": ("model.audio_tower.",), "connector": connector}
 
