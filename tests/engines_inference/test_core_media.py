@@ -1,5 +1,7 @@
 """Pictures in the engine: its log-probabilities are transformers', equal tokens with other pictures share nothing."""
 
+import shutil
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -238,3 +240,12 @@ def test_an_engine_of_its_own_process_takes_media_from_the_same_store(folder):
         engine.close()
     assert gap(folder, QUESTION, [shown], response) <= 1e-4
     assert store.medium(shown.number) == shown
+
+
+def test_a_medium_whose_file_is_another_s_fails_its_own_request_and_no_other(folder, tmp_path):
+    core, request = make_core(folder), asking(folder, QUESTION, [picture(1)])
+    (file,) = (tmp_path / "media").iterdir()
+    shutil.copy(file, file.with_name(f"{76:016x}.png"))
+    with pytest.raises(DataFailure, match=r"media_missing.* was changed"):
+        core.add(0, replace(request, media=[number and -77 for number in request.media]))
+    assert len(run(core, {1: request})[1].output_ids) == 8

@@ -5,7 +5,6 @@ depend on what comes beside it, and kept until an update brings other weights of
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from tandem.api.media import Medium, occurrences
 from tandem.api.requests import LLMRequest
 from tandem.media import store
 from tandem.models.media.family import MediaFamily
-from tandem.models.media.features import is_tower
+from tandem.models.media.features import INPUT_BYTES, RecentTensors, is_tower
 
 _KEPT_BYTES = 2**28
 """Features that are kept for prompts to come; those of a pass may be more."""
@@ -47,13 +46,13 @@ class Tower:
         """Name → shape of the weights."""
 
         self._weights: dict[str, torch.Tensor] = {}
-        self._features: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._inputs, self._features = RecentTensors(INPUT_BYTES), RecentTensors(_KEPT_BYTES)
         self.computed = 0
 
     def statistics(self) -> dict[str, float]:
         """``media_computed``, and ``media_held_bytes`` of the weights and of the features that are kept."""
-        held = sum(tensor.nbytes for tensor in (*self._weights.values(), *self._features.values()))
-        return {"media_computed": float(self.computed), "media_held_bytes": float(held)}
+        weights = sum(tensor.nbytes for tensor in self._weights.values())
+        return {"media_computed": float(self.computed), "media_held_bytes": float(weights + self._features.num_bytes)}
 
     def check(self, request: LLMRequest) -> None:
         """Passes if each medium of a prompt has the tokens that its features replace.
@@ -71,10 +70,6 @@ class Tower:
                 tokens.setdefault(number, []).append(token)
         for number, there in tokens.items():
             medium = self._read(number)
-            if medium.kind not in self.family.kinds:
-                raise DataFailure(
-                    "media_mismatch", f"medium {number} is an {medium.kind}; this model takes {self.family.kinds}"
-                )
             token, rows = self.family.placeholder(medium.kind), self.family.count(medium)
             if set(there) != {token} or len(there) % rows:
                 raise DataFailure(
@@ -84,14 +79,25 @@ class Tower:
                 )
 
     def _read(self, number: int) -> Medium:
-        """A medium whose content can be read."""
+        """A medium that the model can be shown: what is wrong with it is told before its prompt is computed among others."""
         try:
             medium = store.medium(number)
-            if number not in self._features:
-                (store.image if medium.kind == "image" else store.sound)(number)
+            if medium.kind not in self.family.kinds:
+                raise DataFailure(
+                    "media_mismatch", f"medium {number} is an {medium.kind}; this model takes {self.family.kinds}"
+                )
+            if self._features.get(number) is None:
+                self._input(medium)
         except store.MediaMissing as error:
             raise DataFailure("media_missing", str(error)) from error
         return medium
+
+    def _input(self, medium: Medium) -> dict[str, torch.Tensor]:
+        made = self._inputs.get(medium.number)
+        if made is None:
+            made = self.family.inputs(medium)
+            self._inputs.put(medium.number, made)
+        return made
 
     def positions(self, request: LLMRequest) -> torch.Tensor | None:
         """Rotary positions ``[S, 3]`` of a prompt; None where they are those of text."""
@@ -125,17 +131,16 @@ class Tower:
 
     def _features_of(self, number: int) -> torch.Tensor:
         """``[n, hidden]``."""
-        if number not in self._features:
+        kept = self._features.get(number)
+        if kept is None:
             inputs = {
                 name: tensor.to(self._device, self._compute if tensor.is_floating_point() else None)
-                for name, tensor in self.family.inputs(store.medium(number)).items()
+                for name, tensor in self._input(store.medium(number)).items()
             }
-            self._features[number] = self.family.features(self._model, [inputs])[0].to(self._compute)
+            kept = {"rows": self.family.features(self._model, [inputs])[0].to(self._compute)}
+            self._features.put(number, kept)
             self.computed += 1
-            while len(self._features) > 1 and sum(found.nbytes for found in self._features.values()) > _KEPT_BYTES:
-                self._features.popitem(last=False)
-        self._features.move_to_end(number)
-        return self._features[number]
+        return kept["rows"]
 
     # ------------------------------------------------------------------ weights
 

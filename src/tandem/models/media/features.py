@@ -17,11 +17,11 @@ INPUT_BYTES = 2**28
 """Most host memory that processed pictures and sounds take."""
 
 
-class _Recent:
+class RecentTensors:
     """The entries that were used last, up to so many bytes of tensors."""
 
     def __init__(self, max_bytes: int):
-        self._max_bytes, self._bytes = max_bytes, 0
+        self._max_bytes, self.num_bytes = max_bytes, 0
         self._kept: OrderedDict[Hashable, dict[str, torch.Tensor]] = OrderedDict()
 
     def get(self, number: Hashable) -> dict[str, torch.Tensor] | None:
@@ -32,13 +32,13 @@ class _Recent:
 
     def put(self, number: Hashable, made: dict[str, torch.Tensor]) -> None:
         self._kept[number] = made
-        self._bytes += _bytes(made)
-        while self._bytes > self._max_bytes and len(self._kept) > 1:
-            self._bytes -= _bytes(self._kept.popitem(last=False)[1])
+        self.num_bytes += _bytes(made)
+        while self.num_bytes > self._max_bytes and len(self._kept) > 1:
+            self.num_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
     def clear(self) -> None:
         self._kept.clear()
-        self._bytes = 0
+        self.num_bytes = 0
 
 
 def _bytes(made: dict[str, torch.Tensor]) -> int:
@@ -61,7 +61,7 @@ class Features:
         for name, parameter in model.named_parameters():
             if name.startswith(family.fixed):
                 parameter.requires_grad_(False)
-        self._inputs, self._kept = _Recent(INPUT_BYTES), _Recent(FEATURE_BYTES)
+        self._inputs, self._kept = RecentTensors(INPUT_BYTES), RecentTensors(FEATURE_BYTES)
         self.computed = 0
         """Media whose features were computed."""
 
