@@ -48,19 +48,19 @@ def test_what_stands_behind_is_hidden_and_throws_a_shadow_away_from_the_light():
 
 
 def test_scenes_come_from_their_seed_and_all_counts_are_equally_frequent():
-    rows, again, other = (list(clevr_count(split, size=40, seed=3)) for split in ("train", "train", "test"))
+    rows, again, other = (list(clevr_count(split, size=25, seed=3)) for split in ("train", "train", "test"))
     answers = [row["answer"] for row in rows]
     assert all(np.array_equal(a, b) for a, b in zip(shown(rows), shown(again), strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(shown(rows), shown(other), strict=True))
-    assert set(answers) == set("01234") and max(map(answers.count, answers)) <= 16
+    assert set(answers) == set("01234") and max(map(answers.count, answers)) <= 12
 
 
-def test_a_shuffled_data_set_has_the_questions_and_answers_and_the_pictures_of_others():
-    rows, mixed = list(clevr_count("train", size=30, seed=0)), list(shuffled(clevr_count)("train", size=30, seed=0))
+def test_a_shuffled_data_set_has_the_pictures_of_other_rows():
+    rows, mixed = list(clevr_count("train", size=15, seed=0)), list(shuffled(clevr_count)("train", size=15, seed=0))
     asked = [[(row["messages"][0]["content"][-1], row["answer"]) for row in some] for some in (rows, mixed)]
     moved = [not np.array_equal(a, b) for a, b in zip(shown(rows), shown(mixed), strict=True)]
     assert asked[0] == asked[1]
-    assert sum(moved) >= 25
+    assert sum(moved) >= 11
     assert sorted(image.tobytes() for image in shown(rows)) == sorted(image.tobytes() for image in shown(mixed))
 
 
@@ -116,7 +116,7 @@ def test_recordings_that_are_not_there_are_named_with_the_way_to_get_them(tmp_pa
         list(spoken_sums("valid", size=1, seed=0))
 
 
-def test_generated_scenes_are_rows_with_media_and_every_name_of_the_configuration_is_known():
+def test_generated_scenes_are_rows_with_media_and_every_name_is_known():
     rows = load_dataset(DatasetConfig(path="clevr_count", size=3)).rows
     assert [part["type"] for part in rows[0]["messages"][0]["content"]] == ["image", "text"]
     assert set(procedural.PROCEDURAL) == set(PROCEDURAL)

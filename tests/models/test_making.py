@@ -20,7 +20,7 @@ def base(tmp_path):
     return tiny_model_folder(tmp_path, "smollm")
 
 
-def test_the_seeing_model_reads_pictures_as_the_official_processor_writes_them(tmp_path, base):
+def test_the_seeing_model_reads_what_the_official_processor_writes(tmp_path, base):
     split = tmp_path / "data" / "train"
     (split / "images").mkdir(parents=True)
     for number, colour in enumerate(["red", "blue"]):
@@ -49,7 +49,7 @@ def test_the_seeing_model_reads_pictures_as_the_official_processor_writes_them(t
     assert model(**inputs).logits.isfinite().all()
 
 
-def test_objects_are_laid_together_and_every_part_gets_the_words_of_its_largest():
+def test_parts_of_a_picture_get_the_words_of_their_largest_object():
     pictures = torch.full((1, 2, 3, 64, 64), 250, dtype=torch.uint8)
     pictures[0, 0, :, 16:32, :32] = 10  # two parts, of which the second object hides most of one
     pictures[0, 1, :, 16:32, 20:32] = 90
@@ -96,7 +96,7 @@ def whisper(file):
     return values, ctranslate2(file, {**values, "encoder/num_heads": np.array(6, dtype=np.int16)})
 
 
-def test_the_hearing_model_has_whispers_encoder_and_reads_sounds_as_the_official_processor(tmp_path, base):
+def test_the_hearing_model_has_whispers_encoder(tmp_path, base):
     values, file = whisper(tmp_path / "model.bin")
     recordings = []
     for i in range(16):

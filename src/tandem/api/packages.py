@@ -22,7 +22,7 @@ class Package:
 
     @property
     def requirement(self) -> str:
-        """The requirement in the words that pip takes."""
+        """Name and version in the words of pip."""
         return f"{self.name}=={self.version}"
 
     def installed(self, file: str) -> Path | None:

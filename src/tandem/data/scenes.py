@@ -86,7 +86,7 @@ def draw_things(draw: random.Random, count: int) -> list[Thing]:
 
 
 def _origins(side: int) -> np.ndarray:
-    """The points at which the rays of the pixels begin, ``[side², 3]``, row by row from the upper left."""
+    """Origins of the rays of all pixels, ``[side², 3]``, row by row from the upper left."""
     steps = (np.arange(side) + 0.5) / side * 2 * VIEW - VIEW
     up = np.array([0.0, np.sin(ELEVATION), np.cos(ELEVATION)])
     right, high = np.meshgrid(steps, -steps)

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tandem.api.weight_files import save_tensors
-from tandem.models.making.learning import NewTokens
+from tandem.models.making.learning import LearnedTokens
 
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -53,7 +53,7 @@ def question_tokens(
     return tuple(tokenizer(chat.replace(marker, expansion), add_special_tokens=False)["input_ids"])
 
 
-def keep_new_tokens(model: PreTrainedModel, new: NewTokens) -> None:
+def keep_new_tokens(model: PreTrainedModel, new: LearnedTokens) -> None:
     """Puts the learned embeddings into the model that is saved."""
     with torch.no_grad():
         model.get_input_embeddings().weight[new.first :] = new.weight

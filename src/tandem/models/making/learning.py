@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-NEW_TOKENS_RATE = 3e-3
-
 
 @dataclass(frozen=True)
-class Question:
+class Lesson:
     """A question about one medium, in tokens."""
 
     prompt: tuple[int, ...]
@@ -24,7 +22,7 @@ class Question:
     """Number of the medium among those of the data set."""
 
 
-class NewTokens(nn.Module):
+class LearnedTokens(nn.Module):
     """Embeddings that are learned too: of the tokens that the language model did not have before."""
 
     def __init__(self, text: PreTrainedModel, first: int):
@@ -40,7 +38,7 @@ class NewTokens(nn.Module):
 
 
 def answer_logits(
-    text: PreTrainedModel, new: NewTokens, questions: Sequence[Question], placeholder: int, features: Tensor
+    text: PreTrainedModel, new: LearnedTokens | None, questions: Sequence[Lesson], placeholder: int, features: Tensor
 ) -> Tensor:
     """The logits ``[A, V]`` of all answers' tokens, one question after the other, each given the answer before it.
 
@@ -49,7 +47,8 @@ def answer_logits(
     rows = [question.prompt + question.answer for question in questions]
     longest = max(map(len, rows))
     ids = torch.tensor([row + (0,) * (longest - len(row)) for row in rows])  # attention is causal: no mask for what follows
-    embeddings = new(ids, text.get_input_embeddings()(ids))
+    embeddings = text.get_input_embeddings()(ids)
+    embeddings = embeddings if new is None else new(ids, embeddings)
     here = (ids == placeholder).unsqueeze(-1)
     embeddings = embeddings.masked_scatter(here, features.to(embeddings.dtype))
     hidden = text.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
@@ -58,7 +57,7 @@ def answer_logits(
     return text.lm_head(hidden[row, column]).float()
 
 
-def answers_right(questions: Sequence[Question], logits: Tensor) -> list[bool]:
+def answers_right(questions: Sequence[Lesson], logits: Tensor) -> list[bool]:
     """True for each question whose answer the most likely tokens spell: what greedy generation would say."""
     spelled = logits.argmax(-1).split([len(question.answer) for question in questions])
     return [tuple(tokens.tolist()) == question.answer for question, tokens in zip(questions, spelled, strict=True)]
@@ -67,20 +66,19 @@ def answers_right(questions: Sequence[Question], logits: Tensor) -> list[bool]:
 def learn(
     what: str,
     text: PreTrainedModel,
-    new: NewTokens,
+    new: LearnedTokens | None,
     placeholder: int,
-    batches: Iterator[list[Question]],
-    features: Callable[[Sequence[Question]], Tensor],
+    batches: Iterator[list[Lesson]],
+    features: Callable[[Sequence[Lesson]], Tensor],
     learners: Sequence[tuple[nn.Module, float]],
     steps: int,
 ) -> None:
-    """``steps`` steps of AdamW on the cross-entropy of answers; progress on stderr. The new tokens learn with the others.
+    """``steps`` steps of AdamW on the cross-entropy of answers; progress on stderr.
 
     Args:
         features: rows ``[M, H]`` for the placeholders of some questions, computed by the learners.
         learners: modules with their largest learning rate; it rises for a tenth of the steps and falls to 0 by a cosine.
     """
-    learners = [*learners, (new, NEW_TOKENS_RATE)]
     optimizer = torch.optim.AdamW([{"params": list(module.parameters()), "lr": rate} for module, rate in learners])
     rates = [rate for _, rate in learners]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1, cycle_momentum=False)

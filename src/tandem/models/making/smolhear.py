@@ -20,8 +20,8 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 
 from tandem.media.sounds import read_sound
 from tandem.media.store import RATE
-from tandem.models.making.folder import chat_tokenizer, frozen_text_model, keep_new_tokens, question_tokens, write_folder
-from tandem.models.making.learning import NewTokens, Question, learn
+from tandem.models.making.folder import chat_tokenizer, frozen_text_model, question_tokens, write_folder
+from tandem.models.making.learning import Lesson, learn
 from tandem.models.making.whisper import read_encoder
 from tandem.models.precision import resolve_dtype
 
@@ -78,13 +78,11 @@ def make(base: Path, whisper: Path, recordings: Sequence[Path], folder: Path, st
 
     begin_with_words(projector.linear, heard, [word_of[file.stem[0]] for file in files])
 
-    def features(questions: Sequence[Question]) -> Tensor:
+    def features(questions: Sequence[Lesson]) -> Tensor:
         return projector(torch.cat([heard[question.medium] for question in questions]))
 
-    new = NewTokens(text, tokenizer.convert_tokens_to_ids(BEGIN))
     batches = draw_batches(digit_questions(files, heard, tokenizer))
-    learn("smolhear-135m", text, new, placeholder, batches, features, [(projector, 5e-4)], steps)
-    keep_new_tokens(model, new)
+    learn("smolhear-135m", text, None, placeholder, batches, features, [(projector, 5e-4)], steps)
     write_folder(folder, model, processor)
 
 
@@ -123,18 +121,18 @@ def begin_with_words(projector: nn.Linear, heard: Sequence[Tensor], words: Seque
 
 def digit_questions(
     files: Sequence[Path], heard: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = QUESTIONS
-) -> list[Question]:
+) -> list[Lesson]:
     """Each recording once with each question."""
     questions = []
     for number, (file, rows) in enumerate(zip(files, heard, strict=True)):
         answer = tuple(tokenizer(file.stem[0] + "<|im_end|>", add_special_tokens=False)["input_ids"])
         for text in texts:
             prompt = question_tokens(tokenizer, "audio", SOUND, SOUND * len(rows), text)
-            questions.append(Question(prompt, answer, number))
+            questions.append(Lesson(prompt, answer, number))
     return questions
 
 
-def draw_batches(questions: Sequence[Question]) -> Iterator[list[Question]]:
+def draw_batches(questions: Sequence[Lesson]) -> Iterator[list[Lesson]]:
     """`SIZE` questions at a time, without end."""
     draw = random.Random(0)
     while True:

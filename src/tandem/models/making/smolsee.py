@@ -20,7 +20,7 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from tandem.models.making.folder import chat_tokenizer, frozen_text_model, keep_new_tokens, question_tokens, write_folder
-from tandem.models.making.learning import NewTokens, Question, learn
+from tandem.models.making.learning import LearnedTokens, Lesson, learn
 from tandem.models.precision import resolve_dtype
 
 SIDE, PATCH, MERGE = 64, 8, 2
@@ -30,7 +30,7 @@ TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(
 EXPANSION = AROUND + WHOLE + IMAGE * PLACEHOLDERS + AROUND
 """A picture in the prompt, as Idefics3's processor writes one that is not cut into tiles."""
 
-WORD_STEPS, STEPS = 400, 150
+WORD_STEPS, STEPS = 300, 150
 OPEN, CLOSED = 24, 8
 """Questions of a step: with open answers, and with yes or no."""
 
@@ -71,13 +71,13 @@ def make(base: Path, data: Path, folder: Path, word_steps: int = WORD_STEPS, ste
     shown, nothing = read_words(data / "train", tokenizer, text.get_input_embeddings().weight.float())
     learn_words(tower, connector, pixels, shown, nothing, word_steps)
 
-    def features(questions: Sequence[Question]) -> Tensor:
+    def features(questions: Sequence[Lesson]) -> Tensor:
         seen = tower(normalised(pixels[[question.medium for question in questions]])).last_hidden_state
         return connector(seen).flatten(0, 1)
 
-    new = NewTokens(text, tokenizer.convert_tokens_to_ids(WHOLE))
+    new = LearnedTokens(text, tokenizer.convert_tokens_to_ids(WHOLE))
     batches = draw_batches(read_questions(data / "train", tokenizer))
-    learn("smolsee-135m", text, new, placeholder, batches, features, [(connector, 1e-3), (tower, 5e-4)], steps)
+    learn("smolsee-135m", text, new, placeholder, batches, features, [(new, 1e-2), (connector, 3e-4), (tower, 1e-4)], steps)
     keep_new_tokens(model, new)
     write_folder(folder, model, make_processor(tokenizer))
 
@@ -184,7 +184,7 @@ def normalised(pixels: Tensor) -> Tensor:
     return pixels.float() / 127.5 - 1
 
 
-def read_questions(split: Path, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
+def read_questions(split: Path, tokenizer: PreTrainedTokenizerBase) -> list[Lesson]:
     """All questions of a split."""
     prompts: dict[str, tuple[int, ...]] = {}
     questions = []
@@ -192,11 +192,11 @@ def read_questions(split: Path, tokenizer: PreTrainedTokenizerBase) -> list[Ques
         if text not in prompts:
             prompts[text] = question_tokens(tokenizer, "image", IMAGE, EXPANSION, text + SUFFIX)
         said = tuple(tokenizer(answer + "<|im_end|>", add_special_tokens=False)["input_ids"])
-        questions.append(Question(prompts[text], said, number))
+        questions.append(Lesson(prompts[text], said, number))
     return questions
 
 
-def draw_batches(questions: Sequence[Question]) -> Iterator[list[Question]]:
+def draw_batches(questions: Sequence[Lesson]) -> Iterator[list[Lesson]]:
     """`OPEN` questions with open answers and `CLOSED` with one of the two most frequent answers, without end."""
     answers = [question.answer for question in questions]
     yes_no = sorted(set(answers), key=answers.count)[-2:]
