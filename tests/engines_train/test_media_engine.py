@@ -130,7 +130,7 @@ def test_other_families_step_the_same_on_two_ranks_and_are_saved_whole(tmp_path,
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower_and_its_processor(tmp_path):
+def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower(tmp_path):
     folder, saved = tiny_idefics3(tmp_path), tmp_path / "saved"
     engine = build_train_engine(config_of(folder, freeze=("vision",)), 10)
     batch = media_batch(folder)

@@ -146,7 +146,7 @@ def test_equal_tokens_with_other_media_never_share(folder):
         torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_features_of_a_frozen_tower_are_computed_once_and_of_a_trained_one_in_each_pass(folder):
+def test_a_frozen_tower_is_computed_once_and_a_trained_one_in_each_pass(folder):
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder)
     layout = model.lay_out(**packed(tokenizer, mixed_prompts(tokenizer)))
     for _ in range(2):
