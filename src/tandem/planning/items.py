@@ -24,7 +24,6 @@ COLUMNS = {
         "gradient of the embedding",
         "norm of the gradients",
         "buffer of gradients",
-        "bucket",
         "buckets",
     ),
     "activations": ("activations",),

@@ -14,7 +14,7 @@ from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capa
 from tandem.models.shape import BYTES
 from tandem.planning.activations import activation_bytes, head_bytes, passing
 from tandem.planning.batches import MicroBatch, Step, cut_step
-from tandem.planning.items import GIB, Instant, MemoryItem, Room
+from tandem.planning.items import GIB, Instant, MemoryItem, Place, Room
 from tandem.planning.job import Generator, Job
 from tandem.planning.machine import Machine
 from tandem.planning.planned_model import PlannedModel
@@ -103,7 +103,8 @@ def _of_awake(job: Job, steady: Sequence[MemoryItem], awake: frozenset[Part], ma
 
 def _engine(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     """The embedded engine's weights and cache, or the servers' shares, which stay through all phases."""
-    generator, place = job.generator, "device" if machine.kind == "cpu" else "host"
+    generator = job.generator
+    place: Place = "device" if machine.kind == "cpu" else "host"
     if generator is None:
         return
     if generator.foreign is not None:
@@ -116,9 +117,9 @@ def _engine(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
         yield MemoryItem("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
     if generator.own_process:  # the segment, or the folder's pages
-        yield MemoryItem("engine", "shared weights", delivered, place)  # type: ignore[arg-type]
+        yield MemoryItem("engine", "shared weights", delivered, place)
     if job.kept_versions:
-        yield MemoryItem("verify", "kept versions", delivered * job.kept_versions, place)  # type: ignore[arg-type]
+        yield MemoryItem("verify", "kept versions", delivered * job.kept_versions, place)
 
 
 def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
