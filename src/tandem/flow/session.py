@@ -14,7 +14,7 @@ from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import generating_ranks, max_token_age, placement, servers_sleep
+from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -24,32 +24,29 @@ from tandem.flow.balance import make_balance
 from tandem.flow.collector import keep_from_collector
 from tandem.flow.conductor import Conductor, LocalConductor
 from tandem.flow.critic import Models
-from tandem.flow.delivery import make_proof, make_publisher, weights_folder
+from tandem.flow.delivery import weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
-from tandem.flow.scoring import ModelGroupScorer, ScoreRole
+from tandem.flow.residents import open_model, open_partner
+from tandem.flow.roles import Scores, open_roles
+from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.services import EpisodeParts, make_parts
-from tandem.flow.sleep_plan import AGAIN, BEGIN
+from tandem.flow.sleep_plan import AGAIN
 from tandem.flow.stages import Stage
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
 from tandem.flow.training import Made, TrainingSession
-from tandem.flow.writing import WritingModel, WritingRole
+from tandem.flow.writing import WritingModel
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
 from tandem.rewards.reward import Reward
-from tandem.roles.actor import Actor
-from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
-from tandem.roles.parts import AlgorithmParts
 from tandem.roles.reference import Reference
-from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
 from tandem.rollout.ledger import Ledger
 from tandem.state.run_folder import run_path
@@ -82,14 +79,17 @@ STATELESS = {
 class Session(TrainingSession):
     """Everything that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
 
-    trainer: TrainEngine
-    """The actor's engine."""
-
     episodes: EpisodeParts
     loader: Loader | Curriculum
     engine: InferenceEngine | None
     meter: EngineMeter
     scorer: ModelGroupScorer
+
+    @property
+    def trainer(self) -> TrainEngine:
+        """The actor's engine."""
+        engine: TrainEngine = self.actor.engine
+        return engine
 
     @property
     def actor(self) -> Any:
@@ -216,39 +216,21 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         residency.add_engine(engine)
-        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, parts.tokenizer, residency)
-        parts.models.start(scores, process.device)
-        actor = make_actor(config, trainer, reference, critic, plan.algorithm)
-        if reference is not None:
-            reference.follow(trainer, lambda: actor.version)
-        archive, verifier = make_proof(config, process, trainer, parts.tokenizer, folder)
-        publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
-        stack.callback(publisher.close)
-        residency.deliver_by(publisher.deliver_again)
-        verifier.follow(lambda: publisher.version.number)
+        opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
+        parts.models.start(opened.scores, process.device)
         with process.team.together():
             start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
             conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency, plan)
             scorer = stack.enter_context(
-                contextlib.closing(make_scorer(config, plan, scores, parts.reward, conductor, process.team))
+                contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
             )
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         keep_from_collector(stack)
-        roles = {
-            "actor": actor if teacher is None else Student(actor),
-            "reference": reference,
-            "critic": critic,
-            "teacher": teacher,
-            "constraint": make_constraint(config, plan, critic),
-            "rollout": rollout,
-            "verifier": verifier,
-            "publisher": publisher,
-        }
-        there = {name: role for name, role in roles.items() if role is not None}
-        own = (there, trainer, parts, loader, engine, meter, scorer)
+        roles = {**opened.objects, "rollout": rollout}
+        own = (roles, parts, loader, engine, meter, scorer)
         yield Session(plan, timer, residency, conductor, process.team, *own)
 
 
@@ -259,39 +241,12 @@ def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contex
         parts.services.get("partner").start(model.engine, model.tokenizer)
 
 
-Scores = dict[str, ScoreRole | WritingRole]
-
-
 @contextlib.contextmanager
 def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
     """A block for the time of a stage."""
     meter.begins(stage.time)
     with timer(stage.time):
         yield
-
-
-Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, Scores]
-
-
-def open_models(
-    config: TrainConfig,
-    plan: RunPlan,
-    process: Process,
-    steps: int,
-    tokenizer: PreTrainedTokenizerBase,
-    residency: Residency,
-) -> Opened:
-    """The models of the plan in a training engine, one after another, so that each finds room. ``steps``: of the run."""
-    policy, judge = plan.resident("actor"), plan.resident("teacher")
-    assert policy is not None, "every plan has an actor"
-    optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-    trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
-    critic = open_critic(plan, config, process, trainer, steps, residency.open)
-    reference = open_reference(plan, process, trainer, residency.open)
-    teacher = None if judge is None else Teacher(residency.open(judge, process))
-    scores = open_scores(config, plan, process, tokenizer, residency)
-    residency.enter(BEGIN)
-    return trainer, reference, critic, teacher, scores
 
 
 def make_scorer(
@@ -301,47 +256,10 @@ def make_scorer(
     return ModelGroupScorer(plan, roles, reward, conductor, team, config.rollout.min_group_size)
 
 
-def make_constraint(config: TrainConfig, plan: RunPlan, critic: Critic | SharedCritic | None) -> Constraint | None:
-    """The constraint, which keeps a cost at or below its limit; None if no term of the reward is a cost. It rests while the
-    critic warms up."""
-    cost = config.constraint.cost
-    if cost is None:
-        return None
-    resting = None if critic is None else lambda: critic.warming_up
-    return Constraint(config.constraint, everywhere=is_everywhere(plan, cost), resting=resting)
-
-
-def is_everywhere(plan: RunPlan, cost: str) -> bool:
-    """True if every row is judged by a reward with this cost."""
-    return all(any(term.label == cost for term in terms) for terms in plan.sums.values())
-
-
 def make_residency(config: BaseConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
     """The residency, which puts models to sleep under `memory_limit_gib`; parts that sleep on disk are in the run folder."""
     scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
     return Residency(sleep_plan_here(config, plan), scratch, timer, open_model, team)
-
-
-def make_actor(
-    config: TrainConfig,
-    trainer: TrainEngine,
-    reference: Reference | None,
-    critic: Critic | SharedCritic | None,
-    parts: AlgorithmParts,
-) -> Actor:
-    """The actor on its engine."""
-    return Actor(
-        trainer,
-        config.algorithm,
-        config.actor,
-        reference=reference,
-        shared_critic=critic if isinstance(critic, SharedCritic) else None,
-        max_head_offpolicyness=max_token_age(config),
-        max_new_tokens=config.gconfig.max_new_tokens,
-        seed=config.seed,
-        parts=parts,
-        resting=None if critic is None else lambda: critic.warming_up,
-    )
 
 
 def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:

@@ -18,6 +18,7 @@ from tandem.flow.collector import collect_and_keep
 from tandem.flow.continuing import beside, staying
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.residents import check_models, check_scores, open_scores
+from tandem.flow.roles import is_everywhere
 from tandem.flow.scoring import ScoreRole
 from tandem.flow.services import (
     EpisodeParts,
@@ -30,7 +31,7 @@ from tandem.flow.services import (
     refuse_comparing,
     refuse_only_groups,
 )
-from tandem.flow.session import Session, is_everywhere
+from tandem.flow.session import Session
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingRole
 from tandem.rewards.reward import Reward
