@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_model, open_partner
-from tandem.flow.roles import Scores, open_roles
+from tandem.flow.roles import Roles, Scores, open_roles
 from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.services import EpisodeParts, make_parts
 from tandem.flow.sleep_plan import AGAIN
@@ -53,6 +53,9 @@ from tandem.state.run_folder import run_path
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
+if TYPE_CHECKING:
+    from tandem.flow.on_ray import Pools
+
 SAVED = (
     *("loader", "actor", "trainer", "reference", "critic", "constraint"),
     *("rollout", "publisher", "combination", "verifier"),
@@ -71,6 +74,7 @@ STATELESS = {
     "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
     "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
     "team": "is the ranks that there are",
+    "pools": "are processes, each of which saves its own parts",
 }
 """The other fields and roles, and why nothing of them need be saved. A test compares both with what there is."""
 
@@ -84,6 +88,8 @@ class Session(TrainingSession):
     engine: InferenceEngine | None
     meter: EngineMeter
     scorer: ModelGroupScorer
+    pools: "Pools | None" = None
+    """The workers that have the models; None: this process and its ranks have them."""
 
     @property
     def trainer(self) -> TrainEngine:
@@ -147,6 +153,8 @@ class Session(TrainingSession):
     @property
     def models(self) -> Models:
         """The actor, a critic with a model of its own, and the tokenizer."""
+        if self.pools is not None:
+            return self.pools.models(self.tokenizer)
         return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.conductor.prepare, "save"))
 
     def wake_by_method(self) -> None:
@@ -160,8 +168,14 @@ class Session(TrainingSession):
     @property
     def parts(self) -> dict[str, Stateful]:
         """Those of `SAVED` that the run has; a shared critic has its state in the actor's model."""
-        named = {"loader": self.loader, "trainer": self.trainer, "combination": self.episodes.reward, **self.roles}
+        own = {} if self.pools is not None else {"trainer": self.trainer}
+        named = {"loader": self.loader, "combination": self.episodes.reward, **own, **self.roles}
         return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
+
+    @property
+    def elsewhere(self) -> "Pools | None":
+        """See `pools`."""
+        return self.pools
 
     @property
     def ledger(self) -> Ledger:
@@ -182,7 +196,8 @@ class Session(TrainingSession):
         """The step's groups, the weights that wrote them, and what was dropped."""
         if batch is None:
             return Made(dropped=self.rollout.take_dropped())
-        return Made(self.rollout.last_groups, self.publisher.history, batch, self.rollout.take_dropped())
+        history = self.publisher.history if self.pools is None else self.pools.history()
+        return Made(self.rollout.last_groups, history, self.conductor.value(batch), self.rollout.take_dropped())
 
 
 @contextlib.contextmanager
@@ -216,13 +231,21 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         residency.add_engine(engine)
-        opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
+        pools = None
+        if config.runner == "ray":
+            from tandem.flow.on_ray import open_pools  # noqa: PLC0415 Ray is an extra
+
+            pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine))
+            opened = Roles(pools.roles, {})
+        else:
+            opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
         parts.models.start(opened.scores, process.device)
         with process.team.together():
             start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
-            conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency, plan)
+            conduct = LocalConductor if pools is None else pools.conductor
+            conductor = conduct(lambda stage: _measured(stage, timer, meter), residency, plan)
             scorer = stack.enter_context(
                 contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
             )
@@ -231,7 +254,7 @@ def open_session(
         keep_from_collector(stack)
         roles = {**opened.objects, "rollout": rollout}
         own = (roles, parts, loader, engine, meter, scorer)
-        yield Session(plan, timer, residency, conductor, process.team, *own)
+        yield Session(plan, timer, residency, conductor, process.team, *own, pools)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
