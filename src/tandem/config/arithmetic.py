@@ -60,8 +60,7 @@ def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
 
 def trainer_ranks(config: BaseConfig) -> int:
     """Processes that run the trainer's loop: one a rank, or the controller of workers on Ray."""
-    on_ray = isinstance(config, TrainConfig) and config.runner == "ray"
-    return 1 if on_ray else parse_layout(config.actor.backend).ranks
+    return 1 if getattr(config, "runner", "local") == "ray" else parse_layout(config.actor.backend).ranks
 
 
 def samples_together(config: TrainConfig, *, here: bool = False) -> int:

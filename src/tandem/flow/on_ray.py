@@ -33,7 +33,7 @@ from tandem.flow.conductor import Around, LocalConductor
 from tandem.flow.critic import FOLDER, Models
 from tandem.flow.order import Order, memory_of
 from tandem.flow.plan import RunPlan
-from tandem.flow.pool import Part, PoolMember, Spent, homes_of, pools_by_role, ranks_of
+from tandem.flow.pool import Part, PoolMember, Spent, homes_of, is_stateless, pools_by_role, ranks_of
 from tandem.flow.process import Process
 from tandem.flow.promised import Promised, added_by
 from tandem.flow.residency import Residency
@@ -48,6 +48,11 @@ READY_S = 600.0
 """Seconds that the cluster may take to give the cores."""
 
 CLOSE_S = 10.0
+
+REPLACED = 3
+"""Times that Ray starts the process of a model that never changes again."""
+
+ALONE = Place(0, 1, 1, 0, 1, "", 0)
 MIB = 2**20
 
 
@@ -75,6 +80,11 @@ class Member(PoolMember):
         os.environ.pop(LAUNCHER, None)  # the controller's, whom nobody here follows
         os.environ.update(environment)
         self.open()
+
+    def run(self, *how: Any) -> Any:
+        if not self.is_open:  # a process that takes the place of one that died
+            self.enter(ALONE.environment(0))
+        return super().run(*how)
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,9 @@ class Pools:
             for role in plan.roles
             if role.name in self.of_role
         }
+        self.models_there: Any = dict.fromkeys(self._homes)
+        """The models that are elsewhere, by their names in the plan."""
+
         self._started = False
         self._closing = False
 
@@ -145,7 +158,17 @@ class Pools:
         if not capabilities & {"shared_memory", "disk", "ipc"}:
             capabilities |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
-            part = Part(self._config, name, ranks, process.threads, steps, run, capabilities, self._engine.version)
+            part = Part(
+                self._config,
+                self._plan.config or self._config,
+                name,
+                ranks,
+                process.threads,
+                steps,
+                run,
+                capabilities,
+                self._engine.version,
+            )
             self.pools[name] = self._actors(part)
         self._all([one for pool in self.pools.values() for one in self._enter(pool)], "the workers to open their models")
         threading.Thread(target=self._serve, args=(self.pools["actor"].members[0],), name="engine-desk", daemon=True).start()
@@ -175,11 +198,25 @@ class Pools:
                 )
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actor = ray.remote(concurrency_groups={"desk": 2})(Member)
+        again = {"max_restarts": REPLACED, "max_task_retries": -1} if self._replaceable(part) else {}
         for rank in range(part.ranks):
             options = {"num_cpus": part.threads, "scheduling_strategy": strategy(pool.group, rank)}
-            pool.members.append(actor.options(**options).remote(part))
+            pool.members.append(actor.options(**options, **again).remote(part))
         pool.machines = self._all(pool.all("machine", os.getcwd()), f"the workers of {part.pool} to start")
         return pool
+
+    def _replaceable(self, part: Part) -> bool:
+        """True if Ray may start its process again: it is the only one, and its model never changes."""
+        return part.ranks == 1 and is_stateless(self._plan, part.pool)
+
+    def noticed(self, pool: Pool, process: int) -> bool:
+        """True if a stage was run by another process than before, which has taken the place of one that died."""
+        node, address, port, before = pool.machines[0]
+        if process == before:
+            return False
+        pool.machines[0] = (node, address, port, process)
+        log.warning("the worker of the %s (process %d) died; process %d has taken its place", pool.name, before, process)
+        return True
 
     def _enter(self, pool: Pool) -> list[Any]:
         nodes = [node for node, *_ in pool.machines]
@@ -347,6 +384,17 @@ class RayConductor(LocalConductor):
         self._pools, self._ray, self._memory = pools, _ray(), memory_of(plan.residents)
         self._order: Order[Any] = Order(self._memory)
         self._begun: list[tuple[Stage, Pool, list[Any]]] = []
+        self._costs: list[tuple[Stage, Spent, float]] = []
+        self._replaced = 0
+
+    def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
+        """Calls the method that a stage is. The model of a reward is asked at once: what is chosen depends on it."""
+        if stage.kind != "score" or stage.role not in self._pools.of_role:
+            return super().run(stage, of, *arguments, **named)
+        (batch,) = arguments
+        _, scores = self._begin(stage, RemoteStage(stage.role, stage.call), ("score",), list(batch.items()), (), {})
+        self._finish()
+        return self._pools.get(scores)
 
     def call(self, stage: Stage, work: Any, *arguments: Any, **named: Any) -> Any:
         """Begins it in the pool of its role, and returns references."""
@@ -355,25 +403,39 @@ class RayConductor(LocalConductor):
             given = {name: self.value(one) for name, one in named.items()}
             found = super().call(stage, work, *map(self.value, arguments), **given)
             return self._kept(found) if stage.kind == "collect" else found
-        given_batch = next((one for one in (*arguments, *named.values()) if isinstance(one, Promised)), None)
-        fields = [] if given_batch is None else list(given_batch.read_by(stage.declared))
-        plain = [one for one in arguments if one is not given_batch]
-        plain_named = {name: one for name, one in named.items() if one is not given_batch}
-        pool, added = self._pools.pools[self._pools.of_role[stage.role]], added_by(stage.declared)
-        how = (work.role, work.call, added, given_batch is not None, [name for name, _ in fields], plain, plain_named)
-        values, earlier = [one for _, one in fields], self._order.before(stage)
+        batch = next((one for one in (*arguments, *named.values()) if isinstance(one, Promised)), None)
+        plain = [one for one in arguments if one is not batch]
+        plain_named = {name: one for name, one in named.items() if one is not batch}
+        fields = None if batch is None else list(batch.read_by(stage.declared))
+        metrics, *outputs = self._begin(stage, work, added_by(stage.declared), fields, plain, plain_named)
+        if stage.kind == "pass" and batch is not None:
+            return batch.with_output(stage.declared, dict(zip(added_by(stage.declared), outputs, strict=True)))
+        return {metrics: stage.name}
+
+    def _begin(
+        self,
+        stage: Stage,
+        work: RemoteStage,
+        added: Sequence[str],
+        fields: Sequence[tuple[str, Any]] | None,
+        arguments: Sequence[Any],
+        named: Mapping[str, Any],
+    ) -> list[Any]:
+        """References of a call's metrics and of the fields that it adds. It waits for its fields, for earlier calls that it
+        is to follow, and for the one before it in its pool."""
+        pool = self._pools.pools[self._pools.of_role[stage.role]]
+        how = (work.role, work.call, added, fields is not None, [name for name, _ in fields or ()], arguments, named)
+        values, earlier = [one for _, one in fields or ()], self._order.before(stage)
         outputs = []
         for rank, member in enumerate(pool.members):
-            waits = [*earlier, *pool.last[rank : rank + 1]]
             returns = 1 + len(added) if rank == 0 else 1
+            waits = [*earlier, *pool.last[rank : rank + 1]]
             found = member.run.options(num_returns=returns).remote(*how, *values, *waits)
             outputs.append(found if returns > 1 else [found])
         pool.last = [one[0] for one in outputs]
         self._order.add(stage, pool.last[0])
         self._begun.append((stage, pool, list(pool.last)))
-        if stage.kind == "pass" and given_batch is not None:
-            return given_batch.with_output(stage.declared, dict(zip(added, outputs[0][1:], strict=True)))
-        return {pool.last[0]: stage.name}
+        return list(outputs[0])
 
     def _kept(self, batch: TensorDict) -> Promised:
         """A batch that was collected: from now on the object store has it."""
@@ -383,9 +445,7 @@ class RayConductor(LocalConductor):
         """Reads a whole batch, or the metrics of a stage."""
         if isinstance(promised, Promised):
             return promised.batch()
-        if isinstance(promised, dict):
-            return self._metrics(promised)
-        return promised
+        return self._metrics(promised) if isinstance(promised, dict) else promised
 
     def _metrics(self, promised: Mapping[Any, Any]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -393,10 +453,10 @@ class RayConductor(LocalConductor):
             found |= {name: value} if isinstance(name, str) else self._pools.get(name)[0]
         return found
 
-    def _finish(self) -> list[tuple[Stage, Pool, Spent, float]]:
-        """Waits for all calls that were begun; gives the cost of each, and how long it was waited for here."""
+    def _finish(self) -> None:
+        """Waits for all calls that were begun; the first failure counts, also of one that others wait for."""
         begun, self._begun, self._order = self._begun, [], Order(self._memory)
-        pending, found = [one for _, _, outputs in begun for one in outputs], []
+        pending = [one for _, _, outputs in begun for one in outputs]
         for stage, pool, outputs in begun:
             began = time.monotonic()
             with self._around(stage), waiting(f"{stage.name}, in a worker of the pool {pool.name}"):
@@ -404,9 +464,9 @@ class RayConductor(LocalConductor):
                     done, pending = self._ray.wait(pending, num_returns=1)
                     self._pools.get(done[0])
             cost = [self._pools.get(one)[1] for one in outputs]
-            spent = Spent(*cost[0][:2], sum(one.read_bytes for one in cost), cost[0].added_bytes)
-            found.append((stage, pool, spent, time.monotonic() - began))
-        return found
+            self._replaced += self._pools.noticed(pool, cost[0].process)
+            spent = Spent(*cost[0][:3], sum(one.read_bytes for one in cost), cost[0].added_bytes)
+            self._costs.append((stage, spent, time.monotonic() - began))
 
     def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
         """Waits for all calls of the step. The batch stays where it is, and can be asked for its fields.
@@ -414,12 +474,14 @@ class RayConductor(LocalConductor):
         Raises:
             TandemError: of the first call that failed.
         """
-        calls = self._finish()
+        self._finish()
+        calls, self._costs = self._costs, []
         found = self._metrics(metrics)
-        found["remote/read_mib"] = sum(spent.read_bytes for _, _, spent, _ in calls) / MIB
-        found["remote/added_mib"] = sum(spent.added_bytes for _, _, spent, _ in calls) / MIB
+        found["remote/read_mib"] = sum(spent.read_bytes for _, spent, _ in calls) / MIB
+        found["remote/added_mib"] = sum(spent.added_bytes for _, spent, _ in calls) / MIB
         found["remote/wait_s"] = sum(waited for *_, waited in calls)
-        for stage, _, spent, _ in calls:
-            name = f"remote/busy_s/{stage.name.replace(' ', '_')}"
+        found["remote/replaced"] = float(self._replaced)
+        for stage, spent, _ in calls:
+            name = "remote/busy_s/" + stage.name.replace(": ", "_").replace(" ", "_")
             found[name] = found.get(name, 0.0) + spent.ended_s - spent.began_s
         return batch, found

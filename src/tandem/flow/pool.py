@@ -6,6 +6,7 @@ of the plan, and has no rows, no rewards and no inference engine.
 
 import contextlib
 import logging
+import os
 import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.state import Stateful
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import kind_and_text
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.state import RecoverConfig
 from tandem.flow.critic import Models
 from tandem.flow.order import CONTROLLER, memory_of, pools_of
@@ -44,16 +45,23 @@ log = logging.getLogger(__name__)
 
 
 def homes_of(plan: RunPlan) -> dict[str, str]:
-    """The pool of each model: the one in whose memory it is; a reference that takes over the actor's weights is with it."""
+    """The pool of each model in a training engine: the one in whose memory it is; a reference that takes over the actor's
+    weights is with it. What generates is with the controller."""
     memory = memory_of(plan.residents)
-    found = {one.name: "actor" if one.refresh_every_steps else memory[one.name] for one in plan.residents}
-    return {name: pool for name, pool in found.items() if plan.resident(name).engine is not None}  # type: ignore[union-attr]
+    there = (one for one in plan.residents if one.engine is not None and one.head != "text")
+    return {one.name: "actor" if one.refresh_every_steps else memory[one.name] for one in there}
 
 
 def pools_by_role(plan: RunPlan) -> dict[str, str]:
-    """The pool of each role that has one."""
+    """The pool of each role that has one, and of each reward's model."""
     homes = homes_of(plan)
-    return {role: homes.get(pool, pool) for role, pool in pools_of(plan).items() if pool != CONTROLLER}
+    scores = {one.name: homes[one.resident] for one in plan.scores if one.resident in homes}
+    return {role: homes.get(pool, pool) for role, pool in pools_of(plan).items() if pool != CONTROLLER} | scores
+
+
+def is_stateless(plan: RunPlan, pool: str) -> bool:
+    """True if nothing in a pool ever changes, so that another process can take its place."""
+    return not any(one.changes for one in plan.residents if homes_of(plan).get(one.name) == pool)
 
 
 def ranks_of(plan: RunPlan, pool: str) -> int:
@@ -66,6 +74,9 @@ class Part:
     """All that a process of a pool is told."""
 
     config: TrainConfig
+    planned: BaseConfig
+    """The configuration that the plan is of: another one where it distils."""
+
     pool: str
     ranks: int
     threads: int
@@ -86,6 +97,9 @@ class Part:
 
 class Spent(NamedTuple):
     """The cost of a call."""
+
+    process: int
+    """The number of the process that did it."""
 
     began_s: float
     ended_s: float
@@ -164,6 +178,11 @@ class PoolMember:
         self._models: Models
         self._saved: dict[str, Stateful] = {}
 
+    @property
+    def is_open(self) -> bool:
+        """True once its models are."""
+        return bool(self._roles)
+
     def open(self) -> None:
         """Opens the models. `start_process` says which rank this is. Collective over the pool.
 
@@ -176,7 +195,8 @@ class PoolMember:
             process = self._process = start_process(
                 replace(part.config, actor=actor, threads=part.threads, recover=RecoverConfig(), runner="local")
             )
-            plan, homes = plan_run(part.config), homes_of(plan_run(part.config))
+            plan = plan_run(part.planned)
+            homes = homes_of(plan)
             mine = tuple(part.alone(one) for one in plan.residents if homes.get(one.name) == part.pool)
             others = tuple(one for one in plan.residents if homes.get(one.name) != part.pool)
             plan = replace(plan, residents=(*mine, *others))
@@ -199,7 +219,7 @@ class PoolMember:
                 self._stack,
                 here,
             )
-            self._roles = opened.objects
+            self._roles = opened.objects | opened.scores
             actor_role, critic = self._roles.get("actor"), self._roles.get("critic")
             trainer = None if actor_role is None else actor_role.engine
             self._models = Models(trainer, critic if isinstance(critic, Critic) else None, tokenizer)
@@ -229,8 +249,9 @@ class PoolMember:
             began_s, given = time.monotonic(), [TensorDict(batch, batch_size=[])] if has_batch else []
             found = getattr(self._roles[role], call)(*given, *arguments, **named)
             ended_s = time.monotonic()
+            found = {"score": found} if isinstance(found, torch.Tensor) else found
             fields = [found[name] if name in found.keys() else None for name in added]
-            cost = Spent(began_s, ended_s, _bytes(batch.values()), _bytes(fields))
+            cost = Spent(os.getpid(), began_s, ended_s, _bytes(batch.values()), _bytes(fields))
             output = ({} if added else found, cost)
             return (output, *fields) if added and self._process.is_main else output
 

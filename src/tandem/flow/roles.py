@@ -53,14 +53,14 @@ def open_roles(
     them; ``stack`` closes the publisher. Collective. ``steps`` and ``run``: of the whole run, and its name. ``folder``: of
     the actor's model, whose ``tokenizer`` it is. ``engine``: takes the actor's weights. ``here``: the residents of this
     process, where others have the rest; None: all."""
-    own = plan if here is None else replace(plan, residents=tuple(one for one in plan.residents if one.name in here))
+    own = plan if here is None else _those(plan, here)
     policy, judge = own.resident("actor"), own.resident("teacher")
     updates = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
     trainer = None if policy is None else residency.open(policy, process, optimizer_steps=updates)
     critic = open_critic(own, config, process, trainer, steps, residency.open)
     reference = open_reference(own, process, trainer, residency.open)
     teacher = None if judge is None else Teacher(residency.open(judge, process))
-    scores = open_scores(config, own, process, tokenizer, residency) if here is None else {}
+    scores = open_scores(config, own, process, tokenizer, residency)
     residency.enter(BEGIN)
     roles: dict[str, Any] = {"reference": reference, "critic": critic, "teacher": teacher}
     if trainer is not None:
@@ -76,6 +76,11 @@ def open_roles(
         constraint = make_constraint(config, plan, actor)
         roles |= {"actor": student, "constraint": constraint, "verifier": verifier, "publisher": publisher}
     return Roles({name: role for name, role in roles.items() if role is not None}, scores)
+
+
+def _those(plan: RunPlan, names: frozenset[str]) -> RunPlan:
+    residents = tuple(one for one in plan.residents if one.name in names)
+    return replace(plan, residents=residents, scores=tuple(one for one in plan.scores if one.resident in names))
 
 
 def make_actor(config: TrainConfig, plan: RunPlan, trainer: TrainEngine, shared_critic: SharedCritic | None) -> Actor:

@@ -30,7 +30,7 @@ from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_model, open_partner
+from tandem.flow.residents import open_model, open_partner, open_scores
 from tandem.flow.roles import Roles, Scores, open_roles
 from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.services import EpisodeParts, make_parts
@@ -236,7 +236,7 @@ def open_session(
             from tandem.flow.on_ray import open_pools  # noqa: PLC0415 Ray is an extra
 
             pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine))
-            opened = Roles(pools.roles, {})
+            opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.models_there))
         else:
             opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
         parts.models.start(opened.scores, process.device)
