@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import RankFailed, TandemError, WaitTimeout
-from tandem.api.portable import survives_pickling
 from tandem.api.team import Team
-from tandem.api.weights import WeightVersion
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.experiment import TrainConfig
@@ -33,7 +30,7 @@ from tandem.flow.conductor import Around, LocalConductor
 from tandem.flow.critic import FOLDER, Models
 from tandem.flow.order import Order, memory_of
 from tandem.flow.plan import RunPlan
-from tandem.flow.pool import Part, PoolMember, Spent, homes_of, is_stateless, pools_by_role, ranks_of
+from tandem.flow.pool import Part, PoolMember, Spent, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
 from tandem.flow.promised import Promised, added_by
 from tandem.flow.residency import Residency
@@ -48,7 +45,6 @@ READY_S = 600.0
 """Seconds that the cluster may take to give the cores."""
 
 CLOSE_S = 10.0
-
 REPLACED = 3
 """Times that Ray starts the process of a model that never changes again."""
 
@@ -57,6 +53,7 @@ MIB = 2**20
 
 
 def _ray() -> Any:
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of several calls that fail, the first is told
     try:
         import ray  # noqa: PLC0415 an extra
         import ray.util.scheduling_strategies  # noqa: PLC0415
@@ -65,84 +62,98 @@ def _ray() -> Any:
     return ray
 
 
+def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
+    """Passes if the roles of this run can be in workers of Ray.
+
+    Raises:
+        ConfigError: they cannot; says why.
+    """
+    _ray()
+    why = {
+        "memory_limit_gib, under which models of one process take turns": config.memory_limit_gib is not None,
+        "rollout.balance, which moves threads of one process": config.rollout.balance is not None,
+        f"rollout.weights.channel={config.rollout.weights.channel}": config.rollout.weights.channel in ("collective", "ipc"),
+        f"rewards of models in the middle of an episode ({', '.join(plan.awaited)})": bool(plan.awaited),
+        "GPUs (device=cpu computes without them)": device != "cpu",
+    }
+    if wrong := next((what for what, there in why.items() if there), None):
+        raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
+
+
 class Member(PoolMember):
     """The actor."""
 
-    def machine(self, folder: str) -> tuple[str, str, int, int]:
-        """The node's name in Ray, its address, a free port, and the number of this process. ``folder``: to work in."""
+    def machine(self, folder: str) -> tuple[str, str, int]:
+        """The node's name in Ray, its address, and a free port there. ``folder``: to work in."""
         with contextlib.suppress(OSError):
             os.chdir(folder)
         ray = _ray()
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port(), os.getpid()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
-    def enter(self, environment: Mapping[str, str]) -> None:
-        """``environment``: says which rank of its pool this is."""
+    def enter(self, place: Place) -> int:
+        """Opens the models as the rank of this place; the number of the process."""
         os.environ.pop(LAUNCHER, None)  # the controller's, whom nobody here follows
-        os.environ.update(environment)
+        os.environ.update(place.environment(0))
         self.open()
+        return os.getpid()
 
     def run(self, *how: Any) -> Any:
-        if not self.is_open:  # a process that takes the place of one that died
-            self.enter(ALONE.environment(0))
+        if not self.roles:  # a process that takes the place of one that died
+            self.enter(ALONE)
         return super().run(*how)
 
+    def asked(self) -> tuple[Any, ...]:
+        """Waits until something is asked of the inference engine."""
+        return self.engine.asked.get()
+
+    def answer(self, answer: Any) -> None:
+        """The answer to that: what it returned, or its failure."""
+        self.engine.answers.put(answer)
+
 
 @dataclass(frozen=True)
-class RemoteStage:
-    """A method of a role that lives elsewhere."""
-
-    role: str
-    call: str
-
-
-@dataclass(frozen=True)
-class RemoteRole:
-    """Stands for a role that lives elsewhere."""
+class Away:
+    """Stands for a role that is in a worker."""
 
     name: str
-    calls: frozenset[str]
 
-    def __getattr__(self, name: str) -> RemoteStage:
-        if name in self.calls:
-            return RemoteStage(self.name, name)
-        raise AttributeError(
-            f"{self.name} is in a worker of its pool, and only its stages can be called: {sorted(self.calls)}"
-        )
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{self.name} is in a worker of Ray; a step calls its stages, and nobody else anything of it")
 
 
 @dataclass
 class Pool:
     """The actors of a pool, rank 0 first."""
 
-    name: str
     group: Any
     members: list[Any] = field(default_factory=list)
-    machines: list[tuple[str, str, int, int]] = field(default_factory=list)
+    processes: list[int] = field(default_factory=list)
     last: list[Any] = field(default_factory=list)
     """The newest call of each member."""
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Has every member do it; references."""
-        return [getattr(member, method).remote(*arguments) for member in self.members]
 
+class Pools(Models):
+    """The workers of a run, and so its models: each pool writes its own."""
 
-class Pools:
-    """The workers of a run."""
-
-    def __init__(self, config: TrainConfig, plan: RunPlan, engine: InferenceEngine | None):
-        self._ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
-        self._homes, self.of_role = homes_of(plan), pools_by_role(plan)
+    def __init__(
+        self, config: TrainConfig, plan: RunPlan, engine: InferenceEngine | None, tokenizer: PreTrainedTokenizerBase
+    ):
+        super().__init__(None, None, tokenizer)
+        self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
+        self.of_role = pools_by_role(plan)
         self.pools: dict[str, Pool] = {}
-        self.roles: dict[str, Any] = {
-            role.name: RemoteRole(role.name, frozenset(declared.name for declared in role.calls.values()))
-            for role in plan.roles
-            if role.name in self.of_role
-        }
-        self.models_there: Any = dict.fromkeys(self._homes)
-        """The models that are elsewhere, by their names in the plan."""
+        self._names: dict[str, str] = {}
+        self._started = self._closing = False
 
-        self._started = False
-        self._closing = False
+    @property
+    def roles(self) -> dict[str, Any]:
+        """What stands here for the roles of the plan that are elsewhere."""
+        return {role.name: Away(role.name) for role in self._plan.roles if role.name in self.of_role}
+
+    @property
+    def residents(self) -> dict[str, Any]:
+        """What stands here for the models that are elsewhere."""
+        return dict.fromkeys(homes_of(self._plan))
 
     def start(self, process: Process, steps: int, run: str) -> None:
         """Starts an actor for each rank of each pool; they open their models at the same time.
@@ -152,104 +163,81 @@ class Pools:
             TandemError: a model cannot be opened, or a worker died.
         """
         assert self._engine is not None, "the controller generates"
-        sizes = {name: ranks_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
+        parts = {name: part_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
+        sizes = {name: max(len(one.ranks) for one in part.residents) for name, part in parts.items()}
         self._connect(process.threads * sum(sizes.values()))
-        capabilities = self._engine.capabilities
-        if not capabilities & {"shared_memory", "disk", "ipc"}:
-            capabilities |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
+        reads = self._engine.capabilities
+        if not reads & {"shared_memory", "disk"}:
+            reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
-            part = Part(
-                self._config,
-                self._plan.config or self._config,
-                name,
-                ranks,
-                process.threads,
-                steps,
-                run,
-                capabilities,
-                self._engine.version,
-            )
-            self.pools[name] = self._actors(part)
-        self._all([one for pool in self.pools.values() for one in self._enter(pool)], "the workers to open their models")
+            told = (process.threads, steps, run, reads, self._engine.version)
+            part = Part(self._config, self._plan.config or self._config, name, ranks, *told)
+            self._start(part, again=ranks == 1 and not any(one.changes for one in parts[name].residents))
+        entering = [self._enter(pool) for pool in self.pools.values()]
+        self.all([one for pool in entering for one in pool], "the workers to open their models")
+        for pool, begun in zip(self.pools.values(), entering, strict=True):
+            pool.processes = [self.get(one) for one in begun]
         threading.Thread(target=self._serve, args=(self.pools["actor"].members[0],), name="engine-desk", daemon=True).start()
 
     def _connect(self, cores: int) -> None:
-        ray = self._ray
-        if ray.is_initialized():
+        """To the cluster of `RAY_ADDRESS`, or to one that is made here and ends with the run."""
+        if self.ray.is_initialized():
             return
+        address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
         paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        address = os.environ.get("RAY_ADDRESS")
-        own: dict[str, Any] = {} if address else {"num_cpus": max(cores, usable_cores())}
-        before = signal.getsignal(signal.SIGTERM)
-        ray.init(address=address, runtime_env={"env_vars": paths}, include_dashboard=False, logging_level="warning", **own)
+        even = {"worker_niceness": 0}  # Ray's workers give way to others, and the engine is one of these
+        made = {"num_cpus": max(cores, usable_cores()), "include_dashboard": False, "_system_config": even}
+        own: dict[str, Any] = {} if address else made
+        self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning", **own)
+        self._started = True
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
-        self._started = True
 
-    def _actors(self, part: Part) -> Pool:
-        ray, cores = self._ray, {"CPU": float(part.threads)}
-        pool = Pool(part.pool, ray.util.placement_group([cores] * part.ranks, strategy="PACK"))
-        self.pools[part.pool] = pool
+    def _start(self, part: Part, *, again: bool) -> None:
+        """The actors of a pool. ``again``: Ray may start one again, with the calls that it did not end."""
+        group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
+        pool = self.pools[part.pool] = Pool(group)
         with waiting("cores of the Ray cluster"):
-            if not pool.group.wait(READY_S):
+            if not group.wait(READY_S):
                 raise WaitTimeout(
                     f"Ray has not given {part.ranks} × {part.threads} core(s) for the pool {part.pool} within "
-                    f"{READY_S:.0f} s; the cluster has {ray.cluster_resources()}"
+                    f"{READY_S:.0f} s; the cluster has {self.ray.cluster_resources()}"
                 )
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        actor = ray.remote(concurrency_groups={"desk": 2})(Member)
-        again = {"max_restarts": REPLACED, "max_task_retries": -1} if self._replaceable(part) else {}
+        actor = self.ray.remote(concurrency_groups={"desk": 2})(Member)
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if again else {}
         for rank in range(part.ranks):
-            options = {"num_cpus": part.threads, "scheduling_strategy": strategy(pool.group, rank)}
-            pool.members.append(actor.options(**options, **again).remote(part))
-        pool.machines = self._all(pool.all("machine", os.getcwd()), f"the workers of {part.pool} to start")
-        return pool
-
-    def _replaceable(self, part: Part) -> bool:
-        """True if Ray may start its process again: it is the only one, and its model never changes."""
-        return part.ranks == 1 and is_stateless(self._plan, part.pool)
-
-    def noticed(self, pool: Pool, process: int) -> bool:
-        """True if a stage was run by another process than before, which has taken the place of one that died."""
-        node, address, port, before = pool.machines[0]
-        if process == before:
-            return False
-        pool.machines[0] = (node, address, port, process)
-        log.warning("the worker of the %s (process %d) died; process %d has taken its place", pool.name, before, process)
-        return True
+            member = actor.options(num_cpus=part.threads, scheduling_strategy=place(group, rank), **how).remote(part)
+            pool.members.append(member)
+            self._names[member._actor_id.hex()] = f"{part.pool} (rank {rank} of {part.ranks})"
 
     def _enter(self, pool: Pool) -> list[Any]:
-        nodes = [node for node, *_ in pool.machines]
-        _, address, port, _ = pool.machines[0]
+        machines = self.all([one.machine.remote(os.getcwd()) for one in pool.members], "the workers to start")
+        nodes = [node for node, *_ in machines]
         places = [
-            Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), address, port).environment(0)
+            Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
             for rank, node in enumerate(nodes)
         ]
         return [member.enter.remote(place) for member, place in zip(pool.members, places, strict=True)]
 
     def _serve(self, member: Any) -> None:
         """In a thread: does what the publisher asks of the engine, which is here."""
-        ray = self._ray
-        while not self._closing:
-            try:
-                name, arguments = ray.get(member.asked.options(concurrency_group="desk").remote())
+        asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
+        with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
+            while not self._closing:
+                name, *arguments = self.ray.get(asked.remote())
                 try:
-                    answer = True, getattr(self._engine, name)(*arguments)
+                    found = getattr(self._engine, name)(*arguments)
                 except Exception as error:  # boundary: the publisher decides what becomes of it
-                    fine = isinstance(error, TandemError) and survives_pickling(error)
-                    answer = False, error if fine else RankFailed(f"the inference engine failed: {kind_and_text(error)}")
-                ray.get(member.answer.options(concurrency_group="desk").remote(*answer))
-            except ray.exceptions.RayError:  # the worker is gone, which whoever waits for it says
-                return
+                    found = Team().portable(error)
+                self.ray.get(answer.remote(found))
 
-    # ------------------------------------------------------------------ waiting
-
-    def _all(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Waits for all of them; the first failure counts, also of one that others wait for."""
+    def all(self, references: Sequence[Any], what: str) -> list[Any]:
+        """Waits for all of them, which are ``what``; the first failure counts, also of one that others wait for."""
         pending = list(references)
         with waiting(what):
             while pending:
-                done, pending = self._ray.wait(pending, num_returns=1)
+                done, pending = self.ray.wait(pending, num_returns=1)
                 self.get(done[0])
         return [self.get(one) for one in references]
 
@@ -260,96 +248,92 @@ class Pools:
             TandemError: the worker's.
             RankFailed: a worker died, or its machine; says whose.
         """
-        ray = self._ray
+        failures = self.ray.exceptions
         try:
-            return ray.get(reference)
-        except ray.exceptions.RayError as error:
-            self._raise(error)
-
-    def _raise(self, error: Any) -> NoReturn:
-        ray = self._ray
-        cause = error
-        while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
-            cause = cause.cause
-        if isinstance(cause, TandemError):
+            return self.ray.get(reference)
+        except failures.RayError as error:
             log.info("cause", exc_info=error)
-            raise cause from None
-        if isinstance(cause, ray.exceptions.RayActorError):
-            who = self._who(getattr(cause, "actor_id", None))
+            cause: Any = error
+            while isinstance(cause, failures.RayTaskError) and cause.cause is not None:
+                cause = cause.cause
+            if isinstance(cause, TandemError):
+                raise cause from None
+            if not isinstance(cause, failures.RayActorError):
+                raise RankFailed(f"a worker on Ray failed: {kind_and_text(cause)}") from error
+            who, words = self._names.get(getattr(cause, "actor_id", None) or "", "a pool"), str(cause)
+            if "creation task" in words:
+                raise RankFailed(f"the worker of {who} cannot start: {words.splitlines()[-1]}") from error
             raise RankFailed(
-                f"the worker of {who} died, and the run with it; the same command goes on from its newest checkpoint"
+                f"the worker of {who} died, and the run with it; the same command goes on from the newest checkpoint"
             ) from error
-        raise RankFailed(f"Ray failed: {kind_and_text(cause)}") from error
 
-    def _who(self, actor: str | None) -> str:
-        for pool in self.pools.values():
-            for rank, member in enumerate(pool.members):
-                if member._actor_id.hex() == actor:
-                    roles = ", ".join(role for role, home in self.of_role.items() if home == pool.name)
-                    where = f" (process {pool.machines[rank][3]} on {pool.machines[rank][1]})" if pool.machines else ""
-                    return f"the {pool.name}, rank {rank} of {len(pool.members)}, which has {roles},{where}".rstrip(",")
-        return "a pool"
+    def noticed(self, pool: Pool, process: int) -> bool:
+        """True if a call was done by a process that has taken the place of one that died."""
+        replaced = process != pool.processes[0]
+        if replaced:
+            log.warning("process %d of a model on Ray died; process %d has taken its place", pool.processes[0], process)
+            pool.processes[0] = process
+        return replaced
 
-    # ------------------------------------------------------------------ a checkpoint
+    def everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        """Has every worker do it."""
+        members = [member for pool in self.pools.values() for member in pool.members]
+        return self.all([getattr(one, method).remote(*arguments) for one in members], f"the workers: {method}")
 
     def save(self, folder: Path) -> None:
-        """Every pool writes its models."""
-        self._everywhere("save", lambda pool: (folder,))
+        self.everywhere("save", folder)
+
+    def digests(self, team: Team) -> dict[str, str]:
+        return {name: digest for found in self.everywhere("digests") for name, digest in found.items()}
+
+    def save_tokenizer(self, folder: Path) -> None:
+        super().save_tokenizer(folder)
+        if (folder / FOLDER).is_dir():
+            save_classifier_tokenizer(self.tokenizer, folder / FOLDER)
+
+    def late_writer(self, states: Mapping[str, Any]) -> None:
+        """Training waits for each save."""
 
     def write(self, folder: Path) -> None:
         """Implements `Elsewhere.write`."""
-        self._everywhere("write", lambda pool: (folder / f"pool-{pool}",))
+        self.everywhere("write", folder)
 
     def load(self, folder: Path, unsaved: Mapping[str, Any]) -> None:
         """Implements `Elsewhere.load`."""
-        self._everywhere("load", lambda pool: (folder, unsaved))
+        self.everywhere("load", folder, unsaved)
 
-    def digests(self) -> dict[str, str]:
-        """The digests of all trained weights, the actor's first."""
-        found: dict[str, str] = {}
-        for one in self._everywhere("digests", lambda pool: ()):
-            found |= one
-        return found
-
-    def history(self) -> dict[int, WeightVersion]:
+    def history(self) -> Any:
         """The versions published so far."""
-        found: dict[int, WeightVersion] = self.get(self.pools["actor"].members[0].history.remote())
-        return found
-
-    def _everywhere(self, method: str, arguments: Callable[[str], tuple[Any, ...]]) -> list[Any]:
-        calls = [one for name, pool in self.pools.items() for one in pool.all(method, *arguments(name))]
-        return self._all(calls, f"the workers, {method}")
-
-    def models(self, tokenizer: PreTrainedTokenizerBase) -> "RemoteModels":
-        """Those that are saved."""
-        return RemoteModels(None, None, tokenizer, pools=self)
-
-    def conductor(self, around: Around, residency: Residency, plan: RunPlan) -> "RayConductor":
-        """The one that calls them."""
-        return RayConductor(self, around, residency, plan)
+        return self.get(self.pools["actor"].members[0].history.remote())
 
     def close(self) -> None:
         """Ends all workers, and the cluster if it was started here. Idempotent."""
-        ray, self._closing = self._ray, True
+        self._closing = True
         members = [member for pool in self.pools.values() for member in pool.members]
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait([member.close.remote() for member in members], num_returns=len(members), timeout=CLOSE_S)
+        if members:
+            self.ray.wait([one.close.remote() for one in members], num_returns=len(members), timeout=CLOSE_S)
         for member in members:
-            ray.kill(member)
+            self.ray.kill(member)
         for pool in self.pools.values():
-            ray.util.remove_placement_group(pool.group)
+            self.ray.util.remove_placement_group(pool.group)
         self.pools = {}
         if self._started:
-            ray.shutdown()
+            self.ray.shutdown()
             self._started = False
 
 
 @contextlib.contextmanager
 def open_pools(
-    config: TrainConfig, plan: RunPlan, process: Process, steps: int, run: str, engine: InferenceEngine | None
+    config: TrainConfig,
+    plan: RunPlan,
+    process: Process,
+    steps: int,
+    run: str,
+    engine: InferenceEngine | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Pools]:
-    """The workers of a run, for a block."""
-    pools = Pools(config, plan, engine)
+    """The workers of a run, for a block. ``steps`` and ``run``: of the run, and its name. ``engine``: generates here."""
+    pools = Pools(config, plan, engine, tokenizer)
     try:
         pools.start(process, steps, run)
         yield pools
@@ -357,89 +341,63 @@ def open_pools(
         pools.close()
 
 
-@dataclass(frozen=True)
-class RemoteModels(Models):
-    """The models of a checkpoint: each pool writes its own."""
-
-    pools: Pools | None = None
-
-    def save(self, folder: Path) -> None:
-        if self.pools is not None:
-            self.pools.save(folder)
-
-    def digests(self, team: Team) -> dict[str, str]:
-        return {} if self.pools is None else self.pools.digests()
-
-    def save_tokenizer(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
-        if (folder / FOLDER).is_dir():
-            save_classifier_tokenizer(self.tokenizer, folder / FOLDER)
-
-
 class RayConductor(LocalConductor):
     """Calls stages in the workers of their pools. What makes a batch, judges or keeps runs here."""
 
     def __init__(self, pools: Pools, around: Around, residency: Residency, plan: RunPlan):
         super().__init__(around, residency, plan)
-        self._pools, self._ray, self._memory = pools, _ray(), memory_of(plan.residents)
+        self._pools, self._memory = pools, memory_of(plan.residents)
         self._order: Order[Any] = Order(self._memory)
         self._begun: list[tuple[Stage, Pool, list[Any]]] = []
-        self._costs: list[tuple[Stage, Spent, float]] = []
+        self._costs: list[tuple[Stage, list[Spent], float]] = []
         self._replaced = 0
 
     def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
-        """Calls the method that a stage is. The model of a reward is asked at once: what is chosen depends on it."""
-        if stage.kind != "score" or stage.role not in self._pools.of_role:
+        """Calls the method that a stage is: in a pool it begins, and references come back. The model of a reward is waited
+        for, for what is chosen depends on it."""
+        if stage.role not in self._pools.of_role:
             return super().run(stage, of, *arguments, **named)
-        (batch,) = arguments
-        _, scores = self._begin(stage, RemoteStage(stage.role, stage.call), ("score",), list(batch.items()), (), {})
-        self._finish()
-        return self._pools.get(scores)
-
-    def call(self, stage: Stage, work: Any, *arguments: Any, **named: Any) -> Any:
-        """Begins it in the pool of its role, and returns references."""
-        if not isinstance(work, RemoteStage):
+        if stage.kind == "score":
+            _, scores = self._begin(stage, ("score",), list(arguments[0].items()), (), {})
             self._finish()
-            given = {name: self.value(one) for name, one in named.items()}
-            found = super().call(stage, work, *map(self.value, arguments), **given)
-            return self._kept(found) if stage.kind == "collect" else found
+            return self._pools.get(scores)
         batch = next((one for one in (*arguments, *named.values()) if isinstance(one, Promised)), None)
         plain = [one for one in arguments if one is not batch]
         plain_named = {name: one for name, one in named.items() if one is not batch}
         fields = None if batch is None else list(batch.read_by(stage.declared))
-        metrics, *outputs = self._begin(stage, work, added_by(stage.declared), fields, plain, plain_named)
-        if stage.kind == "pass" and batch is not None:
-            return batch.with_output(stage.declared, dict(zip(added_by(stage.declared), outputs, strict=True)))
+        added = added_by(stage.declared)
+        metrics, *outputs = self._begin(stage, added, fields, plain, plain_named)
+        if added and batch is not None:
+            return batch.with_output(stage.declared, dict(zip(added, outputs, strict=True)))
         return {metrics: stage.name}
 
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Calls it here, when all that was begun is done. Of a batch the object store has the fields from then on."""
+        self._finish()
+        found = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
+        if stage.kind != "collect":
+            return found
+        return Promised({str(name): (self._pools.ray.put(field),) for name, field in found.items()}, self._pools.get)
+
     def _begin(
-        self,
-        stage: Stage,
-        work: RemoteStage,
-        added: Sequence[str],
-        fields: Sequence[tuple[str, Any]] | None,
-        arguments: Sequence[Any],
-        named: Mapping[str, Any],
+        self, stage: Stage, added: Sequence[str], fields: Sequence[tuple[str, Any]] | None, plain: Any, named: Any
     ) -> list[Any]:
         """References of a call's metrics and of the fields that it adds. It waits for its fields, for earlier calls that it
         is to follow, and for the one before it in its pool."""
         pool = self._pools.pools[self._pools.of_role[stage.role]]
-        how = (work.role, work.call, added, fields is not None, [name for name, _ in fields or ()], arguments, named)
+        names = None if fields is None else [name for name, _ in fields]
         values, earlier = [one for _, one in fields or ()], self._order.before(stage)
         outputs = []
         for rank, member in enumerate(pool.members):
-            returns = 1 + len(added) if rank == 0 else 1
+            returns = 1 if rank else 1 + len(added)
             waits = [*earlier, *pool.last[rank : rank + 1]]
-            found = member.run.options(num_returns=returns).remote(*how, *values, *waits)
+            begin = member.run.options(num_returns=returns)
+            found = begin.remote(stage.role, stage.call, added, names, plain, named, *values, *waits)
             outputs.append(found if returns > 1 else [found])
         pool.last = [one[0] for one in outputs]
         self._order.add(stage, pool.last[0])
-        self._begun.append((stage, pool, list(pool.last)))
+        self._begun.append((stage, pool, pool.last))
         return list(outputs[0])
-
-    def _kept(self, batch: TensorDict) -> Promised:
-        """A batch that was collected: from now on the object store has it."""
-        return Promised({str(name): (self._ray.put(column),) for name, column in batch.items()}, self._pools.get)
 
     def value(self, promised: Any) -> Any:
         """Reads a whole batch, or the metrics of a stage."""
@@ -459,14 +417,13 @@ class RayConductor(LocalConductor):
         pending = [one for _, _, outputs in begun for one in outputs]
         for stage, pool, outputs in begun:
             began = time.monotonic()
-            with self._around(stage), waiting(f"{stage.name}, in a worker of the pool {pool.name}"):
+            with self._around(stage), waiting(f"{stage.name}, in a worker on Ray"):
                 while any(one in pending for one in outputs):
-                    done, pending = self._ray.wait(pending, num_returns=1)
+                    done, pending = self._pools.ray.wait(pending, num_returns=1)
                     self._pools.get(done[0])
-            cost = [self._pools.get(one)[1] for one in outputs]
-            self._replaced += self._pools.noticed(pool, cost[0].process)
-            spent = Spent(*cost[0][:3], sum(one.read_bytes for one in cost), cost[0].added_bytes)
-            self._costs.append((stage, spent, time.monotonic() - began))
+            costs = [self._pools.get(one)[1] for one in outputs]
+            self._replaced += self._pools.noticed(pool, costs[0].process)
+            self._costs.append((stage, costs, time.monotonic() - began))
 
     def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
         """Waits for all calls of the step. The batch stays where it is, and can be asked for its fields.
@@ -477,11 +434,11 @@ class RayConductor(LocalConductor):
         self._finish()
         calls, self._costs = self._costs, []
         found = self._metrics(metrics)
-        found["remote/read_mib"] = sum(spent.read_bytes for _, spent, _ in calls) / MIB
-        found["remote/added_mib"] = sum(spent.added_bytes for _, spent, _ in calls) / MIB
+        found["remote/read_mib"] = sum(cost.read_bytes for _, costs, _ in calls for cost in costs) / MIB
+        found["remote/added_mib"] = sum(costs[0].added_bytes for _, costs, _ in calls) / MIB
         found["remote/wait_s"] = sum(waited for *_, waited in calls)
         found["remote/replaced"] = float(self._replaced)
-        for stage, spent, _ in calls:
+        for stage, costs, _ in calls:
             name = "remote/busy_s/" + stage.name.replace(": ", "_").replace(" ", "_")
-            found[name] = found.get(name, 0.0) + spent.ended_s - spent.began_s
+            found[name] = found.get(name, 0.0) + costs[0].seconds
         return batch, found

@@ -1,7 +1,7 @@
 """A batch whose fields are computed elsewhere: the step passes it on, and reads nothing of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,20 +25,14 @@ class Promised:
         """Names of the fields, also of those that may be added."""
         return self.fields.keys()
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Reads one field, and keeps nothing of it."""
-        found = next((tensor for tensor in map(self.fetch, self.fields[name]) if tensor is not None), None)
-        if found is None:
-            raise KeyError(name)
-        return found
+    def __getitem__(self, name: str) -> torch.Tensor | None:
+        """Reads one field, and keeps nothing of it; None where no call added it."""
+        return next((tensor for tensor in map(self.fetch, self.fields[name]) if tensor is not None), None)
 
     def batch(self) -> TensorDict:
         """All fields that there are. Waits for them."""
-        found = {}
-        for name, references in self.fields.items():
-            tensor = next((tensor for tensor in map(self.fetch, references) if tensor is not None), None)
-            found |= {} if tensor is None else {name: tensor}
-        return TensorDict(found, batch_size=[])
+        found = {name: self[name] for name in self.fields}
+        return TensorDict({name: tensor for name, tensor in found.items() if tensor is not None}, batch_size=[])
 
     def read_by(self, declared: Declaration) -> Iterator[tuple[str, Any]]:
         """The fields that a stage may read, each with its references in order."""
@@ -49,8 +43,9 @@ class Promised:
 
     def with_output(self, declared: Declaration, added: Mapping[str, Any]) -> "Promised":
         """The batch as a pass leaves it, which adds these references."""
-        older = {name: self.fields.get(name, ()) if name in declared.may_add else () for name in added}
-        return Promised({**self.fields, **{name: (one, *older[name]) for name, one in added.items()}}, self.fetch)
+        older = {name: self.fields.get(name, ()) for name in declared.may_add}
+        fields = {name: (one, *older.get(name, ())) for name, one in added.items()}
+        return replace(self, fields={**self.fields, **fields})
 
 
 def added_by(declared: Declaration) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """The roles of a run that have models, on those of them that this process has."""
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +46,13 @@ def open_roles(
     engine: InferenceEngine | None,
     residency: Residency,
     stack: contextlib.ExitStack,
-    here: frozenset[str] | None = None,
+    own: RunPlan | None = None,
 ) -> Roles:
     """Opens the models of the plan in a training engine, one after another, so that each finds room, and makes the roles on
     them; ``stack`` closes the publisher. Collective. ``steps`` and ``run``: of the whole run, and its name. ``folder``: of
-    the actor's model, whose ``tokenizer`` it is. ``engine``: takes the actor's weights. ``here``: the residents of this
-    process, where others have the rest; None: all."""
-    own = plan if here is None else _those(plan, here)
+    the actor's model, whose ``tokenizer`` it is. ``engine``: takes the actor's weights. ``own``: the plan
+    with the models of this process, where others have the rest; None: all."""
+    own = own or plan
     policy, judge = own.resident("actor"), own.resident("teacher")
     updates = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
     trainer = None if policy is None else residency.open(policy, process, optimizer_steps=updates)
@@ -76,11 +75,6 @@ def open_roles(
         constraint = make_constraint(config, plan, actor)
         roles |= {"actor": student, "constraint": constraint, "verifier": verifier, "publisher": publisher}
     return Roles({name: role for name, role in roles.items() if role is not None}, scores)
-
-
-def _those(plan: RunPlan, names: frozenset[str]) -> RunPlan:
-    residents = tuple(one for one in plan.residents if one.name in names)
-    return replace(plan, residents=residents, scores=tuple(one for one in plan.scores if one.resident in names))
 
 
 def make_actor(config: TrainConfig, plan: RunPlan, trainer: TrainEngine, shared_critic: SharedCritic | None) -> Actor:

@@ -154,7 +154,7 @@ class Session(TrainingSession):
     def models(self) -> Models:
         """The actor, a critic with a model of its own, and the tokenizer."""
         if self.pools is not None:
-            return self.pools.models(self.tokenizer)
+            return self.pools
         return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.conductor.prepare, "save"))
 
     def wake_by_method(self) -> None:
@@ -233,10 +233,10 @@ def open_session(
         residency.add_engine(engine)
         pools = None
         if config.runner == "ray":
-            from tandem.flow.on_ray import open_pools  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.on_ray import RayConductor, open_pools  # noqa: PLC0415 Ray is an extra
 
-            pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine))
-            opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.models_there))
+            pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine, parts.tokenizer))
+            opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.residents))
         else:
             opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
         parts.models.start(opened.scores, process.device)
@@ -244,7 +244,7 @@ def open_session(
             start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
-            conduct = LocalConductor if pools is None else pools.conductor
+            conduct = LocalConductor if pools is None else partial(RayConductor, pools)
             conductor = conduct(lambda stage: _measured(stage, timer, meter), residency, plan)
             scorer = stack.enter_context(
                 contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
