@@ -114,12 +114,12 @@ def test_a_dead_worker_of_a_frozen_model_is_replaced_and_another_one_ends_the_ru
 
 @pytest.mark.slow
 def test_what_cannot_be_on_ray_is_refused_before_there_is_a_run_folder(ray, overrides, tmp_path):
-    for key, words in (
-        ("memory_limit_gib=1", "memory_limit_gib"),
-        ("rollout.weights.channel=collective", "channel=collective"),
+    for keys, words in (
+        (["memory_limit_gib=1"], "memory_limit_gib"),
+        (["rollout.balance=auto", "async_training=true"], "rollout.balance"),
     ):
         with pytest.raises(ConfigError, match=f"runner=ray does not go with {words}"):
-            trained(overrides, "ray", "refused", "deterministic=false", key)
+            trained(overrides, "ray", "refused", "deterministic=false", *keys)
     assert not (tmp_path / "tandem" / "refused").exists()
 
 

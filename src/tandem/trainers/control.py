@@ -112,7 +112,9 @@ class Control:
         if self._distils:
             raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
         if self._config.runner != "local":
-            raise ConfigError("the models of this run are on Ray, and its reward stays as it is; it can change with runner=local")
+            raise ConfigError(
+                "the models of this run are on Ray, and its reward stays as it is; it can change with runner=local"
+            )
         mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
         changed = self._prepare(replace(self._config, reward=spec))
         with changed.taking_back:
