@@ -83,6 +83,11 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
 class Member(PoolMember):
     """The actor."""
 
+    def __init__(self, part: Part):
+        super().__init__(part)
+        if _ray().get_runtime_context().was_current_actor_reconstructed:  # it takes the place of one that died
+            self.enter(ALONE)
+
     def machine(self, folder: str) -> tuple[str, str, int]:
         """The node's name in Ray, its address, and a free port there. ``folder``: to work in."""
         with contextlib.suppress(OSError):
@@ -96,11 +101,6 @@ class Member(PoolMember):
         os.environ.update(place.environment(0))
         self.open()
         return os.getpid()
-
-    def run(self, *how: Any) -> Any:
-        if not self.roles:  # a process that takes the place of one that died
-            self.enter(ALONE)
-        return super().run(*how)
 
     def asked(self) -> tuple[Any, ...]:
         """Waits until something is asked of the inference engine."""
@@ -144,6 +144,8 @@ class Pools(Models):
         self.pools: dict[str, Pool] = {}
         self._names: dict[str, str] = {}
         self._started = self._closing = False
+        self.records = config.tracking.trajectories_per_step != 0
+        """True if batches are read when a step is done, to be written down."""
 
     @property
     def roles(self) -> dict[str, Any]:

@@ -196,8 +196,10 @@ class Session(TrainingSession):
         """The step's groups, the weights that wrote them, and what was dropped."""
         if batch is None:
             return Made(dropped=self.rollout.take_dropped())
-        history = self.publisher.history if self.pools is None else self.pools.history()
-        return Made(self.rollout.last_groups, history, self.conductor.value(batch), self.rollout.take_dropped())
+        if self.pools is None:
+            return Made(self.rollout.last_groups, self.publisher.history, batch, self.rollout.take_dropped())
+        read = self.conductor.value(batch) if self.pools.records else None
+        return Made(self.rollout.last_groups, self.pools.history(), read, self.rollout.take_dropped())
 
 
 @contextlib.contextmanager
