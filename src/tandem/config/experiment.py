@@ -105,8 +105,8 @@ class TrainConfig(BaseConfig):
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
     runner: Literal["local", "ray"] = "local"
-    """Where the roles are: `local`: in this process and its ranks. `ray`: each model in workers of Ray, which this process
-    calls (docs/cluster.md#roles-on-ray)."""
+    """The place of the roles. `local`: in this process and its ranks. `ray`: each model in workers of Ray, which this
+    process calls (docs/cluster.md#roles-on-ray)."""
 
     allocation: str | None = None
     """Servers and ranks in one word, which sets `rollout.backend`, `actor.backend` and `placement`: `vllm:d4t2+fsdp:d8` has

@@ -95,7 +95,7 @@ class DistillConfig(BaseConfig):
     """The teacher."""
 
     runner: Literal["local", "ray"] = "local"
-    """Where the models are: `local`: in this process and its ranks; `ray`: in workers of Ray
+    """The place of the models. `local`: in this process and its ranks; `ray`: in workers of Ray
     (docs/cluster.md#roles-on-ray)."""
 
     async_training: bool = False

@@ -46,7 +46,7 @@ class Models:
     """The models of a checkpoint: the actor, and a critic with a model of its own in a folder that is a reward model's."""
 
     actor: TrainEngine | None
-    """None where it is in another process."""
+    """The actor's; None where that is in another process."""
 
     critic: Critic | SharedCritic | None
     tokenizer: PreTrainedTokenizerBase

@@ -30,7 +30,7 @@ from tandem.flow.conductor import Around, LocalConductor
 from tandem.flow.critic import FOLDER, Models
 from tandem.flow.order import Order, memory_of
 from tandem.flow.plan import RunPlan
-from tandem.flow.pool import Part, PoolMember, Spent, homes_of, part_of, pools_by_role
+from tandem.flow.pool import PoolMember, PoolPart, Spent, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
 from tandem.flow.promised import Promised, added_by
 from tandem.flow.residency import Residency
@@ -80,10 +80,10 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
         raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
 
 
-class Member(PoolMember):
+class PoolActor(PoolMember):
     """The actor."""
 
-    def __init__(self, part: Part):
+    def __init__(self, part: PoolPart):
         super().__init__(part)
         if _ray().get_runtime_context().was_current_actor_reconstructed:  # it takes the place of one that died
             self.enter(ALONE)
@@ -149,12 +149,12 @@ class Pools(Models):
 
     @property
     def roles(self) -> dict[str, Any]:
-        """What stands here for the roles of the plan that are elsewhere."""
+        """Stand-ins here for the roles of the plan that are elsewhere."""
         return {role.name: Away(role.name) for role in self._plan.roles if role.name in self.of_role}
 
     @property
     def residents(self) -> dict[str, Any]:
-        """What stands here for the models that are elsewhere."""
+        """Stand-ins here for the models that are elsewhere."""
         return dict.fromkeys(homes_of(self._plan))
 
     def start(self, process: Process, steps: int, run: str) -> None:
@@ -173,7 +173,7 @@ class Pools(Models):
             reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
             told = (process.threads, steps, run, reads, self._engine.version)
-            part = Part(self._config, self._plan.config or self._config, name, ranks, *told)
+            part = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
             self._start(part, again=ranks == 1 and not any(one.changes for one in parts[name].residents))
         entering = [self._enter(pool) for pool in self.pools.values()]
         self.all([one for pool in entering for one in pool], "the workers to open their models")
@@ -195,7 +195,7 @@ class Pools(Models):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
 
-    def _start(self, part: Part, *, again: bool) -> None:
+    def _start(self, part: PoolPart, *, again: bool) -> None:
         """The actors of a pool. ``again``: Ray may start one again, with the calls that it did not end."""
         group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
         pool = self.pools[part.pool] = Pool(group)
@@ -205,7 +205,7 @@ class Pools(Models):
                     f"Ray has not given {part.ranks} × {part.threads} core(s) for the pool {part.pool} within "
                     f"{READY_S:.0f} s; the cluster has {self.ray.cluster_resources()}"
                 )
-        actor = self.ray.remote(concurrency_groups={"desk": 2})(Member)
+        actor = self.ray.remote(concurrency_groups={"desk": 2})(PoolActor)
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if again else {}
         for rank in range(part.ranks):

@@ -64,7 +64,7 @@ def part_of(plan: RunPlan, pool: str) -> RunPlan:
 
 
 @dataclass(frozen=True)
-class Part:
+class PoolPart:
     """All that a process of a pool is told."""
 
     config: TrainConfig
@@ -137,7 +137,7 @@ class EngineElsewhere(Controlled):
 class PoolMember:
     """One rank of a pool."""
 
-    def __init__(self, part: Part):
+    def __init__(self, part: PoolPart):
         self.part, self._stack, self.roles = part, contextlib.ExitStack(), dict[str, Any]()
         self.engine = EngineElsewhere(part.capabilities, part.version)
 

@@ -174,7 +174,7 @@ class Session(TrainingSession):
 
     @property
     def elsewhere(self) -> "Pools | None":
-        """See `pools`."""
+        """The same as `pools`."""
         return self.pools
 
     @property
