@@ -26,7 +26,7 @@ from tandem.cli.arguments import split_arguments
 from tandem.cli.output import survive_lost_output
 from tandem.cli.running import run_group
 from tandem.cli.training import TRAINING
-from tandem.config.backend import parse_layout
+from tandem.config.arithmetic import trainer_ranks
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import load_config
@@ -105,7 +105,7 @@ def _job(arguments: argparse.Namespace, more: Sequence[str] = ()) -> LaunchJob:
     config = _config(arguments.command, words)
     folder = run_path(config.run.root, config.experiment_name, config.trial_name).resolve()
     command = [] if arguments.command == "train" else ["--command", arguments.command]
-    ranks, recover = parse_layout(config.actor.backend).ranks, config.recover
+    ranks, recover = trainer_ranks(config), config.recover
     name = f"{config.experiment_name}/{config.trial_name}"
     return LaunchJob(name, folder / FOLDER, (*command, *words), ranks, recover.grace_s, recover.max_restarts)
 

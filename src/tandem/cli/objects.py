@@ -21,7 +21,7 @@ import yaml
 from tandem.api.failures import RankFailed
 from tandem.api.plugins import forget
 from tandem.cli.training import TRAINING
-from tandem.config.backend import parse_layout
+from tandem.config.arithmetic import trainer_ranks
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
 from tandem.config.nearest import nearest_names
@@ -65,7 +65,7 @@ def train(
     kind, items = TRAINING[command], items_of(dict(flat(overrides or {})))
     resolved = load_config(kind.config, file, items)
     config = resolved.config
-    if parse_layout(config.actor.backend).ranks == 1 and not config.recover.max_restarts:
+    if trainer_ranks(config) == 1 and not config.recover.max_restarts:
         how: dict[str, Any] = {"override": True} if override else {}
         done: Summary = importlib.import_module(kind.loop).train(resolved, until=until, **how)
         return done

@@ -13,8 +13,7 @@ from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
 from tandem.cli.output import survive_lost_output
-from tandem.config.arithmetic import stalled_after_s
-from tandem.config.backend import parse_layout
+from tandem.config.arithmetic import stalled_after_s, trainer_ranks
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
@@ -70,7 +69,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     config = resolved.config
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
     is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
-    ranks = parse_layout(config.actor.backend).ranks
+    ranks = trainer_ranks(config)
     starts_ranks = (ranks > 1 or config.recover.max_restarts > 0) and not is_rank() and not arguments.dry_run
     options: dict[str, Any] = {"override": True} if arguments.override else {}
     options |= {"until": arguments.until} if arguments.until else {}
@@ -100,7 +99,7 @@ def run_group(
     """Runs the command on the run's ranks of this machine, and returns the exit status. ``place``: of these among others,
     whose launcher starts them again if need be. ``record`` hears of failures, which the run folder has too."""
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
-    ranks = parse_layout(config.actor.backend).ranks
+    ranks = trainer_ranks(config)
     if ranks > 1 and place is None:
         check_interface()
 

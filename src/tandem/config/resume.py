@@ -21,6 +21,7 @@ FREE = (
     "rollout.fleet",
     "rollout.weights",
     "allocation",
+    "runner",
 )
 """Change nothing that is learnt: a run goes on with the new value."""
 

@@ -166,6 +166,9 @@ class RunPlan:
     reward: str = ""
     """The reward of the rows that name none."""
 
+    config: BaseConfig | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The configuration that it is of."""
+
     algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
     """The functions that the algorithm names; None where no actor learns from rewards."""
 
@@ -239,7 +242,7 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
                 f"{resident.key}={resident.engine.backend}: a model whose weights change sits on the first ranks, of which "
                 "rank 0 writes its checkpoints; leave @ out"
             )
-    return plan
+    return dataclasses.replace(plan, config=config)
 
 
 def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:

@@ -232,20 +232,20 @@ def open_critic(
     plan: RunPlan,
     config: TrainConfig,
     process: Process,
-    actor: TrainEngine,
+    actor: TrainEngine | None,
     steps: int,
     open_engine: Open = open_model,
 ) -> Critic | SharedCritic | None:
-    """The critic; None if nothing asks for values. ``actor``: its engine, whose second head is the critic with
-    `critic.shared`. ``steps``: of the run.
+    """The critic; None if nothing asks for values, or its model is elsewhere. ``actor``: its engine, whose second head is
+    the critic with `critic.shared`. ``steps``: of the run.
 
     Raises:
         ConfigError: its model cannot be opened, or has more than one label.
     """
-    if plan.stage("values") is None:
-        return None
     resident = plan.resident("critic")
+    if plan.stage("values") is None or (resident is None and not config.critic.shared):
+        return None
     if resident is None:
-        return SharedCritic(actor, config.critic)
+        return None if actor is None else SharedCritic(actor, config.critic)
     engine = open_engine(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
     return Critic(engine, config.critic, config.actor, seed=config.seed)

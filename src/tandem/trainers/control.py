@@ -15,6 +15,7 @@ from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.roles import is_everywhere
 from tandem.flow.services import (
     EpisodeParts,
     asks_for_reward,
@@ -26,7 +27,7 @@ from tandem.flow.services import (
     refuse_comparing,
     refuse_only_groups,
 )
-from tandem.flow.session import Session, is_everywhere
+from tandem.flow.session import Session
 from tandem.rewards.reward import Reward
 from tandem.state.control import Mailbox, Request
 from tandem.trainers.opening import Run
@@ -103,6 +104,10 @@ class Control:
             raise ConfigError("the request cannot be read; ask with `tandem control`")
         if self._distils:
             raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
+        if self._config.runner != "local":
+            raise ConfigError(
+                "the models of this run are on Ray, and its reward stays as it is; it can change with runner=local"
+            )
         mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
         changed = self._prepare(replace(self._config, reward=spec))
         with changed.taking_back:

@@ -87,7 +87,7 @@ def run_training(
         recovery, models = recovery_of(session, run.folder, run.tracker, device, stack), session.models
         late, tokenizer = models.late_writer, models.save_tokenizer
         saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
-        record = partial(record_weights, team, run.folder, models.named_weights)
+        record = partial(record_weights, team, run.folder, partial(models.digests, team))
         session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
         summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
         return end_run(summary, run.folder, run.steps)

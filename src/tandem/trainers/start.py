@@ -69,6 +69,10 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     tokenizer = load_tokenizer(folder, chats=True)
     check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_inference_engine(config.rollout, folder, device)
+    if config.runner == "ray":
+        from tandem.flow.on_ray import check_pools  # noqa: PLC0415 Ray is an extra
+
+        check_pools(config, plan, device)
     devices_here(config)  # more than there are: refused
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
