@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from safetensors.torch import save_file
 
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
-from tandem.evaluation.compare import compare, describe, open_recorded
+from tandem.evaluation.compare import compare, describe, find_pair, open_recorded
 from tandem.evaluation.folder import line_of
 from tests.trainers.evaluating import DATA, answer, evaluated
 
@@ -99,3 +100,20 @@ def test_two_real_evaluations_with_other_prompts_are_compared_by_the_command(mod
     evaluated(model, tmp_path, "label=other", f"data=[{DATA}/svamp]")
     assert main(["compare", str(tmp_path / "plain"), str(tmp_path / "other")]) == 2
     assert "different data" in capsys.readouterr().err
+
+
+def test_evaluations_are_found_by_label_and_by_the_run_they_are_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        folder = tmp_path / f"runs/sums/one/checkpoints/step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        save_file({}, folder / "model.safetensors")
+        recorded(tmp_path / f"evaluations/at{step}", [[0.0], [1.0]], model=str(folder))
+    recorded(tmp_path / "evaluations/else", [[0.0]], model=str(tmp_path / "runs/sums/one/checkpoints/step_2"))
+    named = [tuple(one.label for one in find_pair(*names)) for names in (("sums/one@1", "sums/one"), ("at2", "sums/one@1"))]
+    assert named == [("at1", "at2"), ("at2", "at1")]
+    with pytest.raises(ConfigError, match="there is no evaluation at3; did you mean 'at1'"):
+        find_pair("at3", "at1")
+    with pytest.raises(ConfigError, match="0 pairs of evaluations of sums/one and sums/one"):
+        find_pair("sums/one", "sums/one")

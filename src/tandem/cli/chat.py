@@ -2,7 +2,7 @@
 
 examples:
   tandem chat smollm2-135m
-  tandem chat runs/addition/grpo/checkpoints/step_18 --greedy --system "Answer with just the number."
+  tandem chat addition/grpo --greedy --system "Answer with just the number."
   tandem chat http://127.0.0.1:8000 --temperature 0.7
 
 /new begins a new conversation, /quit or Ctrl-D ends. The conversation is only appended to, never rewritten: a model in a
@@ -36,6 +36,7 @@ from tandem.models.template_options import check_system_prompt
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.client import HttpClient, stream_events
 from tandem.rollout.chat import Chat
+from tandem.state.named import named_model
 
 ASK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 3600.0
@@ -44,7 +45,11 @@ MIN_TEMPERATURE = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL|URL", help="a folder, a hub name, smollm2-135m, or a server's address")
+    parser.add_argument(
+        "model",
+        metavar="MODEL|URL",
+        help="a folder, a run (RUN or RUN@STEP), a hub name, smollm2-135m, or a server's address",
+    )
     parser.add_argument("--system", metavar="TEXT", help="a system message put before the conversation")
     add_sampling_arguments(parser, max_new_tokens=512, temperature=0.7)
     server = parser.add_argument_group("with a URL")
@@ -81,7 +86,7 @@ class LocalPartner(ChatPartner):
     """A model in this process. The conversation is kept as tokens."""
 
     def __init__(self, arguments: argparse.Namespace):
-        folder = resolve(arguments.model)
+        folder = resolve(named_model(arguments.model))
         self._tokenizer = load_tokenizer(folder, chats=True)
         if arguments.system is not None:
             check_system_prompt(self._tokenizer, [[ASKS]], arguments.system, "--system")

@@ -10,7 +10,7 @@ examples:
 
 import argparse
 
-from tandem.cli.arguments import run_folder
+from tandem.cli.arguments import argument, run_folder
 from tandem.cli.running import add_choices_of_a_run, left_in
 from tandem.cli.training import TRAINING, command_of
 from tandem.config.errors import ConfigError
@@ -19,7 +19,7 @@ FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", type=argument(run_folder), help="the run, such as addition/grpo")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change from here on")
     add_choices_of_a_run(parser)
 

@@ -12,7 +12,7 @@ does between two steps.
 import argparse
 from pathlib import Path
 
-from tandem.cli.arguments import run_folder
+from tandem.cli.arguments import argument, run_folder
 from tandem.config.changes import ACTIONS, Change
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
@@ -28,7 +28,7 @@ class NoAnswer(TandemError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", type=argument(run_folder), help="the run, such as addition/grpo")
     parser.add_argument("action", nargs="?", help=f"{', '.join(ACTIONS)}; nothing shows what was changed")
     parser.add_argument("value", nargs="?", help="NAME=NUMBER, a term, or a name")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
 examples:
   tandem eval smollm2-135m --data gsm8k --max-rows 200
-  tandem eval runs/gsm8k/grpo/checkpoints/step_200 --data gsm8k --data svamp --n 8 --temperature 0.8
+  tandem eval gsm8k/grpo@200 --data gsm8k --data svamp --n 8 --temperature 0.8
   tandem eval smollm2-135m --data my/folder prompt_column=text answer_column=label reward=my_reward.py:score
 
 Known by name: gsm8k, math500, svamp, aime24, humaneval, mbpp, livecodebench, apps, fetched from the Hugging Face hub or
@@ -23,6 +23,7 @@ from tandem.config.errors import ConfigError, TandemError
 from tandem.config.evaluation import load_evaluation
 from tandem.config.load import Resolved, describe
 from tandem.config.yaml_file import Assignment, Scalar
+from tandem.state.named import pinned, pins
 
 OPTIONS = {
     "workflow": ("workflow", str, "registered workflow, or my_file.py:ClassOrFunction (default: rlvr)"),
@@ -45,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="MODEL [FILE] [key=value …]",
-        help="a model folder, hub name or smollm2-135m; a YAML file; keys that replace its values (docs/configuration.md)",
+        help="a model: a folder, a run (RUN or RUN@STEP), a hub name or smollm2-135m; a YAML file; keys that replace its "
+        "values (docs/configuration.md)",
     )
     parser.add_argument(
         "--data",
@@ -82,7 +84,10 @@ def resolve(arguments: argparse.Namespace) -> Resolved[Any]:
     chosen: list[str | Assignment] = [_assignment("model", model)] if model is not None else []
     chosen += overrides
     chosen += _of_options(arguments)
-    return load_evaluation(files[0] if files else None, chosen)
+    resolved = pinned(load_evaluation(files[0] if files else None, chosen))
+    if not pins(resolved):
+        return resolved
+    return load_evaluation(files[0] if files else None, [*chosen, _assignment("model", resolved.config.model)])
 
 
 def _of_options(arguments: argparse.Namespace) -> Iterator[Assignment]:

@@ -2,7 +2,7 @@
 
 examples:
   tandem generate smollm2-135m "What is the capital of France?"
-  tandem generate runs/addition/grpo/checkpoints/step_18 "3 + 4 =" --n 4 --temperature 0.7
+  tandem generate addition/grpo@18 "3 + 4 =" --n 4 --temperature 0.7
   echo "Once upon a time" | tandem generate smollm2-135m - --raw --max-new-tokens 40
 """
 
@@ -29,10 +29,11 @@ from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.template_options import check_system_prompt
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.state.named import named_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a run (RUN or RUN@STEP), a hub name, or smollm2-135m")
     parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
     parser.add_argument("--n", type=int, default=1, help="number of answers (default: 1)")
     add_sampling_arguments(parser, max_new_tokens=256, temperature=1.0)
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     gconfig = sampling(arguments)
     prompt = sys.stdin.read().rstrip("\n") if arguments.prompt == "-" else arguments.prompt
     device = device_of(arguments)
-    folder = resolve(arguments.model)
+    folder = resolve(named_model(arguments.model))
     tokenizer = load_tokenizer(folder)
     ids = encode(tokenizer, prompt, system=arguments.system, raw=arguments.raw)
     threads = arguments.threads or usable_cores()

@@ -22,6 +22,7 @@ from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, check_interface, is_ra
 from tandem.launch.place import Place
 from tandem.launch.watch import LaunchEnd, Record
 from tandem.state.existing import existing_run, is_held
+from tandem.state.named import pinned, pins
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
 
@@ -61,7 +62,7 @@ def _step(text: str) -> int:
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
     file, overrides = split_arguments(arguments.arguments)
-    return load_config(kind, file, overrides)
+    return pinned(load_config(kind, file, overrides))
 
 
 def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Callable[[], Callable[..., Any]]) -> int:
@@ -81,7 +82,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     if not (arguments.dry_run or arguments.json):  # what those print is what they are for
         survive_lost_output()
     if starts_ranks:
-        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line], config)
+        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line, *pins(resolved)], config)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         summary = train(resolved, dry_run=arguments.dry_run, **options)

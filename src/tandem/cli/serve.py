@@ -2,7 +2,7 @@
 
 examples:
   tandem serve smollm2-135m
-  tandem serve runs/addition/grpo/checkpoints/step_18 --port 8001 --name addition
+  tandem serve addition/grpo --port 8001 --name addition
   tandem serve smollm2-135m --weights-root runs          a training run may deliver weights from folders below runs/
   tandem serve smollm2-135m --host 0.0.0.0 --token-file ~/.tandem/token --allow-host gpu7.example.org
 
@@ -35,12 +35,13 @@ from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
 from tandem.models.precision import resolve_dtype
 from tandem.protocol.access import Access
+from tandem.state.named import named_model
 
 DEFAULTS = ServiceLimits(max_tokens=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a run (RUN or RUN@STEP), a hub name, or smollm2-135m")
     parser.add_argument("--name", help="the model's name in requests (default: the last part of MODEL)")
     add_address(parser, port=8000).add_argument(
         "--admin-token-file", type=Path, metavar="FILE", help="token of the control routes; made if missing"
@@ -109,7 +110,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check(arguments)
-    folder = resolve(arguments.model)
+    folder = resolve(named_model(arguments.model))
     with ExitStack() as stack:
         access, files = access_of(arguments, stack, control=True)
         service = _service(arguments, folder, stack)

@@ -1,8 +1,8 @@
 """Check which weights an inference server really serves: ask it some questions and score its answers.
 
 examples:
-  tandem verify-weights runs/gsm8k/grpo vllm=http://127.0.0.1:8000
-  tandem verify-weights runs/gsm8k/grpo/checkpoints/step_200 tandem=http://127.0.0.1:8100 --token-file token
+  tandem verify-weights gsm8k/grpo vllm=http://127.0.0.1:8000
+  tandem verify-weights gsm8k/grpo@200 tandem=http://127.0.0.1:8100 --token-file token
   tandem verify-weights smollm2-135m
 
 The first argument is what should be served: a model, or a run (its newest checkpoint). For a run, the command also
@@ -31,7 +31,7 @@ from tandem.proof.verify_server import Model, find_model, verify_engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL|RUN", help="what should be served: a model, or a run folder")
+    parser.add_argument("model", metavar="MODEL|RUN", help="what should be served: a model, or a run")
     parser.add_argument(
         "servers", nargs="*", metavar="KIND=URL", help="servers to ask: tandem=, vllm= or sglang= and an address"
     )

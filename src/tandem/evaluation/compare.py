@@ -1,17 +1,21 @@
 """`tandem compare A B`: two evaluations of the same rows, paired."""
 
+import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import ConfigError
-from tandem.config.evaluation import differences
+from tandem.config.evaluation import EvaluationConfig, differences
+from tandem.config.nearest import nearest_names
 from tandem.evaluation.asking import Answer
-from tandem.evaluation.folder import read_samples, read_settings
+from tandem.evaluation.folder import SETTINGS, read_samples, read_settings
 from tandem.evaluation.numbers import Test, bootstrap_means, mcnemar, percentiles, sign_flip
 from tandem.evaluation.report import aligned
 from tandem.evaluation.scores import row_values
+from tandem.state.named import named_run
 
 SIGNIFICANT = 0.05
 
@@ -82,6 +86,53 @@ def open_recorded(path: Path) -> Recorded:
             f"{path} is not finished: {len(answers)} of {total} samples; go on with `tandem eval` and the same settings"
         )
     return Recorded(path, settings, {name: [a for a in answers if a.data == name] for name in settings["data"]})
+
+
+def find_recorded(name: str) -> list[Recorded]:
+    """The evaluations that are meant: the folder of one, its label below `evaluations`, or all of a run's checkpoint.
+
+    Raises:
+        ConfigError: there is none, or it is not finished.
+    """
+    root = Path(EvaluationConfig().out)
+    places = Path(name).expanduser(), root / name
+    for place in places:
+        if (place / SETTINGS).is_file():
+            return [open_recorded(place)]
+    if (run := named_run(name)) is None:
+        there = [path.parent.name for path in root.glob(f"*/{SETTINGS}")]
+        raise ConfigError(f"there is no evaluation {name}; {nearest_names(name, there)}. `tandem eval` makes one")
+    checkpoint, found = run.checkpoint.resolve(), []
+    for path in sorted(root.glob(f"*/{SETTINGS}")):
+        if Path(read_settings(path.parent)["config"].get("model", "")).resolve() == checkpoint:
+            with contextlib.suppress(ConfigError):  # one that is not finished
+                found.append(open_recorded(path.parent))
+    if not found:
+        raise ConfigError(
+            f"there is no finished evaluation of {checkpoint} below {root}: tandem eval {name} --data …, "
+            "or name a step that was evaluated"
+        )
+    return found
+
+
+def find_pair(first: str, second: str) -> tuple[Recorded, Recorded]:
+    """The two evaluations that are named; of several those that asked the same rows.
+
+    Raises:
+        ConfigError: there is no such pair, or there are several.
+    """
+    every = list(itertools.product(find_recorded(first), find_recorded(second)))
+    if len(every) == 1:
+        return every[0]
+    pairs = []
+    for pair in (pair for pair in every if pair[0].path != pair[1].path):
+        with contextlib.suppress(ConfigError):
+            check_same_rows(*pair)
+            pairs.append(pair)
+    if len(pairs) == 1:
+        return pairs[0]
+    told = "; ".join(f"{one.path} and {other.path}" for one, other in pairs or every)
+    raise ConfigError(f"{len(pairs)} pairs of evaluations of {first} and {second} are of the same rows, name two of: {told}")
 
 
 def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: float = 0.95) -> Comparison:
