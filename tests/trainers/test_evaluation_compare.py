@@ -113,7 +113,7 @@ def test_evaluations_are_found_by_label_and_by_the_run_they_are_of(tmp_path, mon
     recorded(tmp_path / "evaluations/else", [[0.0]], model=str(tmp_path / "runs/sums/one/checkpoints/step_2"))
     named = [tuple(one.label for one in find_pair(*names)) for names in (("sums/one@1", "sums/one"), ("at2", "sums/one@1"))]
     assert named == [("at1", "at2"), ("at2", "at1")]
-    with pytest.raises(ConfigError, match="there is no evaluation at3; did you mean 'at1'"):
+    with pytest.raises(ConfigError, match="there is no evaluation at3; did you mean 'at2'"):
         find_pair("at3", "at1")
     with pytest.raises(ConfigError, match="0 pairs of evaluations of sums/one and sums/one"):
         find_pair("sums/one", "sums/one")
