@@ -2,14 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from tandem.config.errors import ConfigError
 from tandem.state.named import NamedRun, named_run, no_run
-
-T = TypeVar("T")
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-]*=")
 
@@ -22,18 +19,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[FILE] [key=value …]",
         help="a YAML file, and keys that replace its values, such as actor.optimizer.lr=1e-5 (docs/configuration.md)",
     )
-
-
-def argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """The function as the ``type`` of an argument: what it refuses is told as the parser does."""
-
-    def reading(text: str) -> T:
-        try:
-            return read(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return reading
 
 
 def run_at(text: str) -> NamedRun:

@@ -1,7 +1,7 @@
 """Compare two finished evaluations of the same rows, paired row by row, with a test of significance.
 
 With one sample a row: McNemar's exact test. With several: a permutation test that flips the sign of each row's difference.
-Intervals of differences: paired bootstrap over rows.
+Intervals of differences: paired bootstrap over rows. Mean rewards are compared as well, whatever they state.
 
 A and B are evaluations, by folder or label, or runs: then their evaluations of the same rows are looked for.
 

@@ -28,6 +28,7 @@ from tandem.state.named import pinned, pins
 OPTIONS = {
     "workflow": ("workflow", str, "registered workflow, or my_file.py:ClassOrFunction (default: rlvr)"),
     "reward": ("reward", str, "registered reward, or my_file.py:function (default: the benchmark's, else math)"),
+    "success": ("success", str, "when a sample is right, such as 'reward >= 1' (default: if its accuracy is 1)"),
     "n": ("gconfig.n_samples", int, "samples of each row; several give pass@k and maj@k (default: 1, greedy)"),
     "temperature": ("gconfig.temperature", float, "sample at this temperature instead of greedily"),
     "max-new-tokens": ("gconfig.max_new_tokens", int, "longest answer in tokens (default: 512)"),

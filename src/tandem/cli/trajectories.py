@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli.arguments import argument, run_at
+from tandem.cli.arguments import run_at
 from tandem.config.errors import ConfigError
 from tandem.tracking.record_files import recorded_steps
 
@@ -43,7 +43,7 @@ Decode = Callable[[int], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN[@STEP]", type=argument(run_at), help="the run")
+    parser.add_argument("run", metavar="RUN[@STEP]", help="the run")
     parser.add_argument("--step", help="a step, `last` (default) or `all`")
     parser.add_argument("--sample", type=int, metavar="ID", help="only the sample of this number in its batch")
     parser.add_argument("--dropped", action="store_true", help="only prompts that were not trained, with their reasons")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.tracking.records import load_trajectories  # noqa: PLC0415 — imports torch
 
-    folder, behind = arguments.run
+    folder, behind = run_at(arguments.run)
     if behind is not None and arguments.step is not None:
         raise ConfigError(f"@{behind} and --step {arguments.step} both name a step; leave one out")
     recorded = recorded_steps(folder)
