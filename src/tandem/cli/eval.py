@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check everything that the start checks, show the configuration and its sources, and start nothing",
     )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the values that are as by default")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object; progress goes to stderr")
 
 
@@ -132,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.dry_run:
         try_evaluation(resolved.config)
-        print(describe(resolved))
+        print(describe(resolved, hidden=() if arguments.all else ("default",)))
         return 0
 
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():

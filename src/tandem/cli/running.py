@@ -41,6 +41,7 @@ def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check everything that the start checks, show the configuration and what a step would be, and start nothing",
     )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the values that are as by default")
     parser.add_argument(
         "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts have changed"
     )
@@ -81,11 +82,14 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
             print(going.describe(), file=sys.stderr)
     if not (arguments.dry_run or arguments.json):  # what those print is what they are for
         survive_lost_output()
+    if is_main and not (is_rank() or arguments.dry_run):
+        data = getattr(config, "train_dataset").path or "several data sets"  # noqa: B009
+        print(f"{folder}: {config.actor.path}, {data}. Loading torch …", file=sys.stderr, flush=True)
     if starts_ranks:
         return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line, *pins(resolved)], config)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        summary = train(resolved, dry_run=arguments.dry_run, **options)
+        summary = train(resolved, dry_run="all" if arguments.dry_run and arguments.all else arguments.dry_run, **options)
     if not is_main:
         return 0
     if arguments.json:
@@ -149,7 +153,8 @@ def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:
 def describe(summary: Any) -> str:
     """The end of a run in a few lines."""
     lines = [f"Done: {summary.steps} step{'' if summary.steps == 1 else 's'}."]
-    values = [f"{name} {summary.metrics[name]:.4g}" for name in SHOWN if name in summary.metrics]
+    shown = [name for name in SHOWN if name != "loss" or SHOWN[0] not in summary.metrics]  # of a policy it says nothing
+    values = [f"{name} {summary.metrics[name]:.4g}" for name in shown if name in summary.metrics]
     lines += [f"Last step: {', '.join(values)}"] if values else []
     if summary.evaluations:
         told = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
@@ -158,6 +163,7 @@ def describe(summary: Any) -> str:
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
     if summary.checkpoint and not _is_classifier(summary.checkpoint):
         lines.append(f'Try it: tandem generate {summary.checkpoint} "…"')
+    lines += [f"Look at it: tandem view {summary.folder}"] if summary.folder else []
     return "\n".join(lines)
 
 
