@@ -59,6 +59,12 @@ def test_a_reward_that_says_nothing_or_fails_on_some_is_told(file, name, words, 
     assert words in caplog.text and bool(words) == bool(caplog.text)
 
 
+def test_a_reward_that_asks_for_tokens_is_not_tried(file, caplog):
+    file.write_text("def last(completion_ids):\n    return completion_ids[-1] / 0\n")
+    tried(f"{file}:last")
+    assert not caplog.text
+
+
 def test_without_an_expected_answer_a_constant_is_no_sign(file, caplog):
     tried(f"{file}:flat", {**ROW, "answer": ""})
     assert "alike" not in caplog.text

@@ -5,7 +5,6 @@ Imports torch only to find a checkpoint.
 
 import difflib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -53,8 +52,12 @@ def named_run(text: str) -> NamedRun | None:
     Raises:
         ConfigError: a step of a run that is not there; or a folder that holds runs and is none itself.
     """
-    name, at, step = text.rpartition("@") if "@" in Path(text).name and not Path(text).exists() else (text, "", "")
-    places = [Path(name).expanduser(), Path(RunConfig().root, name)]
+    try:
+        named = "@" not in Path(text).name or Path(text).expanduser().exists()
+        name, at, step = (text, "", "") if named else text.rpartition("@")
+        places = [Path(name).expanduser(), Path(RunConfig().root, name)]
+    except (OSError, RuntimeError):  # a name too long, or a home folder that nobody has: no run's
+        return None
     for place in places:
         if existing_run(place) is not None and not (place / "config.json").is_file():
             return NamedRun(place, step or None)
@@ -74,8 +77,6 @@ def named_model(text: str) -> str:
     found = named_run(text)
     if found is not None:
         return str(found.checkpoint.absolute())
-    if not Path(text).exists() and (near := _nearest(text, cutoff=0.8, root=Path(RunConfig().root))):
-        print(f"There is no run {text} (the nearest is {near[0]}): it is taken for a model's name.", file=sys.stderr)
     return text
 
 
@@ -89,14 +90,11 @@ def no_run(name: str) -> str:
     """Says that there is no such run, and which there are."""
     place = Path(name).expanduser()
     root = place.parent.parent if len(place.parts) > 2 else Path(RunConfig().root)
-    near, there = _nearest(f"{place.parent.name}/{place.name}", cutoff=0.5, root=root), run_names(root)
+    there = run_names(root)
+    near = difflib.get_close_matches(f"{place.parent.name}/{place.name}", there, 1, 0.5)
     more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
     listed = f"there are {', '.join(there[:SHOWN])}{more} (`tandem runs`)" if there else f"there is none below {root}"
     return f"there is no run {name}" + (f", did you mean {near[0]}" if near else "") + f"; {listed}"
-
-
-def _nearest(name: str, *, cutoff: float, root: Path) -> list[str]:
-    return difflib.get_close_matches(name, run_names(root), 1, cutoff)
 
 
 def pinned(resolved: Resolved[Any]) -> Resolved[Any]:

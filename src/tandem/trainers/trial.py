@@ -16,24 +16,27 @@ log = logging.getLogger(__name__)
 OWN = "tandem."
 """The beginning of the spellings of Tandem's own functions, which tests have tried."""
 
+TOKENS = {"prompt_ids", "completion_ids"}
+"""Arguments that these answers, which no model has made, have not."""
+
 WRONG = "I do not know."
 
 
 def try_rewards(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Calls the functions that judge the first row that can be judged. Warns of one that fails on some answers, and of one
-    that gives all of them the same. Async functions and classes are left out: what they open belongs to the run's event
-    loop, which is not there yet.
+    """Calls the functions that judge the first row, if it can be judged. Warns of one that fails on some answers, and of
+    one that gives all of them the same. Functions that ask for tokens are left out, and async ones and classes: what those
+    open belongs to the run's event loop, which is not there yet.
 
     Raises:
         ConfigError: a function fails whatever the answer is; says where in it.
     """
-    row = next((row for row in rows[:1] if not unfit_rows(reward, [row])), None)
-    if row is None:
+    if not rows or unfit_rows(reward, rows[:1]):
         return
+    row = rows[0]
     known = [("the expected answer", str(row["answer"]))] if row.get("answer") else []
     answers = [("an empty answer", ""), ("a wrong answer", WRONG), *known]
     for name, judge in reward.of(row).single.items():
-        if isinstance(judge, WorkerReward) and not judge.pool.spec.startswith(OWN):
+        if isinstance(judge, WorkerReward) and not (judge.pool.spec.startswith(OWN) or TOKENS & set(judge.arguments.names)):
             asker = Asker(judge, judge.pool.timeout_s)
             with ThreadPoolExecutor(1) as aside:  # a notebook has an event loop of its own
                 asked = asker.all_at_once((0, row, what, answer) for what, answer in answers)
