@@ -37,9 +37,7 @@ LEARNS_NOTHING = {"reward__mean": [0.2, 0.21] * 9, "accuracy": [0.2, 0.21] * 9, 
 SICK = {
     "answers are cut": (RECORDED["cut"], "truncation"),
     "a reward that is always the same": (RECORDED["flat"], "dead_groups"),
-    "a learning rate of 1e-9": (RECORDED["still"], "weights_stand_still"),
-    "the same in SFT": (RECORDED["sft_still"], "weights_stand_still"),
-    "a learning rate of 2e-3": (RECORDED["burnt"], "truncation"),
+    "a learning rate of 1e-9": (RECORDED["sft_still"], "weights_stand_still"),
     "no spread from the start": (well(**LEARNS_NOTHING | {"groups__without_spread": [1.0] * 18}), "dead_groups"),
     "longer and longer": (well(**LEARNS_NOTHING, completion_length__mean=ramp(10, 60)), "length_explosion"),
     "form instead of truth": (well(accuracy=ramp(0.6, 0.3), rewards__format=ramp(0.2, 1.0)), "part_for_the_whole"),
@@ -57,7 +55,6 @@ SICK = {
 }
 WELL = {
     "addition": RECORDED["addition"],
-    "addition, another seed": RECORDED["addition_2"],
     "addition, asynchronous": RECORDED["asynchronous"],
     "sft": RECORDED["sft"],
     "dpo": RECORDED["dpo"],

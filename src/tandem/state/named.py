@@ -5,6 +5,7 @@ Imports torch only to find a checkpoint.
 
 import difflib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -63,7 +64,7 @@ def named_run(text: str) -> NamedRun | None:
             return NamedRun(place, step or None)
     if at:
         raise ConfigError(no_run(name))
-    if places[0].is_dir() and not (places[0] / "config.json").is_file() and (below := run_names(places[0])):
+    if os.path.isdir(places[0]) and not (places[0] / "config.json").is_file() and (below := run_names(places[0])):
         raise ConfigError(f"{text} holds runs and is none: give one of them, such as {below[0]}")
     return None
 
