@@ -181,18 +181,18 @@ def growing_memory(curves: Curves) -> str | None:
 
 @check("read the reasons in `tandem trajectories RUN --dropped` and log.txt")
 def lost_samples(curves: Curves) -> str | None:
-    """Of the last 5 steps' samples, at least a fifth as many as were trained failed."""
+    """In the last 5 steps at least a fifth as many samples failed as were trained."""
     lost = sum(_grown(curves[name]) for name in curves.series if name.startswith("samples/failed/"))
     trained = _grown(curves["episodes/trained"]) * curves.mean("groups/size")
     return f"{lost:.0f} samples have failed in the last steps, and {trained:.0f} not" if 0 < lost >= 0.2 * trained else None
 
 
 def _grown(values: Sequence[float]) -> float:
-    """How much a count has grown in the last steps."""
+    """Growth of a count in the last steps."""
     return values[-1] - values[-WINDOW:][0] if values else 0.0
 
 
-class Health:
+class HealthWatch:
     """The checks of one run; each sickness is told once."""
 
     def __init__(self, folder: Path):

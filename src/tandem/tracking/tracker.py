@@ -20,7 +20,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.dataset_card import write_card
-from tandem.tracking.health import Health
+from tandem.tracking.health import HealthWatch
 from tandem.tracking.progress import ProgressDisplay, line
 from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.sinks.base import Sink, SinkRun
@@ -86,7 +86,7 @@ class Tracker:
             self._try(f"sink {sink}", self._open, sink, services)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         write_card(folder, notes)
-        self._health = Health(folder)
+        self._health = HealthWatch(folder)
         self._recorder = StepRecorder(folder, config.trajectories_per_step, config.trajectories_gib)
         if not self._metrics.tell():  # a run that begins, perhaps anew
             self._recorder.forget_after(-1)
