@@ -131,7 +131,7 @@ def test_micro_batches_fit_whatever_prompts_come_and_the_plan_has_those_of_the_r
     config = load_config(TrainConfig, None, [*keys, "rollout.batch_size=2"]).config
     run = fitting(config, machine)
     assert run.max_tokens_per_micro_batch < 40960, "a step of short prompts has far fewer tokens, and would fit at once"
-    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: machine)
     for prompt in (50, 4000):
         given = [*keys, "rollout.batch_size=2", "--prompt-tokens", str(prompt)]
         main(["plan", *given])
@@ -143,7 +143,7 @@ def test_the_plan_sums_gradients_as_the_run_will(tmp_path, monkeypatch, capsys):
     tiny_config("llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32).save_pretrained(folder)
     machine = gpus("GPU", 18, 8)
     keys = [f"actor.path={folder}", "train_dataset.path=addition", "actor.backend=fsdp:d8", "actor.dtype=bfloat16"]
-    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: machine)
     keys += ["actor.gradient_checkpointing=true", "batch_size=256"]
     assert fitting(load_config(SFTConfig, None, keys).config, machine).gradient_sync == "micro_batch"
     assert main(["plan", *keys, "--for", "sft"]) == 0 and "It fits" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def model(tmp_path):
 def here(monkeypatch):
     """A machine that need not be measured."""
     machine = round_machine(process_gib=0.5, worker_gib=0.03)
-    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: machine)
     return machine
 
 
@@ -121,7 +121,7 @@ def test_wrong_arguments_are_said(model, more, message, capsys):
 
 
 def test_what_does_not_fit_ends_with_1_and_says_what_is_largest(model, here, monkeypatch, capsys):
-    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: round_machine(memory_gib=0.05))
+    monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: round_machine(memory_gib=0.05))
     keys = ["actor.max_tokens_per_micro_batch=65536", "gconfig.max_new_tokens=400", "gconfig.n_samples=64"]
 
     assert main(["plan", f"actor.path={model}", "train_dataset.path=addition", *keys]) == 1
@@ -329,7 +329,7 @@ def test_three_steps_of_the_run_itself_are_timed_if_they_fit(fits, tmp_path, mon
     folder = tiny_model_folder(tmp_path)
     keys = [f"actor.path={folder}", "train_dataset.path=addition", "rollout.batch_size=2", "gconfig.max_new_tokens=8"]
     if not fits:
-        monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: round_machine(memory_gib=0.001))
+        monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: round_machine(memory_gib=0.001))
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
 

@@ -28,7 +28,7 @@ class NoAnswer(TandemError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", help="the run, such as addition/grpo")
     parser.add_argument("action", nargs="?", help=f"{', '.join(ACTIONS)}; nothing shows what was changed")
     parser.add_argument("value", nargs="?", help="NAME=NUMBER, a term, or a name")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = arguments.run
+    folder = run_folder(arguments.run)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
     if run_info(folder).get("command", "train") != "train":

@@ -21,6 +21,7 @@ from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, check_interface, is_ra
 from tandem.launch.place import Place
 from tandem.launch.watch import LaunchEnd, Record
 from tandem.state.existing import existing_run, is_held
+from tandem.state.named import pinned, pins
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
 
@@ -39,6 +40,7 @@ def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check everything that the start checks, show the configuration and what a step would be, and start nothing",
     )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the values that are as by default")
     parser.add_argument(
         "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts have changed"
     )
@@ -60,7 +62,7 @@ def _step(text: str) -> int:
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
     file, overrides = split_arguments(arguments.arguments)
-    return load_config(kind, file, overrides)
+    return pinned(load_config(kind, file, overrides))
 
 
 def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Callable[[], Callable[..., Any]]) -> int:
@@ -79,11 +81,14 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
             print(going.describe(), file=sys.stderr)
     if not (arguments.dry_run or arguments.json):  # what those print is what they are for
         survive_lost_output()
+    if is_main and not (is_rank() or arguments.dry_run):
+        data = getattr(config, "train_dataset").path or "several data sets"  # noqa: B009
+        print(f"{folder}: {config.actor.path}, {data}. Loading torch …", file=sys.stderr, flush=True)
     if starts_ranks:
-        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line], config)
+        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line, *pins(resolved)], config)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        summary = train(resolved, dry_run=arguments.dry_run, **options)
+        summary = train(resolved, dry_run="all" if arguments.dry_run and arguments.all else arguments.dry_run, **options)
     if not is_main:
         return 0
     if arguments.json:
@@ -147,7 +152,8 @@ def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:
 def describe(summary: Any) -> str:
     """The end of a run in a few lines."""
     lines = [f"Done: {summary.steps} step{'' if summary.steps == 1 else 's'}."]
-    values = [f"{name} {summary.metrics[name]:.4g}" for name in SHOWN if name in summary.metrics]
+    shown = [name for name in SHOWN if name != "loss" or SHOWN[0] not in summary.metrics]  # of a policy it says nothing
+    values = [f"{name} {summary.metrics[name]:.4g}" for name in shown if name in summary.metrics]
     lines += [f"Last step: {', '.join(values)}"] if values else []
     if summary.evaluations:
         told = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
@@ -156,6 +162,7 @@ def describe(summary: Any) -> str:
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
     if summary.checkpoint and not _is_classifier(summary.checkpoint):
         lines.append(f'Try it: tandem generate {summary.checkpoint} "…"')
+    lines += [f"Look at it: tandem view {summary.folder}"] if summary.folder else []
     return "\n".join(lines)
 
 

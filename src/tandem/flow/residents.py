@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
+from tandem.api.services import NOTHING
 from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
@@ -85,14 +86,16 @@ def open_scores(
     process: Process,
     tokenizer: PreTrainedTokenizerBase,
     residency: Residency,
+    there: Mapping[str, TrainEngine | WritingModel] = NOTHING,
 ) -> dict[str, ScoreRole | WritingRole]:
     """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
-    actor's. Rank 0, where the samples are, reads them; every rank reads what its episodes await.
+    actor's. Rank 0, where the samples are, reads them; every rank reads what its episodes await. ``there``: models that are
+    open, by their names in the plan: those of other processes.
 
     Raises:
         ConfigError: see `open_model`; or a model has no chat template.
     """
-    engines: dict[str, TrainEngine | WritingModel] = {}
+    engines = dict(there)
     roles: dict[str, ScoreRole | WritingRole] = {}
     for planned in plan.scores:
         resident = plan.resident(planned.resident)

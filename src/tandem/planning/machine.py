@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-import torch
 
+from tandem.api.lazy_torch import torch
 from tandem.config.cores import usable_cores
 from tandem.models.precision import fast_bfloat16
 from tandem.state.machine import machine as described
