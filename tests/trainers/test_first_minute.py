@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from tandem.config.errors import ConfigError
 from tandem.evaluation.reward_check import RewardCall
@@ -81,3 +82,11 @@ def test_the_help_of_a_command_imports_no_torch(command):
     check = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); exec({code!r})"
     shown = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == "False"
+
+
+def test_a_reward_is_tried_on_a_row_that_shows_a_picture(file):
+    (file.parent / "asks.py").write_text(
+        "def words(prompt, completion):\n    assert prompt == 'Colour?'\n    return len(completion)"
+    )
+    shown = [{"type": "image", "image": Image.new("RGB", (8, 8))}, {"type": "text", "text": "Colour?"}]
+    tried(f"{file.parent / 'asks.py'}:words", {**ROW, "messages": [{"role": "user", "content": shown}]})

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.api.chat_template import text_of
 from tandem.api.failures import DataFailure
+from tandem.api.media import PARTS
 from tandem.api.workflow import RewardFn, messages_for
 from tandem.config.errors import ConfigError
 from tandem.evaluation.forgeries import STALLS, forgeries
@@ -96,7 +97,7 @@ class Asker:
         ids = tuple(range(len(answer) // 4))  # four letters a token
         said = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
         try:
-            prompt = text_of(row["messages"][-1]["content"])
+            prompt = _words(row["messages"][-1]["content"])
             asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **said)
             result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
         except DataFailure as failure:
@@ -149,6 +150,12 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
         result.problems.append("it was interrupted: the figures are of what had been judged until then")
     result.problems += problems_of(result)
     return result
+
+
+def _words(content: Any) -> str:
+    """The text of a message's content, without its images and sounds."""
+    parts = content if isinstance(content, list | tuple) else [content]
+    return text_of([part for part in parts if not (isinstance(part, Mapping) and part.get("type") in PARTS)])
 
 
 def unfit_rows(reward: RewardFn, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
