@@ -8,6 +8,7 @@ import pytest
 
 from tandem.cli.main import main
 from tests.tiny import tiny_model_folder
+from tests.tiny_media import tiny_qwen_vl
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,12 @@ def test_the_chat_template_adds_tokens_and_raw_does_not(model, capsys):
     ]
 
     assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize("raw", [[], ["--raw"]])
+def test_a_prompt_that_spells_the_place_of_an_image_is_refused(tmp_path, capsys, raw):
+    said = generate(capsys, str(tiny_qwen_vl(tmp_path)), "What is <|image_pad|>?", *raw, code=2)
+    assert "the prompt spells <|image_pad|>" in said.err and "tandem serve" in said.err
 
 
 def test_text_goes_to_stdout_and_speed_to_stderr(model, capsys, monkeypatch):

@@ -62,6 +62,13 @@ def test_each_conversation_of_an_agent_and_how_each_trajectory_ended_is_shown(tm
     assert [one[0]["content"] for one in rows(capsys, tmp_path)[0]["conversations"]] == ["A title?", "3 + 4 = ü"]
 
 
+def test_an_image_stands_between_the_words_by_its_number(tmp_path, capsys):
+    image = {"type": "image", "medium": {"kind": "image", "number": "-7", "size": [20, 16]}}
+    shown = {"role": "user", "content": [{"type": "text", "text": "Is "}, image, {"type": "text", "text": " red?"}]}
+    record(tmp_path, 1, [group(0, sample(1.0, messages=(shown, {"role": "assistant", "content": "No"})))])
+    assert "-- user\nIs [image -7] red?\n-- assistant" in said(capsys, tmp_path)
+
+
 def test_what_a_part_was_before_its_options_and_what_steps_earned_is_shown(tmp_path, capsys):
     one = sample(0.5)
     earned = tuple(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import render
 from tandem.api.engines import InferenceEngine
+from tandem.api.media import reader_of
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.cli.sampling import device_of, require, sampling_of
 from tandem.config.cores import usable_cores
@@ -56,6 +57,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | Non
         ids = tokenizer(render(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError("the prompt has no tokens; give it some text")
+    reader = reader_of(tokenizer)
+    for kind in () if reader is None else reader.kinds:
+        if reader.placeholder(kind) in ids:
+            raise ConfigError(
+                f"the prompt spells {reader.marker(kind)}, in whose place this model sees an {kind}, and there is none: leave "
+                "it out; images and sounds go through `tandem serve` (docs/serve.md)"
+            )
     return tuple(ids)
 
 

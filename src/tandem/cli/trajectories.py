@@ -217,9 +217,20 @@ def _said(messages: "list[dict[str, Any]]") -> Iterator[str]:
     for message in messages:
         yield f"-- {shown_text(str(message.get('role')))}"
         content = message.get("content")
-        yield shown_text(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
+        parts = content if isinstance(content, list) else [content]
+        yield shown_text("".join(map(_part, parts)))
         more = {name: value for name, value in message.items() if name not in ("role", "content")}
         yield from (f"   {name}: {shown_text(json.dumps(value, ensure_ascii=False))}" for name, value in more.items())
+
+
+def _part(part: Any) -> str:
+    """A text as it is, an image or sound by its number in the media store."""
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    medium = part.get("medium") if isinstance(part, dict) else None
+    if isinstance(medium, dict):
+        return f"[{medium.get('kind')} {medium.get('number')}]"
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
 
 
 def _notes(sample: "RecordedSample") -> Iterator[str]:
