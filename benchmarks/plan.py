@@ -6,8 +6,8 @@
     python benchmarks/plan.py --out plan.jsonl --table       # measure nothing more
     python benchmarks/plan.py --list
 
-Each cell that is measured is a line of the file, so the same command goes on after an interruption. What heaps keep
-(`HEAP_GIB`, `ENGINE_HEAP_GIB` in `tandem.planning.machine`) was fitted to five of them; the other five have no part in it.
+Each cell that is measured is a line of the file, so the same command goes on after an interruption. What a process
+takes before it holds a model (`PROCESS_GIB` in `tandem.planning.machine`) was fitted to five of them, and not to the others.
 Reach: peak memory within 10 % in those five. Random models of two sizes with the built-in model's tokenizer, and the
 built-in model itself; completions of exactly `gconfig.max_new_tokens`; a reward that differs within groups
 (`plan_cells.py`). About 20 minutes on two cores.

@@ -2,7 +2,7 @@
 
     python benchmarks/switching.py [--run grpo] [--path smollm2-135m] [--judges 3] [--limit-gib 2.5] [--steps 5]
     python benchmarks/switching.py --run ppo [--awake trained]
-    python benchmarks/switching.py --prompts 2 --new-tokens 32 --judges 2 [--nothing-ahead]
+    python benchmarks/switching.py --prompts 2 --new-tokens 32 --judges 2
 
 Without `--limit-gib`, the limit of `ppo` is the smallest under which no optimizer state moves in a step
 (`--awake optimizer`, the default), or nothing of what is trained (`--awake trained`): the frozen models take turns.
@@ -10,7 +10,6 @@ Without `--limit-gib`, the limit of `ppo` is the smallest under which no optimiz
 Reach: at most 5 % of the step. `grpo` has a reference and reward models of the actor's shape, each with a base of its own.
 `ppo` has a critic, a reference, two reward models, a cost model, and a judge that writes. In the first two steps each
 model sleeps for the first time and its folder is compared with it; they are left out. Medians of the others.
-`--nothing-ahead`: nothing that the next stage needs begins to wake while answers are written.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB, SleepPlan
+from tandem.flow.sleep_plan import GIB
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -117,10 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--nothing-ahead", action="store_true")
     arguments = parser.parse_args()
-    if arguments.nothing_ahead:
-        SleepPlan.ahead = lambda plan, name, state: ()  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         keys = [f"actor.path={arguments.path}", f"actor.dtype={arguments.dtype}", f"run.root={folder}/runs"]
         keys += ["train_dataset.path=addition", *(grpo if arguments.run == "grpo" else ppo)(arguments, Path(folder))]
@@ -135,7 +131,7 @@ def main() -> None:
         run = train(config).folder
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row.get("step", 0) > 2 and "time/switch_s" in row]
-    names = sorted(name for name in rows[-1] if name.startswith(("time/", "memory/moved", "memory/ahead")))
+    names = sorted(name for name in rows[-1] if name.startswith(("time/", "memory/moved")))
     share = statistics.median(row["time/switch_s"] / row["time/step_s"] for row in rows)
     medians = {name: round(statistics.median(row[name] for row in rows), 3) for name in names}
     figures = {"share": share, "reached": share <= MOST, "limit_gib": config.config.memory_limit_gib, **medians}

@@ -23,7 +23,8 @@ WALK = [
     (
         "src/tandem/engines/inference/core.py",
         "One scheduling round: admit requests (`scheduler.py`), compute a piece of their prompts, decode one token of every "
-        "running sequence (`passes.py`), sample and stamp each token with the version that made it (`sequences.py`).",
+        "running sequence (`passes.py`), sample and stamp each token with the version that made it (`sequences.py`); images "
+        "and sounds become embeddings (`tower.py`).",
     ),
     (
         "src/tandem/rollout/collate.py",

@@ -73,10 +73,12 @@ SUMS = "train_dataset.path=addition train_dataset.size=24 batch_size=8"
 PAIRS = "train_dataset.path=addition_pairs train_dataset.size=24 batch_size=8 evaluate.every_steps=3 evaluate.max_rows=4"
 BEHIND = (
     "deterministic=false async_training=true train_dataset.shuffle=false reward_timeout_s=240 total_train_steps=4 "
-    "rollout.engine.max_running=1 rollout.engine.kv_cache_gib=0.00002"
+    "rollout.engine.max_running=1 rollout.engine.kv_cache_gib=0.00002 system_prompt=Add."
 )
 """Asynchronous training in which nothing is left to timing: the rewards decide when a step's samples are done, and the
-engine has room for one sequence, so that it batches none with another and none reads the prompt of another."""
+engine has room for one sequence, so that it batches none with another and none reads the prompt of another. The system
+prompt is for that: prompts of at most 32 tokens would fit beside an answer in a row of their own, and then timing decides
+whether the others of a prompt have arrived when the first is admitted, and so whether it shares its prompt."""
 
 REFERENCE = "algorithm=grpo algorithm.kl.coefficient=0.1"
 REPLAY = "rollout.replay.groups=2 rollout.replay.max_uses=2 total_train_steps=4"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tandem.api.failures import EngineDied
-from tandem.cli.arguments import run_folder, split_arguments
+from tandem.cli.arguments import run_at, run_folder, split_arguments
 from tandem.cli.main import COMMANDS, main, run
 from tandem.config.errors import ConfigError, TandemError
 
@@ -91,10 +91,14 @@ def test_an_option_that_is_not_there_is_answered_with_what_to_write(argv, words,
 
 def test_a_run_is_taken_by_the_name_that_runs_lists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "sums" / "one").mkdir(parents=True)
-    assert run_folder("sums/one") == Path("runs/sums/one")
-    (tmp_path / "sums" / "one").mkdir(parents=True)  # a path that is there is meant as it is written
-    assert run_folder("sums/one") == Path("sums/one") and run_folder("none/x") == Path("none/x")
+    for place in ("runs/sums/one", "sums/one"):
+        (tmp_path / place / "checkpoints").mkdir(parents=True)
+        assert run_folder("sums/one") == Path(place)  # a path that is there is meant as it is written
+    assert run_at("sums/one@3") == (Path("sums/one"), "3")
+    with pytest.raises(ConfigError, match="there is no run sums/on, did you mean sums/one; there are sums/one "):
+        run_folder("sums/on")
+    with pytest.raises(ConfigError, match="the whole run is meant: leave @3 out"):
+        run_folder("sums/one@3")
 
 
 def raising(error):

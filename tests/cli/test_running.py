@@ -43,6 +43,7 @@ def test_the_end_says_where_everything_is():
         "Metrics and pictures: runs/a/b",
         "Model: runs/a/b/checkpoints/step_3",
         'Try it: tandem generate runs/a/b/checkpoints/step_3 "…"',
+        "Look at it: tandem view runs/a/b",
     ]
 
 
@@ -52,7 +53,7 @@ def test_json_is_the_only_thing_on_stdout(tmp_path, capsys):
     said = capsys.readouterr()
     outcome = json.loads(said.out)
     assert outcome["folder"] == "runs/sums/first" and outcome["metrics"] == {"reward/mean": 0.5, "gap/max": None}
-    assert said.err == "step 1/1\n"
+    assert said.err.splitlines()[-1] == "step 1/1"
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys, monkeypatch):

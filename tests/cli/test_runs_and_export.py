@@ -3,10 +3,13 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import time
+from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.team import Team
 from tandem.cli.main import main
+from tandem.cli.running import resolve
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import last_metrics
+from tandem.state.named import named_model, pins
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import write_tree
 from tests.engines_train.steps import engine_on
@@ -231,7 +237,7 @@ def test_a_checkpoint_without_state_can_be_exported_too(root, tmp_path):
     [
         ("adding/first@9", "has no checkpoint of step '9'; there are step_1, step_2, step_3"),
         ("adding/second", "is no run with a checkpoint"),
-        ("adding/none", "is no run with a checkpoint"),
+        ("adding/none", "adding/none, did you mean adding/second; there are adding/first,"),
         ("adding/second@best", "is no run with a checkpoint"),
     ],
 )
@@ -344,7 +350,6 @@ def test_a_run_that_is_running_is_not_said_to_have_been_killed(root, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "is not the folder of a run"),
         (["adding/second"], "does not say which command began it"),
         (["adding/first"], "larger total_train_steps and --override"),
         (["adding/first", "seed=9", "total_train_steps=9", "--override"], "seed: 0 → 9"),
@@ -355,3 +360,42 @@ def test_a_run_that_is_running_is_not_said_to_have_been_killed(root, capsys):
 def test_what_cannot_go_on_is_refused(root, capsys, arguments, words):
     assert main(["continue", str(root / arguments[0]), *arguments[1:]]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_run_stands_for_a_model_as_the_checkpoint_it_has_at_the_start(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    newest, second = (root / f"adding/first/checkpoints/step_{step}" for step in (3, 2))
+    for name, checkpoint in (("adding/first", newest), (str(root / "adding/first"), newest), ("adding/first@2", second)):
+        assert named_model(name) == str(checkpoint)
+    words = ["train_dataset.path=addition", f"run.root={tmp_path}", "trial_name=next", "critic.path=adding/first@best"]
+    arguments = Namespace(arguments=[*words, "actor.path=adding/first", "algorithm=ppo"])
+    found = resolve(arguments, TrainConfig)
+    assert (found.config.actor.path, found.config.critic.path) == (str(newest), str(second))
+    assert found.sources["actor.path"] == "pinned: the newest checkpoint of adding/first"
+    assert pins(found) == [f'actor.path="{newest}"', f'critic.path="{second}"']  # the ranks do not look again
+
+    then = replace(found.config, actor=replace(found.config.actor, path=str(second)))  # step 2 was the newest when it began
+    RunFolder.open(tmp_path, "tandem", "next", config_text=to_yaml(then)).close()
+    (tmp_path / "tandem/next/metrics.jsonl").write_text('{"step": 1}\n')
+    assert resolve(arguments, TrainConfig).config.actor.path == str(second)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adding/first@7", "no checkpoint of step '7'; there are step_1, step_2, step_3"),
+        ("adding/frist@2", "there is no run adding/frist, did you mean adding/first; there are adding/first,"),
+        ("adding/second", "second is no run with a checkpoint"),
+        ("runs/adding", "runs/adding holds runs and is none: give one of them, such as adding/first"),
+    ],
+)
+def test_a_run_that_cannot_stand_for_a_model_says_what_there_is(name, words, root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        named_model(name)
+
+
+@pytest.mark.parametrize("name", ["owner/name", "x" * 5000, "@" * 5000, "~nobody-has-this/x@3", "adding/firsd"])
+def test_what_names_no_run_is_left_to_whoever_knows_models(name, root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    assert named_model(name) == name

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.api.failures import DeliveryDisproved, ServerFailed
 from tandem.cli.main import main
-from tandem.cli.verify_weights import connect
+from tandem.cli.verifying import connect
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig

@@ -211,23 +211,7 @@ def test_numbers_that_changed_between_two_sleeps_are_not_lost(folder, batch, tmp
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
 
 
-def test_a_part_that_begins_to_wake_is_whole_after_onload_or_asleep_after_offload(folder, batch, tmp_path):
-    _, engine = engine_of(folder, "bfloat16", "lm", False, None)
-    expected, whole = engine.forward(batch).logprobs, engine.offload(PARTS, tmp_path) or engine.onload(PARTS)
-    engine.offload(PARTS, tmp_path)
-    engine.begin_onload("parameters", 0.6)
-    with pytest.raises(RuntimeError, match="are offloaded; call onload"):
-        engine.forward(batch)
-    assert 0 < engine.num_bytes()["parameters"] <= 0.6 * whole
-    assert engine.offload(PARTS, tmp_path) > 0 and engine.num_bytes()["parameters"] == 0  # what was read has moved
-    for share in (0.01, 0.6, 1.0):
-        engine.begin_onload("parameters", share)
-        assert engine.onload(PARTS) == whole
-        assert torch.equal(engine.forward(batch).logprobs, expected)
-        engine.offload(PARTS, tmp_path)
-
-
-def test_a_file_that_changed_is_named_where_the_part_is_waited_for(folder, tmp_path):
+def test_a_file_that_changed_is_named_where_the_part_wakes(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     _, engine = engine_of(copy, "float32", "lm", False, None)
     for _ in range(2):
@@ -236,7 +220,6 @@ def test_a_file_that_changed_is_named_where_the_part_is_waited_for(folder, tmp_p
     engine.offload(PARTS, tmp_path)
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4096] + bytes(range(256)) * 16)
-    engine.begin_onload("parameters", 1.0)
     with pytest.raises(WeightsChanged, match="has other numbers for it now"):
         engine.onload(PARTS)
 

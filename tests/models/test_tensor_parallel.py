@@ -3,7 +3,6 @@
 import pytest
 
 from tandem.config.errors import ConfigError
-from tandem.models.architecture import Architecture
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.tensor_parallel import COLUMNS, PER_HEAD, ROWS
 from tests.tiny import KINDS, tiny_config, tiny_model
@@ -24,11 +23,9 @@ def test_every_matrix_of_a_layer_is_cut_as_transformers_would(kind):
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_what_can():
-    architecture = Architecture.from_config(tiny_config("smollm"))  # 3 heads on 1
-    refuse_uneven_heads(architecture, 1, 1)
+    refuse_uneven_heads(3, 1, 1, 1)
     with pytest.raises(ConfigError, match="3 heads on 1 key-value heads, which can be divided not at all; use d"):
-        refuse_uneven_heads(architecture, 2, 1)
-    architecture = Architecture.from_config(tiny_config("llama", num_attention_heads=8, num_key_value_heads=4))
-    refuse_uneven_heads(architecture, 2, 2)
+        refuse_uneven_heads(3, 1, 2, 1)
+    refuse_uneven_heads(8, 4, 2, 2)
     with pytest.raises(ConfigError, match="divided into 2, 4 parts"):
-        refuse_uneven_heads(architecture, 4, 2)
+        refuse_uneven_heads(8, 4, 4, 2)

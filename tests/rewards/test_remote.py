@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import RewardFailure
-from tandem.cli.serve_reward import add_arguments, judges_of
+from tandem.cli.serve_reward import add_arguments
+from tandem.cli.serving_rewards import judges_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config

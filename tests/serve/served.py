@@ -138,10 +138,10 @@ class Saying:
         yield await self.agenerate(request)
 
 
-def request_of(ids, key=None, deadline_s=None, **sampling):
+def request_of(ids, key=None, deadline_s=None, media=(), **sampling):
     """A request for one completion."""
     gconfig = GenerationConfig(**{"n_samples": 1, "max_new_tokens": 12} | sampling)
-    return LLMRequest(tuple(ids), gconfig, key, deadline_s=deadline_s)
+    return LLMRequest(tuple(ids), gconfig, key, deadline_s=deadline_s, media=tuple(media))
 
 
 def one_by_one(engine, requests):

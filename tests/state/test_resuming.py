@@ -112,7 +112,6 @@ def test_the_learning_rate_lengths_and_counts_change_by_override_and_not_without
         "algorithm=rloo",
         "actor.path=other",
         "train_dataset.prompt_suffix=x",
-        "reward=x.py:f",
         "rollout.dtype=float32",
     ],
 )

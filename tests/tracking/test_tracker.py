@@ -213,6 +213,8 @@ def test_a_step_in_one_line():
 
     assert line(3, 20, metrics) == "step 3/20  reward 0.500  length 20  dropped 2"
     assert line(3, None, {"loss": 0.1}) == "step 3  loss 0.1000"
+    wrong = {"truncated": 0.94, "groups/without_spread": 0.4, "staleness/mean": 0.0}
+    assert line(3, None, wrong) == "step 3  ! 94% truncated"
 
 
 def test_durations_are_read_like_a_clock():

@@ -46,5 +46,5 @@ def job(*models, proximal=False, **changes) -> Job:
     models = models or (held(),)
     passes = [("values" if m.role == "critic" else m.role, m.role) for m in models if not m.trained or m.role == "critic"]
     passes = (*([("proximal", "actor")] if proximal else []), *passes)
-    usual = {"kind": "train", "lengths": Lengths(8, 4), "groups": 2, "generated": 2, "trained": 2, "passes": passes}
+    usual = {"lengths": Lengths(8, 4), "groups": 2, "generated": 2, "trained": 2, "passes": passes}
     return Job(models=models, **usual | changes)

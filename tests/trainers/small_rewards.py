@@ -34,7 +34,8 @@ async def constant() -> float:
     return 0.5
 
 
-def raises(completion: str) -> float:
+def raises(completion_ids: tuple[int, ...]) -> float:
+    """Like all that ask for tokens it is not tried before the run."""
     raise ValueError("this reward is broken")
 
 
@@ -43,7 +44,7 @@ def hangs(completion: str) -> float:
     return 0.0
 
 
-def not_a_number() -> float:
+def not_a_number(completion_ids: tuple[int, ...]) -> float:
     return float("nan")
 
 

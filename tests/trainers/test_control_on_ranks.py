@@ -13,12 +13,11 @@ from tandem.config.load import load_config
 from tandem.state.control import FOLDER, ask
 from tandem.trainers import rl
 from tests.ranks import on_two
-from tests.trainers.test_written_judges import judge_folder
 
 SMALL = Path(__file__).parent / "small_rewards.py"
 
 
-def changed(items, judge, root, ranks):
+def changed(items, root, ranks):
     """Trains a step, asks for changes of which one is refused, and trains two more steps."""
     rank = torch.distributed.get_rank()
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -29,7 +28,6 @@ def changed(items, judge, root, ranks):
         ask(root / "tandem" / "trial", Change("reward.add", f"0.5*{SMALL}:short(normalise=running)"))
         ask(root / "tandem" / "trial", Change("reward.add", f"{SMALL}:nothing"))
         ask(root / "tandem" / "trial", Change("reward.weight", "even=2"))
-        ask(root / "tandem" / "trial", Change("reward.add", f"judge(model={judge}, max_tokens=16)"))
     torch.distributed.barrier()
     rl.train(resolved)
     torch.distributed.barrier()
@@ -43,16 +41,14 @@ def test_all_ranks_that_generate_judge_by_the_changed_reward_from_the_same_step_
     items += ["rollout.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=8", "rollout.engine.kv_cache_gib=0.05"]
     items += ["checkpoint.every_steps=1", "total_train_steps=3", "tracking.trajectories_per_step=99"]
     (tmp_path / "out").mkdir()
-    judge = judge_folder(tmp_path / "judge")
-    on_two(changed, [*items, "tracking.plot_every_steps=null"], judge, tmp_path, out=tmp_path / "out")
+    on_two(changed, [*items, "tracking.plot_every_steps=null"], tmp_path, out=tmp_path / "out")
     folder = tmp_path / "tandem" / "trial"
     answers = [json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.answer"))]
-    assert [answer.get("step") for answer in answers] == [2, None, 2, 2]
-    for step, names in ((1, set()), (2, {"even", "short", "judge"}), (3, {"even", "short", "judge"})):
+    assert [answer.get("step") for answer in answers] == [2, None, 2]
+    for step, names in ((1, set()), (2, {"even", "short"}), (3, {"even", "short"})):
         lines = (folder / "trajectories" / f"step_{step}.jsonl").read_text().splitlines()
         samples = [json.loads(line) for line in lines]
         assert len(samples) == 16 and all(set(sample["rewards"]) == names for sample in samples)
         for sample in samples if names else ():
             assert sample["rewards"]["even"] == pytest.approx(2 * sample["raw_rewards"]["even"])
-    assert {(sample["rewards"]["judge"], sample["judges"]["judge"]) for sample in samples} == {(6 / 9, "Score: 7")}
     assert sum(sample["rewards"]["short"] for sample in samples) != 0  # by the mean of both steps

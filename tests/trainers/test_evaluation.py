@@ -25,7 +25,7 @@ from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tandem.evaluation.folder import read_samples
 from tandem.evaluation.questions import make_judges, open_questions, specs_of
 from tandem.evaluation.report import ProgressLine
-from tandem.evaluation.scores import metrics_of, row_values, score_data, vote_key
+from tandem.evaluation.scores import judged_by, metrics_of, row_values, score_data, vote_key
 from tandem.flow.plan import plan_scores
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import NoBatch
@@ -474,3 +474,28 @@ def test_progress_tells_what_is_done_and_what_is_left():
     assert "1 of 4 samples are recorded already" in said.getvalue()
     assert re.fullmatch(r"d  3/4 samples  accuracy 50\.0%  \d+ tok/s  ETA \d+:\d\d", progress.line("d"))
     assert progress.summary().startswith("2 samples, 20 tokens in ")
+
+
+@pytest.mark.parametrize(
+    ("success", "right"),
+    [("reward >= 1", [1.0, 0.0]), ("reward>0.1", [1.0, 1.0]), ("form == 1", [0.0, 1.0]), ("reward < .5e0", [0.0, 1.0])],
+)
+def test_a_success_is_said_of_the_reward_or_of_a_part_of_it(success, right):
+    answers = [
+        answer(row, None, reward=reward, rewards={"form": form})
+        for row, (reward, form) in enumerate([(1.2, 0.0), (0.2, 1.0)])
+    ]
+    assert row_values(judged_by(answers, success), ())["accuracy"] == right
+    assert row_values(judged_by(answers, None), ()) == {}
+    with pytest.raises(ConfigError, match="no 'from'; did you mean 'form'"):
+        judged_by(answers, "from == 1")
+
+
+def test_another_success_counts_a_finished_evaluation_anew(model, tmp_path):
+    before = evaluated(model, tmp_path, "success=reward > 1")
+    after = evaluated(model, tmp_path, "success=reward >= 0")
+    values = [one.results["data"]["gsm8k"]["measures"]["accuracy"]["value"] for one in (before, after)]
+    assert values == [0.0, 1.0]
+    assert json.loads((tmp_path / "first/evaluation.json").read_text())["config"]["success"] == "reward >= 0"
+    with pytest.raises(ConfigError, match="success is NAME >= NUMBER"):
+        evaluated(model, tmp_path, "success=right")

@@ -1,7 +1,6 @@
 """A start refuses engines and trainers that cannot lie in the memory of the GPUs, with the figures and a way out."""
 
 import logging
-import re
 from dataclasses import replace
 
 import pytest
@@ -50,19 +49,17 @@ def test_what_cannot_fit_is_refused_at_start(backend, layout, count, gib, shape,
     assert expected in str(refused.value)
 
 
-def test_the_nearest_change_of_a_refusal_is_one_that_fits():
-    with pytest.raises(ConfigError) as refused:
+def test_a_refusal_says_what_is_largest_and_what_makes_it_smaller():
+    with pytest.raises(ConfigError, match=r"Most of it is weights, [\d.]+ GiB; what helps: more ranks"):
         fits(RL, gpus("GPU", 80, 1), LLAMA_8B)
-    change = re.search(r"Nearest change that fits: ([^ ].*)", str(refused.value)).group(1).split()
-    fits([*RL, *change], gpus("GPU", 80, 1), LLAMA_8B)
 
 
 def test_a_server_that_can_sleep_is_told_to():
     keys = [*RL, "rollout.backend=vllm:d1"]
-    with pytest.raises(ConfigError, match=r"rollout\.fleet\.sleep=true, with which the server gives its memory back"):
+    with pytest.raises(ConfigError, match=r"With rollout\.fleet\.sleep=true the server gives its memory back"):
         fits([*keys, "rollout.fleet.sleep=false"], gpus("GPU", 4, 1), SMOLLM2)
     keys = [*keys, "rollout.fleet.memory_share=0.6"]
-    with pytest.raises(ConfigError, match="memory_limit_gib=3, with which models and server give memory back in turns"):
+    with pytest.raises(ConfigError, match="With memory_limit_gib=3 models and server give memory back in turns"):
         fits(keys, gpus("GPU", 4, 1), SMOLLM2)
     fits([*keys, "memory_limit_gib=3"], gpus("GPU", 4, 1), SMOLLM2)
 
@@ -134,7 +131,7 @@ def test_micro_batches_fit_whatever_prompts_come_and_the_plan_has_those_of_the_r
     config = load_config(TrainConfig, None, [*keys, "rollout.batch_size=2"]).config
     run = fitting(config, machine)
     assert run.max_tokens_per_micro_batch < 40960, "a step of short prompts has far fewer tokens, and would fit at once"
-    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: machine)
     for prompt in (50, 4000):
         given = [*keys, "rollout.batch_size=2", "--prompt-tokens", str(prompt)]
         main(["plan", *given])
@@ -146,7 +143,7 @@ def test_the_plan_sums_gradients_as_the_run_will(tmp_path, monkeypatch, capsys):
     tiny_config("llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32).save_pretrained(folder)
     machine = gpus("GPU", 18, 8)
     keys = [f"actor.path={folder}", "train_dataset.path=addition", "actor.backend=fsdp:d8", "actor.dtype=bfloat16"]
-    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    monkeypatch.setattr("tandem.cli.planning.this_machine", lambda **_: machine)
     keys += ["actor.gradient_checkpointing=true", "batch_size=256"]
     assert fitting(load_config(SFTConfig, None, keys).config, machine).gradient_sync == "micro_batch"
     assert main(["plan", *keys, "--for", "sft"]) == 0 and "It fits" in capsys.readouterr().out

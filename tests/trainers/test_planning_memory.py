@@ -13,7 +13,7 @@ from tandem.models import cpu_attention
 from tandem.models.cpu_attention import QueryRange, QueryRanges
 from tandem.models.footprint import row_capacity
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.activations import ActivationSettings, passing
+from tandem.planning.activations import passing
 from tandem.planning.batches import MicroBatch
 from tandem.planning.items import GIB
 from tandem.planning.job import Lengths
@@ -24,7 +24,6 @@ from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, generator, held, job, round_machine
 
 P = HAND.parameters()
-COMING = ("activations", "logits", "gradients", "gradient of the head", "gradient of the embedding", "norm of the gradients")
 
 
 def bytes_of(found, phase, role, what):
@@ -153,72 +152,12 @@ def test_on_a_gpu_what_comes_and_goes_leaves_holes_and_what_stays_does_not():
         assert after.total() - before.total() == pytest.approx((before.total() - stays) / 2)
 
 
-def test_the_heap_of_a_process_is_as_large_in_every_phase_for_training_and_engines():
-    engine = generator(own_process=True)
-    run = job(held(ranks=2), generator=engine)
-    plain, kept = instants(run, round_machine()), instants(run, round_machine(heap_gib=1e-6, engine_heap_gib=2e-6))
-
-    added = [after.total() - before.total() for before, after in zip(plain, kept, strict=True)]
-    assert added == pytest.approx([(2 * 1e-6 + 2e-6) * GIB] * len(plain), rel=1e-3)
-    gpu = instants(job(held()), round_machine(kind="gpu"))
-    assert bytes_of(gpu, "save", "process", "hole of the largest block") == 0 < plain[0].total()
-
-
-@pytest.mark.parametrize(
-    ("largest", "changes"),
-    [
-        pytest.param(4 * 10 * HAND.vocab, {"chunk_tokens": 10}, id="logits"),
-        pytest.param(4 * HAND.embedding, {"chunk_tokens": 1}, id="gradient of the embedding"),
-        pytest.param(4 * HAND.vocab, {"chunk_tokens": 1, "trained": False}, id="logits of a frozen model"),
-        pytest.param(4 * P, {"backend": "deepspeed:zero3:d2"}, id="what DeepSpeed sends"),
-    ],
-)
-def test_the_largest_block_is_lost_once(largest, changes):
-    model = held(**changes)
-    found = instants(job(model), round_machine())
-
-    assert bytes_of(found, "save", "process", "hole of the largest block") == largest * model.ranks
-
-
-def test_a_heap_keeps_no_more_than_comes_and_goes_in_it():
-    found = instants(job(held()), round_machine(heap_gib=0.25))
-
-    kept = bytes_of(found, "save", "process", "heap")
-    largest = max(
-        sum(item.num_bytes for item in instant.items if item.what in COMING) for instant in found if instant.phase != "save"
-    )
-    assert 0 < kept == largest < 0.25 * GIB
-
-
-def test_a_block_that_is_mapped_leaves_no_more_than_a_gib():
-    found = instants(job(held(shape=LLAMA_8B, chunk_tokens=1)), round_machine())
-
-    assert bytes_of(found, "save", "process", "hole of the largest block") == GIB < 4 * LLAMA_8B.embedding
-
-
-def test_stage_3_has_its_bucket_at_all_times_and_lays_it_out_once_more_to_send_it():
-    model = held(backend="deepspeed:zero3:d2")
-    cpu, gpu = instants(job(model), round_machine()), instants(job(model), round_machine(kind="gpu", count=2))
-
-    assert {bytes_of(cpu, instant.phase, "actor", "bucket") for instant in cpu} == {2 * 4 * P}
-    # of gloo a copy more; a heap has no room for them among the activations
-    assert bytes_of(cpu, "update: actor", "actor", "bucket, laid out") == 2 * 2 * 4 * P
-    # on a GPU the last one is sent when the activations are gone, but one that is full while they are there
-    large = instants(job(held(shape=LLAMA_8B, backend="deepspeed:zero3:d2")), round_machine(kind="gpu", count=2))
-    assert bytes_of(gpu, "update: actor", "actor", "activations") > 0
-    assert bytes_of(gpu, "update: actor", "actor", "bucket, laid out") == 0
-    assert bytes_of(large, "update: actor", "actor", "bucket, laid out") == 4 * 50_000_000
-
-
 def test_the_worst_instant_is_the_largest_total():
     plan = make_plan(job(generator=generator()), round_machine())
 
     assert plan.worst.total() == max(instant.total() for instant in plan.instants)
     assert plan.peak_gib == pytest.approx(plan.worst.total() / GIB) and plan.fits
 
-
-ALONE_GIB = 0.05
-"""What the heap keeps of an engine alone; a run, with data, tokenizer and tracker, loses more (`HEAP_GIB`)."""
 
 PROCESS = """
 import tempfile
@@ -266,8 +205,8 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 64}
     folder = tiny_model_folder(tmp_path, "llama", vocab_size=24576, tie_word_embeddings=True, **sizes)
     model = held(shape=read_shape(str(folder)), max_tokens=512, chunk_tokens=256)
-    run = job(model, kind="sft", groups=8, generated=0, trained=1, lengths=Lengths(16, 112))
-    found = instants(run, round_machine(heap_gib=ALONE_GIB))
+    run = job(model, groups=8, generated=0, trained=1, lengths=Lengths(16, 112))
+    found = instants(run, round_machine(process_gib=0.1))  # what its heap keeps
     predicted = max(instant.total() for instant in found if instant.phase.endswith(": actor"))
     predicted -= bytes_of(found, "save", "process", "tokenizer")  # there is none
 
@@ -277,7 +216,7 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
 
     before, most = map(int, done.stdout.split()[-2:])  # DeepSpeed, where it is, says things first
     assert most == pytest.approx(predicted, rel=0.10)
-    assert before / GIB == pytest.approx(PROCESS_GIB, rel=0.25)
+    assert 0.6 * PROCESS_GIB < before / GIB < PROCESS_GIB
 
 
 class PeakOfTensors(TorchDispatchMode):
@@ -305,7 +244,7 @@ class PeakOfTensors(TorchDispatchMode):
 
 def test_what_a_cpus_attention_kernel_makes_for_a_moment_is_counted():
     shape = Shape("llama", layers=1, hidden=32, intermediate=32, heads=8, kv_heads=2, head_dim=32, vocab=10, context=512)
-    batch, spread = MicroBatch(((120, 1),) * 6, 80), ActivationSettings(on_cpu=True)
+    batch = MicroBatch(((120, 1),) * 6, 80)
     name = "bfloat16" if cpu_attention.kernel(torch.bfloat16) else "float32"  # not every CPU has the instructions
     q, k, v = (torch.randn(1200, heads, 32, dtype=getattr(torch, name)) for heads in (8, 2, 2))
     segments = QueryRanges.of([[QueryRange(own, own)] for own in (range(i, i + 200) for i in range(0, 1200, 200))])
@@ -314,5 +253,6 @@ def test_what_a_cpus_attention_kernel_makes_for_a_moment_is_counted():
         cpu_attention.gradients(out, q, k, v, *segments, 0.5, 0, out, peak)
 
     most = backward.most + out.nbytes  # the gradient of its output is there too
-    assert passing(shape, batch, name, backward=True, spread=spread) == pytest.approx(most, rel=0.01)
-    assert passing(shape, batch, "bfloat16", backward=True) < most / 2, "a GPU's kernels keep no such sums"
+    assert passing(held(shape=shape, dtype=name, on_cpu=True), batch, backward=True) == pytest.approx(most, rel=0.01)
+    gpu = held(shape=shape, dtype="bfloat16")
+    assert passing(gpu, batch, backward=True) < most / 2, "a GPU's kernels keep no such sums"

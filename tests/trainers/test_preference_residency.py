@@ -88,7 +88,7 @@ def peak(root: Path, model: Path, *more: str) -> dict[str, float]:
 def planned_mib(keys) -> float:
     """The worst instant of the plan, without the interpreter."""
     config = config_of(keys).config
-    machine = round_machine(heap_gib=0.02)
+    machine = round_machine(process_gib=0.02)
     job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
     return make_plan(job, machine).peak_gib * 1024
 

@@ -136,7 +136,7 @@ def session(overrides):
 
 def test_every_field_and_role_of_a_session_is_a_part_or_has_a_reason_not_to_be(session):
     fields = {field.name for field in dataclasses.fields(Session)} - {"roles"}
-    assert set(SAVED) | set(STATELESS) == fields | set(session.roles) | {"teacher", "combination"}
+    assert set(SAVED) | set(STATELESS) == fields | set(session.roles) | {"teacher", "combination", "trainer"}
     assert set(SAVED) & set(STATELESS) == set()
 
 

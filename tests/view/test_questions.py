@@ -10,6 +10,7 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.view.filters import read_filter
 from tandem.view.questions import SCHEMAS
+from tandem.view.runs import facts
 from tests.tracking.test_recorder import group, record, sample
 from tests.view.runs import every_file, make_run, questions
 
@@ -226,3 +227,10 @@ def test_a_log_has_entries_with_their_tracebacks(asked):
         "tandem.roles.actor",
         "this step\n  changes nothing\n",
     )
+
+
+def test_the_facts_of_a_run_have_what_was_told_of_its_health(tmp_path):
+    run = make_run(tmp_path / "runs/sums/one", steps=1)
+    told = {"step": 3, "name": "weights_stand_still", "sign": "…", "remedy": "…"}
+    (run / "health.jsonl").write_text(f'{json.dumps(told)}\n{{"step": 4, "na')
+    assert facts(run)["health"] == [told]

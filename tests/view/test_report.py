@@ -101,7 +101,7 @@ def test_the_command_writes_the_file_and_says_what_is_in_it(tmp_path, capsys, mo
     assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path)]) == 2
     assert "is no file" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nothing"), "-o", str(file)]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,8 @@ class ChatTemplate:
             role = message.get("role", "")
             if message.get("content") is not None:
                 parts = _joined(message["content"], f"message {number} ({role})", reader_of(self._tokenizer))
-                text = parts[0]["text"] if parts else ""
-                whole = len(parts) > 1 or any("text" not in part for part in parts) or self.wants_parts(role)
-                message["content"] = parts if whole else text
+                is_text = all("text" in part for part in parts) and not self.wants_parts(role)
+                message["content"] = "".join(part["text"] for part in parts) if is_text else parts
         return shaped
 
     def _tried(self, messages: Messages) -> str:

@@ -177,10 +177,6 @@ class TrainEngine(ABC):
             WeightsChanged: a file that a part was to be read from has changed, or is gone.
         """
 
-    def begin_onload(self, part: TrainPart, share: float) -> None:
-        """Begins to bring this share of a part back, beside whatever the caller does; `onload` then waits for the rest, and
-        `offload` gives back what was begun. An engine that cannot does nothing."""
-
     @abstractmethod
     def num_bytes(self) -> dict[TrainPart, int]:
         """Bytes of each part that are on this rank's device now, measured."""

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+Observation = Any
+"""The text that the model reads next; or a PIL image, a content part, or a list of such and of texts."""
+
 
 class StepResult(NamedTuple):
     """The answer of an environment, in gymnasium's shape."""
 
-    observation: str
-    """The text that the model reads next."""
+    observation: Observation
 
     reward: float
     """Finite: what this turn earned."""

@@ -190,3 +190,27 @@ def written(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {**message, "content": content} if "content" in message else dict(message)
         for message, content in zip(messages, plain, strict=True)
     ]
+
+
+def kinds_of(content: Any) -> set[MediaKind]:
+    """The kinds of media that a message's content has parts of, read or not."""
+    parts = content if isinstance(content, list | tuple) else ()
+    return {PARTS[part["type"]] for part in parts if isinstance(part, Mapping) and part.get("type") in PARTS}
+
+
+def unwritten(content: Any) -> Any:
+    """The content of a message that `written` has made, with its media again. Raises `ValueError` for anything else."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "medium": _unwritten(part["medium"])} if isinstance(part, Mapping) and "medium" in part else part
+        for part in content
+    ]
+
+
+def _unwritten(told: Any) -> Medium:
+    try:
+        width, height = told["size"]
+        return Medium(told["kind"], int(told["number"]), (int(width), int(height)))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no medium: {told!r:.200}") from error

@@ -180,7 +180,7 @@ class Team:
         """The error itself if it speaks to the user and can travel to another rank, otherwise one that quotes it."""
         if isinstance(error, TandemError) and survives_pickling(error):
             return error
-        return RankFailed(f"rank {dist.get_rank()} failed: {kind_and_text(error)}")
+        return RankFailed(f"rank {Team().rank} failed: {kind_and_text(error)}")
 
     def _send(self, make: Callable[[], T], place: int = 0) -> T:
         """One rank's object on all ranks; see `share`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.config.errors import ConfigError
+from tandem.state.named import NamedRun, named_run, no_run
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-]*=")
 
@@ -20,10 +21,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run_at(text: str) -> NamedRun:
+    """The run that is named, with its step. Raises `ConfigError`: there is none; says which there are."""
+    found = named_run(text)
+    if found is None:
+        raise ConfigError(no_run(text))
+    return found
+
+
 def run_folder(text: str) -> Path:
-    """The folder of a run, by its path or, as `tandem runs` lists it, by its name below `runs`."""
-    named = Path("runs", text)
-    return named if named.exists() and not Path(text).exists() else Path(text).expanduser()
+    """The folder of the run that is named. Raises `ConfigError`: there is none, or a step is written behind it."""
+    found = run_at(text)
+    if found.step is not None:
+        raise ConfigError(f"the whole run is meant: leave @{found.step} out")
+    return found.folder
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -19,18 +19,18 @@ FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", help="the run, such as addition/grpo")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change from here on")
     add_choices_of_a_run(parser)
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
-    return left_in(arguments.run)
+    return left_in(run_folder(arguments.run))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = arguments.run.resolve()
-    command = command_of(arguments.run)
+    folder = run_folder(arguments.run).resolve()
+    command = command_of(folder)
     wrong = [key for key in arguments.keys if "=" not in key or key.partition("=")[0] in FOLDER_KEYS]
     if wrong:
         raise ConfigError(f"{wrong[0]} cannot be changed here: give key=value, with any key except {', '.join(FOLDER_KEYS)}")

@@ -2,7 +2,7 @@
 
 tandem control RUN                              the reward as it is, what was changed, and what is waiting
 tandem control RUN reward.weight format=0.3     give the term `format` another weight
-tandem control RUN reward.add '0.2*format'      add a term, also one that needs a model
+tandem control RUN reward.add '0.2*format'      add a term that needs no model
 tandem control RUN reward.remove format         take a term away
 
 RUN is the run's folder; the run must be going on, on this machine. The command waits until the run has answered, which it
@@ -28,7 +28,7 @@ class NoAnswer(TandemError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder, such as runs/addition/grpo")
+    parser.add_argument("run", metavar="RUN", help="the run, such as addition/grpo")
     parser.add_argument("action", nargs="?", help=f"{', '.join(ACTIONS)}; nothing shows what was changed")
     parser.add_argument("value", nargs="?", help="NAME=NUMBER, a term, or a name")
     parser.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = arguments.run
+    folder = run_folder(arguments.run)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
     if run_info(folder).get("command", "train") != "train":
@@ -78,8 +78,9 @@ def refuse_ended(folder: Path) -> None:
 
 def current_reward(folder: Path) -> str:
     """The reward as it is, its changes, and those that wait."""
-    made = changes(folder, str(run_info(folder).get("id") or "") or None)
-    reward = str(made[-1]["reward"]) if made else load_config(TrainConfig, folder / "config.yaml").config.reward
+    reward = load_config(TrainConfig, folder / "config.yaml").config.reward
+    made = changes(folder, str(run_info(folder).get("id") or "") or None, reward)
+    reward = str(made[-1]["reward"]) if made else reward
     every = (term for one in sums_of(reward) for term in read_terms(one))
     terms = [f"  {term.label:<20} {term.weight:>8g}  {term.spelling}" for term in every]
     lines = [f"reward={reward}", *terms]

@@ -2,7 +2,7 @@
 
 examples:
   tandem eval smollm2-135m --data gsm8k --max-rows 200
-  tandem eval runs/gsm8k/grpo/checkpoints/step_200 --data gsm8k --data svamp --n 8 --temperature 0.8
+  tandem eval gsm8k/grpo@200 --data gsm8k --data svamp --n 8 --temperature 0.8
   tandem eval smollm2-135m --data my/folder prompt_column=text answer_column=label reward=my_reward.py:score
 
 Known by name: gsm8k, math500, svamp, aime24, humaneval, mbpp, livecodebench, apps, fetched from the Hugging Face hub or
@@ -23,10 +23,12 @@ from tandem.config.errors import ConfigError, TandemError
 from tandem.config.evaluation import load_evaluation
 from tandem.config.load import Resolved, describe
 from tandem.config.yaml_file import Assignment, Scalar
+from tandem.state.named import pinned, pins
 
 OPTIONS = {
     "workflow": ("workflow", str, "registered workflow, or my_file.py:ClassOrFunction (default: rlvr)"),
     "reward": ("reward", str, "registered reward, or my_file.py:function (default: the benchmark's, else math)"),
+    "success": ("success", str, "when a sample is right, such as 'reward >= 1' (default: if its accuracy is 1)"),
     "n": ("gconfig.n_samples", int, "samples of each row; several give pass@k and maj@k (default: 1, greedy)"),
     "temperature": ("gconfig.temperature", float, "sample at this temperature instead of greedily"),
     "max-new-tokens": ("gconfig.max_new_tokens", int, "longest answer in tokens (default: 512)"),
@@ -45,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs="*",
         metavar="MODEL [FILE] [key=value …]",
-        help="a model folder, hub name or smollm2-135m; a YAML file; keys that replace its values (docs/configuration.md)",
+        help="a model: a folder, a run (RUN or RUN@STEP), a hub name or smollm2-135m; a YAML file; keys that replace its "
+        "values (docs/configuration.md)",
     )
     parser.add_argument(
         "--data",
@@ -62,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check everything that the start checks, show the configuration and its sources, and start nothing",
     )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the values that are as by default")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object; progress goes to stderr")
 
 
@@ -82,7 +86,10 @@ def resolve(arguments: argparse.Namespace) -> Resolved[Any]:
     chosen: list[str | Assignment] = [_assignment("model", model)] if model is not None else []
     chosen += overrides
     chosen += _of_options(arguments)
-    return load_evaluation(files[0] if files else None, chosen)
+    resolved = pinned(load_evaluation(files[0] if files else None, chosen))
+    if not pins(resolved):
+        return resolved
+    return load_evaluation(files[0] if files else None, [*chosen, _assignment("model", resolved.config.model)])
 
 
 def _of_options(arguments: argparse.Namespace) -> Iterator[Assignment]:
@@ -126,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.dry_run:
         try_evaluation(resolved.config)
-        print(describe(resolved))
+        print(describe(resolved, hidden=() if arguments.all else ("default",)))
         return 0
 
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():

@@ -1,6 +1,6 @@
 """Copy the model of a run into a Hugging Face folder that does not depend on Tandem.
 
-RUN is the folder of a run; its newest intact checkpoint is taken. RUN@120 takes the checkpoint of step 120, RUN@best the one
+RUN is a run; its newest intact checkpoint is taken. RUN@120 takes the checkpoint of step 120, RUN@best the one
 with the best value of `checkpoint.keep_best`. With --dtype the weights are rounded once, from the float32 masters.
 
 For a run with LoRA, the adapter is merged into the model; --no-merge writes only the adapter, in peft's format.
@@ -14,16 +14,15 @@ examples:
 import argparse
 from pathlib import Path
 
-from tandem.cli.arguments import run_folder
+from tandem.cli.arguments import run_at
 from tandem.config.errors import ConfigError
+from tandem.state.existing import step_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN[@STEP]", help="the run's folder, and optionally a checkpoint: RUN@120 or RUN@best"
-    )
+    parser.add_argument("run", metavar="RUN[@STEP]", help="the run, and optionally a checkpoint: RUN@120 or RUN@best")
     parser.add_argument("target", metavar="DIR", type=Path, help="folder to create; it must not exist")
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights (default: as saved)")
     parser.add_argument(
@@ -38,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.models.adapter_folder import MergedWeights  # noqa: PLC0415 — imports torch
     from tandem.state.export import ADAPTER, checkpoint_of, export  # noqa: PLC0415 — imports torch
 
-    name, _, step = arguments.run.rpartition("@") if "@" in Path(arguments.run).name else (arguments.run, "", "")
-    checkpoint = checkpoint_of(run_folder(name), step or None)
+    place = Path(arguments.run).expanduser()
+    checkpoint = checkpoint_of(place) if step_of(place) >= 0 else run_at(arguments.run).checkpoint
     adapts = (checkpoint / ADAPTER).is_dir()
     if arguments.merge is not None and not adapts:
         raise ConfigError(f"{checkpoint} has no adapter, so there is nothing to merge: leave --merge and --no-merge out")

@@ -26,10 +26,10 @@ from tandem.cli.arguments import split_arguments
 from tandem.cli.output import survive_lost_output
 from tandem.cli.running import run_group
 from tandem.cli.training import TRAINING
-from tandem.config.backend import parse_layout
+from tandem.config.arithmetic import trainer_ranks
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
-from tandem.config.load import load_config
+from tandem.config.load import Resolved, load_config
 from tandem.config.nearest import nearest_names
 from tandem.launch.launcher import (
     ATTEMPT,
@@ -45,6 +45,7 @@ from tandem.launch.launcher import (
 from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED
 from tandem.launch.place import place_of
 from tandem.launch.watch import LaunchEnd
+from tandem.state.named import pinned, pins
 from tandem.state.run_folder import run_path
 
 RANKS = "ranks"
@@ -102,15 +103,18 @@ def _job(arguments: argparse.Namespace, more: Sequence[str] = ()) -> LaunchJob:
     if split_arguments(more)[0] is not None:
         words = split_arguments(words)[1]
     words += more
-    config = _config(arguments.command, words)
+    resolved = _config(arguments.command, words)
+    config = resolved.config
     folder = run_path(config.run.root, config.experiment_name, config.trial_name).resolve()
     command = [] if arguments.command == "train" else ["--command", arguments.command]
-    ranks, recover = parse_layout(config.actor.backend).ranks, config.recover
+    ranks, recover = trainer_ranks(config), config.recover
     name = f"{config.experiment_name}/{config.trial_name}"
-    return LaunchJob(name, folder / FOLDER, (*command, *words), ranks, recover.grace_s, recover.max_restarts)
+    return LaunchJob(
+        name, folder / FOLDER, (*command, *words, *pins(resolved)), ranks, recover.grace_s, recover.max_restarts
+    )
 
 
-def _config(command: str, words: Sequence[str]) -> BaseConfig:
+def _config(command: str, words: Sequence[str]) -> Resolved[BaseConfig]:
     """The configuration that the words name. Raises `ConfigError`."""
     file, overrides = split_arguments(words)
     if file is not None and file.endswith(".py"):
@@ -118,7 +122,7 @@ def _config(command: str, words: Sequence[str]) -> BaseConfig:
             raise ConfigError(f"there is no script {file}")
         beside = Path(file).with_suffix(".yaml")
         file = str(beside) if beside.is_file() else None
-    return load_config(TRAINING[command].config, file, overrides).config
+    return pinned(load_config(TRAINING[command].config, file, overrides))
 
 
 def _ranks(arguments: argparse.Namespace) -> int:
@@ -137,7 +141,7 @@ def _ranks(arguments: argparse.Namespace) -> int:
     command = [sys.executable, *(["-P", *start] if start else [script]), *words]
     code = EXIT_FAILED
     try:
-        code = run_group(command, _config(arguments.command, arguments.words), place, record)
+        code = run_group(command, _config(arguments.command, arguments.words).config, place, record)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except ConfigError:

@@ -21,13 +21,14 @@ import yaml
 from tandem.api.failures import RankFailed
 from tandem.api.plugins import forget
 from tandem.cli.training import TRAINING
-from tandem.config.backend import parse_layout
+from tandem.config.arithmetic import trainer_ranks
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
 from tandem.config.nearest import nearest_names
 from tandem.config.terms import read_terms
 from tandem.lifecycle.summary import Summary
 from tandem.state.existing import existing_run, is_held
+from tandem.state.named import pinned, pins
 from tandem.state.run_folder import run_path
 
 LOAD_S = 300.0
@@ -63,13 +64,13 @@ def train(
     if until is not None and until < 1:
         raise ConfigError(f"until={until}: the first step is 1")
     kind, items = TRAINING[command], items_of(dict(flat(overrides or {})))
-    resolved = load_config(kind.config, file, items)
+    resolved = pinned(load_config(kind.config, file, items))
     config = resolved.config
-    if parse_layout(config.actor.backend).ranks == 1 and not config.recover.max_restarts:
+    if trainer_ranks(config) == 1 and not config.recover.max_restarts:
         how: dict[str, Any] = {"override": True} if override else {}
         done: Summary = importlib.import_module(kind.loop).train(resolved, until=until, **how)
         return done
-    words = [*([str(file)] if file else []), *items, *(["--override"] if override else [])]
+    words = [*([str(file)] if file else []), *items, *pins(resolved), *(["--override"] if override else [])]
     words += [f"--until={until}"] if until else []
     code = subprocess.run([sys.executable, "-P", "-m", "tandem", command, *words], check=False).returncode
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)

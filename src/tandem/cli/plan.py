@@ -8,45 +8,10 @@ examples:
 """
 
 import argparse
-import functools
-import json
-from dataclasses import replace
-from typing import Any
 
-from tandem.cli.arguments import add_config_arguments, split_arguments
-from tandem.cli.probe import describe, measure
-from tandem.cli.running import resolve
-from tandem.config import choose_backend
-from tandem.config.arithmetic import arithmetic, total_steps
-from tandem.config.backend import parse_layout
+from tandem.cli.arguments import add_config_arguments
 from tandem.config.commands import KINDS
-from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
-from tandem.engines.inference.check import installed_servers
-from tandem.flow.process import backend_line, decided
-from tandem.models.shape import read_shape
-from tandem.planning.devices import DEVICES, device
-from tandem.planning.fit import fitting
-from tandem.planning.job import job_of, seats_of
-from tandem.planning.machine import Machine, this_machine
-from tandem.planning.plan import Plan, make_plan
-from tandem.planning.remedy import (
-    Remedy,
-    devices_needed,
-    engine_gib,
-    larger_devices,
-    least_gib,
-    nearest,
-    others,
-    overrides,
-)
-from tandem.planning.report import Report
-from tandem.trainers.lengths import Known, known_lengths
-
-DOES_NOT_FIT = 1
-DOES_NOT_RUN = "Time of a step: not measured, for the run does not fit"
-NOT_MEASURED = "Time of a step: --measure runs three steps here and says how long each part of them takes"
+from tandem.planning.devices import DEVICES
 
 
 def _count(text: str) -> int:
@@ -67,94 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem plan`; 1 where it does not fit."""
-    report = make_report(arguments)
-    print(json.dumps(report.data(), ensure_ascii=False) if arguments.json else report.text())
-    return 0 if report.plan.fits else DOES_NOT_FIT
+    """Runs the command, with torch."""
+    from tandem.cli.planning import run as running  # noqa: PLC0415 — imports torch
 
-
-def make_report(arguments: argparse.Namespace) -> Report:
-    """The plan of these arguments, with what to change where it does not fit."""
-    file, given = split_arguments(arguments.arguments)
-    kind = KINDS[arguments.kind]
-    resolved = resolve(arguments, KINDS[arguments.kind])
-    machine = _machine(arguments, resolved.config)
-    decide = functools.partial(decided, machine=_seats(resolved.config, machine))
-    resolved = decide(resolved)
-    config = resolved.config
-    on_gpus = machine.kind == "gpu" and isinstance(config, TrainConfig)
-    if on_gpus:
-        seats_of(config, machine)  # more than there are: refused
-    known = known_lengths(config, prompt=arguments.prompt_tokens)
-    read = functools.cache(read_shape)
-
-    def plan_with(settings: dict[str, Any]) -> Plan:
-        changed = decide(load_config(kind, file, [*given, *overrides(settings)])).config
-        return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
-
-    config = replace(config, actor=fitting(config, machine, read))
-    chosen = {
-        f"actor.{key}": getattr(config.actor, key)
-        for key in ("max_tokens_per_micro_batch", "gradient_sync", "logprob_chunk_tokens")
-    }
-    given = [*overrides({key: value for key, value in chosen.items() if value is not None}), *given]
-    plan = plan_with({})
-    change = nearest(plan, config, plan_with)
-    timed = measure(arguments.kind, arguments.arguments) if arguments.measure and plan.fits else {}
-    steps = config.total_train_steps if known.rows is None else total_steps(config, known.rows)
-    return Report(
-        title=f"Plan of {file or 'this configuration'}",
-        plan=plan,
-        lengths=known.said,
-        arithmetic="\n".join([_arithmetic(config, known), *([backend_line(resolved)] if on_gpus else [])]),
-        change=change,
-        others=tuple(others(plan, change, plan_with)),
-        advice=_advice(plan, change),
-        time=describe(timed, steps) if timed else "" if arguments.device else NOT_MEASURED if plan.fits else DOES_NOT_RUN,
-        measured=timed,
-    )
-
-
-def _machine(arguments: argparse.Namespace, config: Any) -> Machine:
-    if arguments.device is not None:
-        if arguments.measure:
-            raise ConfigError("--measure runs three steps on this machine, and --device is another one; give one of them")
-        return device(arguments.device, arguments.count or 1)
-    if arguments.count is not None:
-        raise ConfigError("--count goes with --device: how many of those devices there are")
-    return this_machine(device=config.device, threads=config.threads)
-
-
-def _arithmetic(config: Any, known: Known) -> str:
-    if known.rows is not None:
-        return arithmetic(config, known.rows)
-    one = config.rollout.batch_size if hasattr(config, "rollout") else config.batch_size
-    lines = arithmetic(config, one).splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
-
-
-def _seats(config: Any, machine: Machine) -> choose_backend.BackendMachine:
-    """The machine, as far as it decides which engine generates."""
-    if machine.kind != "gpu" or not hasattr(config, "rollout"):
-        return choose_backend.BackendMachine()
-    ranks = parse_layout(config.actor.backend).ranks
-    return choose_backend.BackendMachine(machine.count, ranks, installed_servers(config.rollout))
-
-
-def _advice(plan: Plan, change: Remedy | None) -> str:
-    """Advice if no change of the configuration is enough: the size of weights and moments alone, and where they would
-    fit."""
-    if plan.fits or change is not None:
-        return ""
-    least, engine, needed = least_gib(plan), engine_gib(plan), devices_needed(plan)
-    names = larger_devices(least * 1.1)
-    where = f"one {names[0]} (--device {names[0]}) holds them" if names else "no single device of the table holds them"
-    spread = ""
-    if needed is not None:
-        spread = f"; or about {needed} of these devices (--count {needed} actor.backend=fsdp:d{needed})"
-    elif plan.machine.kind == "gpu" and engine > plan.usable_gib:
-        spread = f"; more of these devices do not help: the engine's weights, {engine:.2f} GiB with an update, lie on one"
-    return (
-        f"No change of the configuration is enough: weights and optimizer alone take {least:.2f} GiB; {where}{spread}. "
-        "A smaller model is the other way."
-    )
+    return running(arguments)

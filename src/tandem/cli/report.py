@@ -9,7 +9,6 @@ examples:
 import argparse
 from pathlib import Path
 
-from tandem.cli.arguments import run_folder
 from tandem.cli.view import places_of
 from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
@@ -20,7 +19,7 @@ from tandem.view.runs import Runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=run_folder, help="runs; several are compared in one file")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="runs; several are compared in one file")
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="FILE", help="the HTML file; one there is replaced"
     )
@@ -30,7 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output.resolve()  # a link stays one
     if output.exists() and not output.is_file():
         raise ConfigError(f"-o {arguments.output} is no file; give the name of the HTML file to write, such as report.html")
-    runs = Runs(places_of(arguments.runs))
+    places = places_of(arguments.runs)
+    if any(place.step for place in places):
+        raise ConfigError("a report is of whole runs: leave @STEP out, and look at a step with `tandem view`")
+    runs = Runs(place.folder for place in places)
     text = report(RunAnswers(runs, cache_folder()))
     try:
         write_atomically(output, text)

@@ -13,8 +13,7 @@ from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
 from tandem.cli.output import survive_lost_output
-from tandem.config.arithmetic import stalled_after_s
-from tandem.config.backend import parse_layout
+from tandem.config.arithmetic import stalled_after_s, trainer_ranks
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
@@ -22,6 +21,7 @@ from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, check_interface, is_ra
 from tandem.launch.place import Place
 from tandem.launch.watch import LaunchEnd, Record
 from tandem.state.existing import existing_run, is_held
+from tandem.state.named import pinned, pins
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
 
@@ -40,6 +40,7 @@ def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check everything that the start checks, show the configuration and what a step would be, and start nothing",
     )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the values that are as by default")
     parser.add_argument(
         "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts have changed"
     )
@@ -61,7 +62,7 @@ def _step(text: str) -> int:
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
     file, overrides = split_arguments(arguments.arguments)
-    return load_config(kind, file, overrides)
+    return pinned(load_config(kind, file, overrides))
 
 
 def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Callable[[], Callable[..., Any]]) -> int:
@@ -70,7 +71,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     config = resolved.config
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
     is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
-    ranks = parse_layout(config.actor.backend).ranks
+    ranks = trainer_ranks(config)
     starts_ranks = (ranks > 1 or config.recover.max_restarts > 0) and not is_rank() and not arguments.dry_run
     options: dict[str, Any] = {"override": True} if arguments.override else {}
     options |= {"until": arguments.until} if arguments.until else {}
@@ -80,11 +81,14 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
             print(going.describe(), file=sys.stderr)
     if not (arguments.dry_run or arguments.json):  # what those print is what they are for
         survive_lost_output()
+    if is_main and not (is_rank() or arguments.dry_run):
+        data = getattr(config, "train_dataset").path or "several data sets"  # noqa: B009
+        print(f"{folder}: {config.actor.path}, {data}. Loading torch …", file=sys.stderr, flush=True)
     if starts_ranks:
-        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line], config)
+        return run_group([sys.executable, "-P", "-m", "tandem", *arguments.command_line, *pins(resolved)], config)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        summary = train(resolved, dry_run=arguments.dry_run, **options)
+        summary = train(resolved, dry_run="all" if arguments.dry_run and arguments.all else arguments.dry_run, **options)
     if not is_main:
         return 0
     if arguments.json:
@@ -100,7 +104,7 @@ def run_group(
     """Runs the command on the run's ranks of this machine, and returns the exit status. ``place``: of these among others,
     whose launcher starts them again if need be. ``record`` hears of failures, which the run folder has too."""
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
-    ranks = parse_layout(config.actor.backend).ranks
+    ranks = trainer_ranks(config)
     if ranks > 1 and place is None:
         check_interface()
 
@@ -148,7 +152,8 @@ def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:
 def describe(summary: Any) -> str:
     """The end of a run in a few lines."""
     lines = [f"Done: {summary.steps} step{'' if summary.steps == 1 else 's'}."]
-    values = [f"{name} {summary.metrics[name]:.4g}" for name in SHOWN if name in summary.metrics]
+    shown = [name for name in SHOWN if name != "loss" or SHOWN[0] not in summary.metrics]  # of a policy it says nothing
+    values = [f"{name} {summary.metrics[name]:.4g}" for name in shown if name in summary.metrics]
     lines += [f"Last step: {', '.join(values)}"] if values else []
     if summary.evaluations:
         told = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
@@ -157,6 +162,7 @@ def describe(summary: Any) -> str:
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
     if summary.checkpoint and not _is_classifier(summary.checkpoint):
         lines.append(f'Try it: tandem generate {summary.checkpoint} "…"')
+    lines += [f"Look at it: tandem view {summary.folder}"] if summary.folder else []
     return "\n".join(lines)
 
 

@@ -5,8 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from tandem.api.lazy_torch import torch
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 

@@ -2,7 +2,7 @@
 
 examples:
   tandem serve smollm2-135m
-  tandem serve runs/addition/grpo/checkpoints/step_18 --port 8001 --name addition
+  tandem serve addition/grpo --port 8001 --name addition
   tandem serve smollm2-135m --weights-root runs          a training run may deliver weights from folders below runs/
   tandem serve smollm2-135m --host 0.0.0.0 --token-file ~/.tandem/token --allow-host gpu7.example.org
 
@@ -11,37 +11,20 @@ need the admin token. See docs/serve.md.
 """
 
 import argparse
-import asyncio
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tandem.api.weights import WeightVersion
-from tandem.cli.listening import Listening, access_of, add_address, check_address
-from tandem.cli.sampling import add_device_arguments, device_of
-from tandem.config.cores import usable_cores
+from tandem.cli.listening import add_address
+from tandem.cli.sampling import add_device_arguments
 from tandem.config.devices import ALONE
 from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK, PLACES
-from tandem.config.errors import ConfigError, TandemError
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import device_map, engine_settings
-from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.serve.limits import ServiceLimits
-from tandem.engines.inference.serve.routes import ServedEngine
-from tandem.engines.inference.serve.service import EngineService
-from tandem.engines.inference.serve.text import Tokenizers
-from tandem.media.parts import Allowed
-from tandem.models.architecture import Architecture
-from tandem.models.catalog import resolve
-from tandem.models.foreign import read_hf_config
-from tandem.models.precision import resolve_dtype
-from tandem.protocol.access import Access
 
 DEFAULTS = ServiceLimits(max_tokens=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a run (RUN or RUN@STEP), a hub name, or smollm2-135m")
     parser.add_argument("--name", help="the model's name in requests (default: the last part of MODEL)")
     add_address(parser, port=8000).add_argument(
         "--admin-token-file", type=Path, metavar="FILE", help="token of the control routes; made if missing"
@@ -92,88 +75,8 @@ def _add_engine_arguments(engine: Any) -> None:
     engine.add_argument("--keep-kv-on-update", action="store_true", help="keep the cache of running requests over an update")
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigError` for values that cannot be."""
-    check_address(arguments)
-    at_least_1 = ("max_completions", "max_requests", "default_chat_tokens", "max_running", "prefill_chunk_tokens")
-    rules = [
-        *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
-        ("--threads", arguments.threads, 1, None),
-        ("--max-model-len", arguments.max_model_len, 2, None),
-        ("--shutdown-timeout", arguments.shutdown_timeout, 0, None),
-    ]
-    for name, value, least, most in rules:
-        if value is not None and (value < least or (most is not None and value > most)):
-            raise ConfigError(f"{name} must be at least {least}{f' and at most {most}' if most else ''}, got {value}")
-    for name, value in (("--request-timeout", arguments.request_timeout), ("--kv-cache-gib", arguments.kv_cache_gib)):
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"{name} must be above 0, got {value}")
-    if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
-        raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
-    for root in arguments.weights_root:
-        if not root.is_dir():
-            raise ConfigError(f"--weights-root must be a folder that exists, got {root}")
-
-
 def run(arguments: argparse.Namespace) -> int:
-    check(arguments)
-    folder = resolve(arguments.model)
-    with ExitStack() as stack:
-        access, files = access_of(arguments, stack, control=True)
-        service = _service(arguments, folder, stack)
-        return asyncio.run(_serve(service, access, arguments, files))
+    """Runs the command, with torch."""
+    from tandem.cli.serving import run as running  # noqa: PLC0415 — imports torch
 
-
-async def _serve(service: EngineService, access: Access, arguments: argparse.Namespace, files: dict[str, Path]) -> int:
-    listening = Listening(ServedEngine(service), access, arguments, files)
-    service.on_death = listening.stop.set
-    try:
-        await listening.until_told(service.name, more=" (OpenAI clients: {url}/v1)", facts={"instance": service.instance})
-    finally:
-        await asyncio.to_thread(service.engine.close)  # whoever still waits for it must not keep the loop
-    if service.died is not None:
-        raise TandemError(f"the engine is gone, so the server ended: {service.died}")
-    return 0
-
-
-def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> EngineService:
-    """Loads the model in a process of its own, which ends with the stack."""
-    device = device_of(arguments)
-    threads = arguments.threads or usable_cores()
-    config = EmbeddedEngineConfig(
-        max_running=arguments.max_running,
-        kv_cache_gib=arguments.kv_cache_gib,
-        prefill_chunk_tokens=arguments.prefill_chunk_tokens,
-        max_model_len=arguments.max_model_len,
-        keep_kv_on_update=arguments.keep_kv_on_update,
-        threads=threads,
-    )
-    rollout = RolloutConfig(dtype=arguments.dtype, engine=config)
-    config = engine_settings(rollout, folder, device, device_map(rollout, "colocate", device, 0))
-    architecture = Architecture.from_config(read_hf_config(folder))
-    limits = ServiceLimits(
-        max_tokens=arguments.max_model_len or architecture.max_position_embeddings,
-        default_chat_tokens=arguments.default_chat_tokens,
-        max_completions=arguments.max_completions,
-        max_requests=arguments.max_requests,
-        request_timeout_s=arguments.request_timeout,
-        shutdown_s=arguments.shutdown_timeout,
-    )
-    tokenizers = Tokenizers(folder, max_long=limits.max_long_prompts, allowed=Allowed(hosts=tuple(arguments.media_host)))
-    stack.callback(tokenizers.close)
-    version = WeightVersion(0, run=arguments.run or "")
-    dtype = resolve_dtype(arguments.dtype, device)
-    engine = EmbeddedProcess.start(folder, config, dtype, device, version=version, threads=threads)
-    stack.callback(engine.close)
-    return EngineService(
-        engine,
-        tokenizers,
-        arguments.name or Path(arguments.model).name,
-        folder,
-        architecture.vocab_size,
-        limits,
-        initial=version,
-        dtype=str(dtype).removeprefix("torch."),
-        run=arguments.run,
-        weights_roots=tuple(root.resolve(strict=True) for root in arguments.weights_root),
-    )
+    return running(arguments)

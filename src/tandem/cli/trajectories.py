@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli.arguments import run_folder
+from tandem.cli.arguments import run_at
 from tandem.config.errors import ConfigError
 from tandem.tracking.record_files import recorded_steps
 
@@ -43,8 +43,8 @@ Decode = Callable[[int], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=run_folder, help="the run's folder")
-    parser.add_argument("--step", default="last", help="a step, `last` (default) or `all`")
+    parser.add_argument("run", metavar="RUN[@STEP]", help="the run")
+    parser.add_argument("--step", help="a step, `last` (default) or `all`")
     parser.add_argument("--sample", type=int, metavar="ID", help="only the sample of this number in its batch")
     parser.add_argument("--dropped", action="store_true", help="only prompts that were not trained, with their reasons")
     parser.add_argument("--min-reward", type=float, metavar="R", help="only samples with at least this reward")
@@ -59,9 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.tracking.records import load_trajectories  # noqa: PLC0415 — imports torch
 
-    folder = arguments.run
+    folder, behind = run_at(arguments.run)
+    if behind is not None and arguments.step is not None:
+        raise ConfigError(f"@{behind} and --step {arguments.step} both name a step; leave one out")
     recorded = recorded_steps(folder)
-    step = _step(arguments.step, recorded)
+    step = _step(behind or arguments.step or "last", recorded)
     found = list(load_trajectories(folder, step))
     chosen = _sorted(_filtered(found, arguments), arguments.sort, reverse=arguments.reverse)
     limit = arguments.limit if arguments.limit is not None or arguments.json else SHOWN

@@ -1,8 +1,8 @@
 """Check which weights an inference server really serves: ask it some questions and score its answers.
 
 examples:
-  tandem verify-weights runs/gsm8k/grpo vllm=http://127.0.0.1:8000
-  tandem verify-weights runs/gsm8k/grpo/checkpoints/step_200 tandem=http://127.0.0.1:8100 --token-file token
+  tandem verify-weights gsm8k/grpo vllm=http://127.0.0.1:8000
+  tandem verify-weights gsm8k/grpo@200 tandem=http://127.0.0.1:8100 --token-file token
   tandem verify-weights smollm2-135m
 
 The first argument is what should be served: a model, or a run (its newest checkpoint). For a run, the command also
@@ -11,27 +11,12 @@ exit code is 1 if the server serves other weights. Training checks this by itsel
 """
 
 import argparse
-import json
-import math
-from pathlib import Path
 
-import torch
-
-from tandem.api.engines import InferenceEngine
-from tandem.api.weights import WeightVersion
-from tandem.cli.sampling import require
-from tandem.config.cores import usable_cores
-from tandem.config.errors import ConfigError
-from tandem.config.fleet import FleetConfig, parse_address
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import KINDS, ServerTerms, build_inference_engine
-from tandem.models.precision import DTYPES, resolve_dtype
-from tandem.proof.verify_server import Model, find_model, verify_engine
+from tandem.models.precision import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL|RUN", help="what should be served: a model, or a run folder")
+    parser.add_argument("model", metavar="MODEL|RUN", help="what should be served: a model, or a run")
     parser.add_argument(
         "servers", nargs="*", metavar="KIND=URL", help="servers to ask: tandem=, vllm= or sglang= and an address"
     )
@@ -47,67 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a server")
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigError` for a value that cannot be."""
-    require(
-        (
-            ("--questions", arguments.questions, arguments.questions >= 1, "at least 1"),
-            ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
-            ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0"),
-            ("--tolerance", arguments.tolerance, arguments.tolerance is None or arguments.tolerance > 0, "above 0"),
-        )
-    )
-
-
-def connect(address: str | None, model: Model, rollout: RolloutConfig, device: str) -> InferenceEngine:
-    """The server at an address as it is, or a new embedded engine."""
-    threads = usable_cores()
-    if address is None:
-        return build_inference_engine(
-            rollout, folder=model.folder, placement="colocate", threads=threads, device=device, deterministic=False
-        )
-    kind, url = parse_address(address)
-    attach = KINDS[kind].attach
-    if attach is None:
-        raise ConfigError(f"{address}: nothing can attach to servers of kind {kind}")
-    dtype = resolve_dtype(rollout.dtype, device)
-    version = WeightVersion(model.number)
-    return attach(ServerTerms(rollout, rollout.engine, model.folder, dtype, device, False, version, None), url)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    check(arguments)
-    for address in arguments.servers:
-        parse_address(address)
-    model = find_model(arguments.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(usable_cores())
-    dtype = str(resolve_dtype(arguments.dtype, device)).removeprefix("torch.")
-    gconfig = GenerationConfig(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
-    engine_config = EmbeddedEngineConfig(max_running=min(arguments.questions, 128))
-    fleet = FleetConfig(token_file=arguments.token_file, admin_token_file=arguments.admin_token_file)
-    rollout = RolloutConfig(dtype=dtype, engine=engine_config, fleet=fleet)
-    for address in arguments.servers or [None]:
-        engine = connect(address, model, rollout, device)
-        try:
-            found = verify_engine(
-                engine,
-                model,
-                gconfig,
-                dtype=dtype,
-                questions=arguments.questions,
-                tolerance=arguments.tolerance,
-                device=device,
-            )
-        finally:
-            engine.close()
-        who = address or "the embedded engine"
-        print(json.dumps({"server": who, **found}) if arguments.json else describe(who, model.folder, found))
-    return 0
+    """Runs the command, with torch."""
+    from tandem.cli.verifying import run as running  # noqa: PLC0415 — imports torch
 
-
-def describe(who: str, folder: Path, found: dict[str, float]) -> str:
-    return (
-        f"{who} serves the weights of {folder}: {found['tokens']:.0f} tokens scored again, mean difference "
-        f"{found['gap/numeric']:.2g} nats; it calls them version {found['version']:.0f}."
-    )
+    return running(arguments)

@@ -14,11 +14,11 @@ import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 
-from tandem.cli.arguments import run_folder
+from tandem.cli.arguments import run_at
 from tandem.cli.listening import Listening, access_of, add_address, check_address
 from tandem.config.cache import cache_folder
-from tandem.config.errors import ConfigError
 from tandem.config.state import RunConfig
+from tandem.state.named import NamedRun
 from tandem.view.questions import RunAnswers
 from tandem.view.routes import Viewer
 from tandem.view.runs import Runs
@@ -27,35 +27,38 @@ from tandem.view.runs import Runs
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     root = RunConfig().root
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", type=run_folder, help=f"runs, or folders of runs (default: {root})"
+        "runs",
+        nargs="*",
+        metavar="RUN[@STEP]",
+        help=f"runs, or folders of runs (default: {root}); of a step the samples' address is told",
     )
     add_address(parser, port=8700)
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_address(arguments)
-    runs = Runs(places_of(arguments.runs))
+    places = places_of(arguments.runs)
     with ExitStack() as stack:
         access, files = access_of(arguments, stack, control=False)
-        asyncio.run(_serve(runs, access, arguments, files))
+        asyncio.run(_serve(places, access, arguments, files))
     return 0
 
 
-def places_of(named: list[Path]) -> list[Path]:
-    """The folders that are named, or the root of the runs.
+def places_of(named: list[str]) -> list[NamedRun]:
+    """The runs that are named, and folders that have runs; the root of all runs if there is no name.
 
     Raises:
-        ConfigError: one is no folder.
+        ConfigError: there is no such run or folder.
     """
-    places = named or [Path(RunConfig().root)]
-    for place in places:
-        if not place.expanduser().is_dir():
-            raise ConfigError(f"there is no folder {place}; give the folder of a run, or one that has runs, such as runs")
-    return places
+    paths = [(text, Path(text).expanduser()) for text in named or [RunConfig().root]]
+    return [NamedRun(path, None) if path.is_dir() else run_at(text) for text, path in paths]
 
 
-async def _serve(runs: Runs, access, arguments: argparse.Namespace, files: dict[str, Path]) -> None:  # type: ignore[no-untyped-def]
-    cache = cache_folder()
+async def _serve(places: list[NamedRun], access, arguments: argparse.Namespace, files: dict[str, Path]) -> None:  # type: ignore[no-untyped-def]
+    runs, cache = Runs(place.folder for place in places), cache_folder()
     viewer = Viewer(RunAnswers(runs, cache), cache)
-    count = len(await asyncio.to_thread(runs.all))
-    await Listening(viewer, access, arguments, files).until_told(f"{count} run{'' if count == 1 else 's'}")
+    found = await asyncio.to_thread(runs.all)
+    names, steps = {folder: name for name, folder in found.items()}, (one for one in places if one.step)
+    more = "".join(f"\n{{url}}/#samples?run={names[one.folder.absolute()]}&step={one.step}" for one in steps)
+    count = len(found)
+    await Listening(viewer, access, arguments, files).until_told(f"{count} run{'' if count == 1 else 's'}", more=more)

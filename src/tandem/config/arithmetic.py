@@ -50,12 +50,17 @@ def can_sleep(config: TrainConfig) -> bool:
 
 def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
     """The ranks that have an inference engine: rank 0 alone, unless an embedded engine takes turns with training. Then the
-    first of each set of ranks that train on the same sequences has one."""
+    first of each set of ranks that train on the same sequences has one. On Ray the controller has it."""
     layout, rollout = parse_layout(config.actor.backend), config.rollout
     in_turns = placement(config) == "colocate" and parse_backend(rollout.backend) is None
-    if not in_turns or rollout.weights.channel != "auto":
+    if not in_turns or rollout.weights.channel != "auto" or config.runner == "ray":
         return (0,)
     return tuple(range(0, layout.ranks, layout.context * layout.tensor))
+
+
+def trainer_ranks(config: BaseConfig) -> int:
+    """Processes that run the trainer's loop: one a rank, or the controller of workers on Ray."""
+    return 1 if getattr(config, "runner", "local") == "ray" else parse_layout(config.actor.backend).ranks
 
 
 def samples_together(config: TrainConfig, *, here: bool = False) -> int:

@@ -18,8 +18,10 @@ from tandem.config.tree import Draft
 from tandem.config.yaml_file import COMMAND_LINE, Assignment, read_file, read_override
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-NOT_PART_OF_THE_RESULT = ("out", "label")
-"""Keys that a resumed evaluation may have otherwise."""
+NOT_PART_OF_THE_RESULT = ("out", "label", "success")
+"""Keys that a resumed evaluation may have otherwise: the answers are the same."""
+
+SUCCESS = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ class EvaluationConfig:
 
     reward: Spec | None = None
     """Reward that judges the answers: a name, or `my_file.py:function`; null takes the benchmark's, else `math`."""
+
+    success: str | None = None
+    """When a sample is right, such as `reward >= 1` or `format == 1` (a part of the reward); null: if its accuracy is 1.
+    With another one, a finished evaluation is counted anew, and nothing is generated."""
 
     reward_timeout_s: float = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed."""
@@ -230,6 +236,8 @@ def _problems(config: EvaluationConfig, written: Container[str]) -> Iterator[str
         yield "data is missing: give --data with a known benchmark, a folder, a file or a hub name"
     if config.label is not None and (not LABEL.fullmatch(config.label) or len(config.label) > 100):
         yield f"label must be the name of one folder: letters, digits, '.', '_' and '-', at most 100; got {config.label!r}"
+    if config.success is not None and not SUCCESS.fullmatch(config.success):
+        yield f"success is NAME >= NUMBER, such as 'reward >= 1', with >=, >, <=, < or ==; got {config.success!r}"
     if config.engine.keep_kv_on_update:
         yield "engine.keep_kv_on_update=true has no effect: an evaluation updates no weights; leave it out"
     yield from _samples(config, written)

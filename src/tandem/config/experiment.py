@@ -104,6 +104,10 @@ class TrainConfig(BaseConfig):
     async_training: bool = False
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
+    runner: Literal["local", "ray"] = "local"
+    """The place of the roles. `local`: in this process and its ranks. `ray`: each model in workers of Ray, which this
+    process calls (docs/cluster.md#roles-on-ray)."""
+
     allocation: str | None = None
     """Servers and ranks in one word, which sets `rollout.backend`, `actor.backend` and `placement`: `vllm:d4t2+fsdp:d8` has
     4 servers of 2 GPUs and 8 ranks, each with devices of their own; `vllm:d4|fsdp:d4` shares them."""

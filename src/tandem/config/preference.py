@@ -94,6 +94,10 @@ class DistillConfig(BaseConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """The teacher."""
 
+    runner: Literal["local", "ray"] = "local"
+    """The place of the models. `local`: in this process and its ranks; `ray`: in workers of Ray
+    (docs/cluster.md#roles-on-ray)."""
+
     async_training: bool = False
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 

@@ -21,6 +21,7 @@ FREE = (
     "rollout.fleet",
     "rollout.weights",
     "allocation",
+    "runner",
 )
 """Change nothing that is learnt: a run goes on with the new value."""
 
@@ -34,6 +35,7 @@ MAY_CHANGE = (
     "device",
     "rollout",
     "gconfig",
+    "reward",
     "actor.optimizer",
     "actor.backend",
     "actor.compile",

@@ -17,6 +17,7 @@ from tandem.api.chat_template import Messages, apply_template, render, special_i
 from tandem.api.failures import DataFailure
 from tandem.api.media import MediaTokens, PieceEncoder, encode, media_of, reader_of
 from tandem.config.errors import ConfigError
+from tandem.media.parts import read_for
 
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 
@@ -78,9 +79,10 @@ class ChatEncoder:
 
         Raises:
             DataFailure: no reply (`no_answer`), an empty one (`empty_completion`), too many tokens (`too_long`,
-                `prompt_too_long`), a template that does not put a reply behind its prompt (`template_rewrites`) or does not
-                take these messages (`template_refuses`).
+                `prompt_too_long`), an image or sound that cannot be read (`media_…`), a template that does not put a reply
+                behind its prompt (`template_rewrites`) or does not take these messages (`template_refuses`).
         """
+        messages = read_for(self.tokenizer, messages)
         learnt = [i >= train_from and _is_learnt(message) for i, message in enumerate(messages)]
         if not any(learnt):
             raise DataFailure("no_answer", "there is no reply of the assistant to learn")
@@ -118,6 +120,7 @@ class ChatEncoder:
         Raises:
             DataFailure: as `conversation`, and where the template changes a step.
         """
+        prompt = read_for(self.tokenizer, prompt)
         texts = [step.strip() for step in steps]
         if not texts or not all(texts):
             raise DataFailure("empty_completion", "there is a step without text")

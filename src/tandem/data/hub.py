@@ -1,6 +1,5 @@
 """The one file that uses the optional library `datasets`: data sets by hub name, and parquet files."""
 
-import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,24 +59,16 @@ def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
             f"data set {name} (split {split!r}) could not be loaded: there is no such file or folder, and the hub said: "
             f"{' '.join(kind_and_text(error).split())[:300]}"
         ) from error
-    plain = {name: _undecoded(feature) for name, feature in rows.features.items()}
-    for name in plain:
-        if plain[name] != rows.features[name]:
-            rows = rows.cast_column(name, plain[name])
+    if _has_media(rows.features):  # as they are stored, ``{"bytes": …, "path": …}``: reading rows decodes none of them
+        rows = (row for table in rows.with_format("arrow").iter(256) for row in table.to_pylist())
     yield from map(without_nulls, rows)
 
 
-def _undecoded(feature: Any) -> Any:
-    """A feature whose images and sounds stay ``{"bytes": …, "path": …}``: reading rows decodes none of them."""
+def _has_media(feature: Any) -> bool:
     import datasets  # noqa: PLC0415 optional library
 
-    if isinstance(feature, datasets.Image | datasets.Audio):
-        return dataclasses.replace(feature, decode=False)
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return type(feature)(_undecoded(feature.feature))
-    if isinstance(feature, dict):
-        return {name: _undecoded(inner) for name, inner in feature.items()}
-    return feature
+    inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
+    return isinstance(feature, datasets.Image | datasets.Audio | datasets.Video) or any(map(_has_media, filter(None, inner)))
 
 
 def hub_folders() -> list[Path]:

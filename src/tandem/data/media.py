@@ -117,12 +117,15 @@ class _Placing:
                 sides[name] = [self._message(message) for message in row[name]]
                 if name == "messages":
                     after_prompt = self._next.copy()
+        in_front: list[Message] = []
         for kind, sources in self._given.items():
             used = max(self._next[kind], after_prompt[kind])
             if not used and not any(source.kind == kind for source in self.sources):
-                _put_first(sides["messages"], [self._shown(source) for source in sources])
+                in_front += map(self._shown, sources)
             elif used and used != len(sources):
                 raise DataFailure("media_mismatch", f"the row has {len(sources)} of {kind} and {used} places for them")
+        if in_front:
+            _put_first(sides["messages"], in_front)
         return {**row, **sides}
 
     def _message(self, message: Message) -> Message:

@@ -46,7 +46,7 @@ class Thing:
         return self.size * (math.sqrt(2) if self.shape == "cube" else 1)
 
     def strike(self, origins: np.ndarray, ray: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Distances along ``ray`` from ``origins [P, 3]`` to it, infinite where it is missed, and its normals there."""
+        """Distances along ``ray`` at which ``origins [P, 3]`` meet it (infinite: never), and the normals there."""
         cos, sin = np.cos(self.angle), np.sin(self.angle)
         turn = np.array([[cos, sin, 0.0], [-sin, cos, 0.0], [0.0, 0.0, 1.0]])
         start, along = (origins - (self.x, self.y, self.size)) @ turn.T / self.size, turn @ ray / self.size

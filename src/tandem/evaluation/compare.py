@@ -1,19 +1,25 @@
 """`tandem compare A B`: two evaluations of the same rows, paired."""
 
+import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import ConfigError
-from tandem.config.evaluation import differences
+from tandem.config.evaluation import EvaluationConfig, differences
+from tandem.config.nearest import nearest_names
 from tandem.evaluation.asking import Answer
-from tandem.evaluation.folder import read_samples, read_settings
+from tandem.evaluation.folder import SETTINGS, read_samples, read_settings
 from tandem.evaluation.numbers import Test, bootstrap_means, mcnemar, percentiles, sign_flip
 from tandem.evaluation.report import aligned
-from tandem.evaluation.scores import row_values
+from tandem.evaluation.scores import judged_by, mean_rewards, row_values
+from tandem.state.named import named_run
 
 SIGNIFICANT = 0.05
+REWARD = "reward"
+"""The measure that is no share: the mean reward."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,55 @@ def open_recorded(path: Path) -> Recorded:
     return Recorded(path, settings, {name: [a for a in answers if a.data == name] for name in settings["data"]})
 
 
+def find_recorded(name: str) -> list[Recorded]:
+    """The evaluations that are meant: the folder of one, its label below `evaluations`, or all of a run's checkpoint.
+
+    Raises:
+        ConfigError: there is none, or it is not finished.
+    """
+    root = Path(EvaluationConfig().out)
+    places = Path(name).expanduser(), root / name
+    for place in places:
+        if (place / SETTINGS).is_file():
+            return [open_recorded(place)]
+    if (run := named_run(name)) is None:
+        there = [path.parent.name for path in root.glob(f"*/{SETTINGS}")]
+        raise ConfigError(f"there is no evaluation {name}; {nearest_names(name, there)}. `tandem eval` makes one")
+    checkpoint, found = run.checkpoint.resolve(), []
+    for path in sorted(root.glob(f"*/{SETTINGS}")):
+        if Path(read_settings(path.parent)["config"].get("model", "")).resolve() == checkpoint:
+            with contextlib.suppress(ConfigError):  # one that is not finished
+                found.append(open_recorded(path.parent))
+    if not found:
+        raise ConfigError(
+            f"there is no finished evaluation of {checkpoint} below {root}: tandem eval {name} --data …, "
+            "or name a step that was evaluated"
+        )
+    return found
+
+
+def find_pair(first: str, second: str) -> tuple[Recorded, Recorded]:
+    """The two evaluations that are named; of several those that asked the same rows.
+
+    Raises:
+        ConfigError: there is no such pair, or there are several.
+    """
+    every = list(itertools.product(find_recorded(first), find_recorded(second)))
+    if len(every) == 1:
+        return every[0]
+    pairs = []
+    for pair in (pair for pair in every if pair[0].path != pair[1].path):
+        with contextlib.suppress(ConfigError):
+            check_same_rows(*pair)
+            pairs.append(pair)
+    if len(pairs) == 1:
+        return pairs[0]
+    told = "; ".join(f"{one.path} and {other.path}" for one, other in pairs or every)
+    raise ConfigError(f"{len(pairs)} pairs of evaluations of {first} and {second} are of the same rows, name two of: {told}")
+
+
 def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: float = 0.95) -> Comparison:
-    """Every measure that both have, on every data set.
+    """Every measure that both have, on every data set, and the mean reward.
 
     Raises:
         ConfigError: the data sets, or their rows, are not the same; says which.
@@ -94,15 +147,16 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
     ks = [k for k in first.settings["config"]["k"] if k in second.settings["config"]["k"]]
     found = []
     for data in first.settings["data"]:
-        pair = row_values(first.answers[data], ks), row_values(second.answers[data], ks)
-        for measure in pair[0]:
-            if measure in pair[1]:
-                found.append(_difference(data, measure, pair[0][measure], pair[1][measure], first, second, seed, confidence))
+        judged = [judged_by(one.answers[data], one.settings["config"].get("success")) for one in (first, second)]
+        pair, rewards = [row_values(one, ks) for one in judged], [mean_rewards(one) for one in judged]
+        both = [row for row in rewards[0] if row in rewards[1]]  # those of which a sample was judged
+        measures = {name: (pair[0][name], pair[1][name]) for name in pair[0] if name in pair[1]}
+        if both:
+            measures[REWARD] = [rewards[0][row] for row in both], [rewards[1][row] for row in both]
+        for measure, values in measures.items():
+            found.append(_difference(data, measure, *values, first, second, seed, confidence))
     if not found:
-        raise ConfigError(
-            "there is nothing to compare: in one of them the reward states no accuracy and not all its values lie "
-            "in 0…1; let it return a dict with `accuracy` (docs/writing_a_reward.md) and evaluate both again"
-        )
+        raise ConfigError("there is nothing to compare: no row has a sample that was judged in both")
     one, other = ({**recorded.settings["config"], "files": recorded.settings["files"]} for recorded in (first, second))
     changed = tuple(item for item in differences(one, other) if item[0] not in ("label", "out"))
     alike = first.label == second.label
@@ -151,7 +205,7 @@ def _difference(
 ) -> Difference:
     gaps = [b - a for a, b in zip(one, other, strict=True)]
     low, high = percentiles(bootstrap_means(gaps, seed), confidence)
-    single = first.samples == second.samples == 1 and set(one) | set(other) <= {0.0, 1.0}
+    single = measure != REWARD and first.samples == second.samples == 1 and set(one) | set(other) <= {0.0, 1.0}
     only = (sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)) if single else (None, None)
     test: Test = mcnemar(*only) if only[0] is not None and only[1] is not None else sign_flip(gaps, seed)
     count = len(gaps)
@@ -174,8 +228,12 @@ def _difference(
 def describe(comparison: Comparison) -> str:
     lines = [["data", "measure", "rows", comparison.first, comparison.second, "difference", "p"]]
     for one in comparison.differences:
-        gap = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
-        values = [f"{100 * value:.1f} %" for value in (one.first, one.second)]
+        if one.measure == REWARD:
+            gap = f"{one.difference:+.3g} [{one.low:+.3g}, {one.high:+.3g}]"
+            values = [f"{value:.4g}" for value in (one.first, one.second)]
+        else:
+            gap = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            values = [f"{100 * value:.1f} %" for value in (one.first, one.second)]
         lines.append([one.data, one.measure, str(one.rows), *values, gap, f"{one.p_value:.3g}"])
     said = [aligned(lines)]
     for one in comparison.differences:
@@ -185,7 +243,9 @@ def describe(comparison: Comparison) -> str:
                 f"{comparison.second}."
             )
     tests = sorted({one.test for one in comparison.differences})
-    said.append(f"Differences in points, paired bootstrap over rows; p: {' or '.join(tests)}.")
+    said.append(
+        f"Differences in points, of rewards as they are; intervals: paired bootstrap over rows; p: {' or '.join(tests)}."
+    )
     clear = [one for one in comparison.differences if one.p_value < SIGNIFICANT]
     if not clear:
         said.append(f"No difference is significant at {SIGNIFICANT:g}.")

@@ -29,8 +29,8 @@ SETTINGS, SAMPLES, RESULTS = "evaluation.json", "samples.jsonl", "results.json"
 class EvaluationFolder:
     """Held by this process until `close`; a context manager."""
 
-    def __init__(self, path: Path, lock: IO[str]):
-        self.path = path
+    def __init__(self, path: Path, lock: IO[str], settings: Mapping[str, Any]):
+        self.path, self._settings = path, settings
         self._lock: IO[str] | None = lock
         self._file: IO[bytes] | None = None
 
@@ -51,11 +51,11 @@ class EvaluationFolder:
         try:
             _take(lock, path)
             if not _agree(path, settings):
-                write_atomically(path / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+                _write(path / SETTINGS, settings)
         except BaseException:
             lock.close()
             raise
-        return cls(path, lock)
+        return cls(path, lock, settings)
 
     @staticmethod
     def check(path: Path, settings: Mapping[str, Any] | None) -> None:
@@ -107,7 +107,8 @@ class EvaluationFolder:
         os.fsync(self._file.fileno())
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        write_atomically(self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        _write(self.path / RESULTS, results)
+        _write(self.path / SETTINGS, self._settings)  # what may be otherwise now is as it made these results
 
     def close(self) -> None:
         for file in (self._file, self._lock):
@@ -120,6 +121,10 @@ class EvaluationFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _take(lock: IO[str], path: Path) -> None:

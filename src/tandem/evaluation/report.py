@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
 from tandem.evaluation.asking import Answer
-from tandem.evaluation.scores import DataScores, Estimate, score_of
+from tandem.evaluation.scores import DataScores, Estimate, judged_by, score_of
 from tandem.tracking.progress import duration
 
 EVERY_S = 5.0
@@ -15,7 +15,9 @@ EVERY_S = 5.0
 class ProgressLine:
     """A line now and then: samples done, accuracy so far, tokens a second, and the time left at the pace so far."""
 
-    def __init__(self, total: int, done: int, file: TextIO | None = None):
+    def __init__(self, total: int, done: int, file: TextIO | None = None, *, success: str | None = None):
+        """``success``: `EvaluationConfig.success`."""
+        self._success = success
         self.total, self.done, self.file = total, done, sys.stderr if file is None else file
         self._began = self._said = time.monotonic()
         self.made = self._tokens = 0
@@ -27,7 +29,7 @@ class ProgressLine:
         self.made += 1
         self.done += 1
         self._tokens += answer.tokens
-        score = score_of(answer)
+        score = score_of(judged_by([answer], self._success)[0])
         if score is not None:
             self._scores.append(score)
         if time.monotonic() - self._said >= EVERY_S:
@@ -98,7 +100,8 @@ def notes(results: Mapping[str, DataScores], answers: Iterable[Answer]) -> list[
         if not scores.measures:
             said.append(
                 f"{data}: the reward states no accuracy and not all its values lie in 0…1, so only its mean is given; for "
-                "pass@k and `tandem compare` let it return a dict with `accuracy` (docs/writing_a_reward.md)."
+                "avg@k and pass@k say when a sample is right, such as --success 'reward >= 1' (nothing is generated again), "
+                "or let it return a dict with `accuracy` (docs/writing_a_reward.md)."
             )
         if scores.failed:
             said.append(f"{data}: samples that failed and count as wrong; all of them are in samples.jsonl, with `error`:")

@@ -36,7 +36,7 @@ from tandem.evaluation.folder import RESULTS, SETTINGS, EvaluationFolder, read_s
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions, specs_of
 from tandem.evaluation.report import ProgressLine, notes, table
-from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
+from tandem.evaluation.scores import DataScores, Estimate, judged_by, plain, score_data
 from tandem.evaluation.scoring import KeptSamples, open_scorer, paths_of
 from tandem.flow.episode_scores import EpisodeScores
 from tandem.flow.plan import RunPlan, plan_scores
@@ -208,7 +208,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         asked = settings(config, checked, model)
         folder = stack.enter_context(EvaluationFolder.open(evaluation_path(config), asked))
         answers = folder.recorded(waves)
-        progress = ProgressLine(total, len(answers))
+        progress = ProgressLine(total, len(answers), success=config.success)
         if len(answers) < total:
             warn_of_comparisons(workflow, checked.judges)
             tell_of_cache(config, machine)
@@ -366,7 +366,8 @@ def conclude(
     """(`results.json`, scores by data set, means over data sets)."""
     own = {one.name: [answer for answer in answers if answer.data == one.name] for one in questions}
     scores = {
-        name: score_data(found, config.k, confidence=config.confidence, seed=config.seed) for name, found in own.items()
+        name: score_data(judged_by(found, config.success), config.k, confidence=config.confidence, seed=config.seed)
+        for name, found in own.items()
     }
     average = mean_over_data(scores) if len(own) > 1 else {}
     results = {
@@ -375,6 +376,7 @@ def conclude(
         "samples_of_each_row": config.gconfig.n_samples,
         "greedy": config.gconfig.greedy,
         "confidence": config.confidence,
+        "success": config.success,
         "data": {name: {"digest": one.digest, "judged_by": one.reward, **plain(scores[name])} for name, one in
                  ((one.name, one) for one in questions)},
         "mean": {name: asdict(estimate) for name, estimate in average.items()},

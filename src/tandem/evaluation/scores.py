@@ -1,14 +1,19 @@
 """From answers to figures: one value a row for each measure, so that means, intervals and paired tests all see the same."""
 
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tandem.config.evaluation import usual_k
+from tandem.config.errors import ConfigError
+from tandem.config.evaluation import SUCCESS, usual_k
+from tandem.config.nearest import nearest_names
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.numbers import Interval, interval, maj_at_k, pass_at_k
 from tandem.rewards.reading import read
+
+RELATIONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt, "==": operator.eq}
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,33 @@ def score_of(answer: Answer) -> float | None:
     if answer.accuracy is not None:
         return answer.accuracy
     return answer.reward if answer.reward is not None and 0 <= answer.reward <= 1 else None
+
+
+def judged_by(answers: Sequence[Answer], success: str | None) -> Sequence[Answer]:
+    """The answers with the accuracy that ``success`` states (`EvaluationConfig.success`); as they are if it is None.
+
+    Raises:
+        ConfigError: it names something that an answer has not.
+    """
+    found = SUCCESS.fullmatch(success or "")
+    return answers if found is None else [replace(answer, accuracy=_succeeds(answer, *found.groups())) for answer in answers]
+
+
+def _succeeds(answer: Answer, name: str, relation: str, bound: str) -> float | None:
+    if answer.failed is not None:
+        return None
+    known = {**answer.metrics, **answer.rewards, "reward": answer.reward, "accuracy": answer.accuracy}
+    value = known.get(name)
+    if value is None:
+        there = [name for name, value in known.items() if value is not None]
+        raise ConfigError(f"success: an answer of {answer.data} has no {name!r}; {nearest_names(name, there)}")
+    return float(RELATIONS[relation](value, float(bound)))
+
+
+def mean_rewards(answers: Sequence[Answer]) -> dict[int, float]:
+    """Row → mean reward of its samples; without rows of which no sample was judged."""
+    rewards = {row: [one.reward for one in found if one.reward is not None] for row, found in by_row(answers).items()}
+    return {row: mean(found) for row, found in rewards.items() if found}
 
 
 def row_values(answers: Sequence[Answer], ks: Sequence[int]) -> dict[str, list[float]]:

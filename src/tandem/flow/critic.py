@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
+from tandem.api.team import Team
 from tandem.config.errors import ConfigError
-from tandem.models.tokenizer import save_classifier_tokenizer
+from tandem.models.tokenizer import save_classifier_tokenizer, save_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
+from tandem.state.weight_digests import digests_of
 
 FOLDER = "critic"
 """The critic's folder in a checkpoint, beside the actor's files."""
@@ -43,7 +45,9 @@ def differing_token(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBa
 class Models:
     """The models of a checkpoint: the actor, and a critic with a model of its own in a folder that is a reward model's."""
 
-    actor: TrainEngine
+    actor: TrainEngine | None
+    """The actor's; None where that is in another process."""
+
     critic: Critic | SharedCritic | None
     tokenizer: PreTrainedTokenizerBase
     is_classifier: bool = False
@@ -54,13 +58,14 @@ class Models:
 
     def save(self, folder: Path) -> None:
         self.prepare()
-        self.actor.save(folder)
+        if self.actor is not None:
+            self.actor.save(folder)
         if isinstance(self.critic, Critic):
             self.critic.engine.save(folder / FOLDER)
 
     def late_writer(self, states: Mapping[str, Any]) -> Callable[[Path], None] | None:
         """A late writer, as `TrainEngine.late_writer` says; ``states``: of all parts of a run (`recovery.parts_of`)."""
-        actor = self.actor.late_writer(states["trainer"])
+        actor = None if self.actor is None else self.actor.late_writer(states["trainer"])
         if not isinstance(self.critic, Critic):
             return actor
         critic = self.critic.engine.late_writer(states["critic"]["engine"])
@@ -75,15 +80,24 @@ class Models:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, float32; the critic's as `critic/…`. Collective."""
-        yield from self.actor.weights()
+        yield from () if self.actor is None else self.actor.weights()
         if isinstance(self.critic, Critic):
             yield from ((f"{FOLDER}/{name}", tensor) for name, tensor in self.critic.engine.weights())
+
+    def digests(self, team: Team) -> dict[str, str]:
+        """The digests of all weights, on the first rank of the team; empty on the others. Collective."""
+        with team.together(), team.whole(self.named_weights()) as stream:
+            if team.main:
+                return digests_of(stream)
+            for _ in stream:
+                pass
+        return {}
 
     def save_tokenizer(self, folder: Path) -> None:
         """The tokenizer beside each of them; beside a classifier with the padding that this takes for padding."""
         if self.is_classifier:
             save_classifier_tokenizer(self.tokenizer, folder)
         else:
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder)
         if isinstance(self.critic, Critic):
             save_classifier_tokenizer(self.tokenizer, folder / FOLDER)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
+from tandem.api.media import reader_of
 from tandem.api.samples import Group
 from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
@@ -86,9 +87,8 @@ def validation_config(config: BaseConfig) -> DatasetConfig:
         rows = DatasetConfig(path=valid.path, sources=valid.sources)
     else:
         rows = replace(config.train_dataset, split=None, max_rows=None)
-    names = ("split", "prompt_column", "answer_column", "columns", "max_rows", "size", "prompt_suffix")
-    names += ("media", "media_folders")
-    own = {name: getattr(valid, name) for name in names}
+    columns = ("prompt_column", "answer_column", "columns", "prompt_suffix", "media", "media_folders")
+    own = {name: getattr(valid, name) for name in ("split", "max_rows", "size", *columns)}
     return replace(rows, **{name: value for name, value in own.items() if value not in (None, {}, ())})
 
 
@@ -176,11 +176,13 @@ def with_room(
     context. ``asked``: names of services that were given to somebody.
 
     It stays as it is if it is set, if prompts do not all stand in the rows (another workflow, or a service that asks the
-    engine itself), if there are too many rows to look at, and for the engine on a CPU, which keeps nothing of that size.
+    engine itself), if there are too many rows to look at, or images to decode for it, and for the engine on a CPU, which
+    keeps nothing of that size.
     """
     rollout, engine = config.rollout, config.rollout.engine
     plain = device == "cpu" and kinds_of(rollout.backend, rollout.fleet) == {"embedded"}
     unknown = workflow_of(config).name != "rlvr" or "engine" in asked or len(rows.train.rows) > MOST_ROWS
+    unknown = unknown or reader_of(tokenizer) is not None
     if plain or unknown or engine.max_model_len is not None:
         return config
     given = ((rows.train.rows, config.gconfig), (rows.valid, evaluation_gconfig(config)))

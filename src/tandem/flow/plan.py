@@ -166,6 +166,9 @@ class RunPlan:
     reward: str = ""
     """The reward of the rows that name none."""
 
+    config: BaseConfig | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The configuration that it is of."""
+
     algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
     """The functions that the algorithm names; None where no actor learns from rewards."""
 
@@ -239,7 +242,7 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
                 f"{resident.key}={resident.engine.backend}: a model whose weights change sits on the first ranks, of which "
                 "rank 0 writes its checkpoints; leave @ out"
             )
-    return plan
+    return dataclasses.replace(plan, config=config)
 
 
 def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:
@@ -563,7 +566,7 @@ def _critic(config: TrainConfig) -> Resident:
     actor, own = config.actor, config.critic
     return Resident(
         "critic",
-        overlay(TrainEngineConfig, own, actor),
+        overlay(TrainEngineConfig, own, actor, freeze=()),
         "scalar",
         True,
         key_of(config, "critic", "backend"),
@@ -577,10 +580,12 @@ def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
     own = config.reference
     base_of = "actor" if config.actor.lora.rank is not None and own == type(own)() else None
     every = own.refresh_every_steps if isinstance(own, ReferenceConfig) else None
-    key = key_of(config, "reference", "backend")
-    return Resident("reference", _frozen(config.actor, own), key=key, base_of=base_of, refresh_every_steps=every)
+    key, engine = key_of(config, "reference", "backend"), _frozen(config.actor, own)
+    if every is not None:
+        engine = dataclasses.replace(engine, freeze=config.actor.freeze)  # it takes over what the actor trains
+    return Resident("reference", engine, key=key, base_of=base_of, refresh_every_steps=every)
 
 
 def _frozen(actor: TrainEngineConfig, own: object) -> TrainEngineConfig:
     """A model that nobody trains, which never has adapters; what it leaves open is the actor's."""
-    return overlay(TrainEngineConfig, own, actor, lora=LoRAConfig())
+    return overlay(TrainEngineConfig, own, actor, lora=LoRAConfig(), freeze=())

@@ -16,7 +16,7 @@ import torch.distributed
 
 from tandem.api.activity import activity
 from tandem.api.team import Team
-from tandem.config.arithmetic import placement
+from tandem.config.arithmetic import placement, trainer_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.choose_backend import BackendMachine, choose_backend
 from tandem.config.cores import usable_cores
@@ -143,7 +143,7 @@ def start_process(config: BaseConfig) -> Process:
     if cuda and isinstance(config, TrainConfig) and config.rollout.weights.channel == "ipc":
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # its blocks have no CUDA handle
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    wanted = parse_layout(config.actor.backend).ranks
+    wanted = trainer_ranks(config)
     if wanted != world_size:
         raise ConfigError(
             f"actor.backend={config.actor.backend} wants {wanted} rank(s), but {world_size} was started; `tandem train` "

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ START = "start"
 TOTALS = (
     "memory/moved_gib",
     "memory/moved_optimizer_gib",
-    "memory/ahead_gib",
     "time/switch_s",
     "time/switch_optimizer_s",
 )
@@ -53,8 +52,6 @@ class _Switch:
     """The bytes of optimizer state among ``moved``."""
 
     optimizer_s: float = 0.0
-    ahead: int = 0
-    """The bytes that there was room for, and that began to wake beside the stage, for the next one; by the plan."""
 
 
 class Residency:
@@ -86,7 +83,6 @@ class Residency:
         self._deliver_again: Callable[[], None] = lambda: None
         self._switches: dict[str, _Switch] = {}
         self._switch = self._switches.setdefault(START, _Switch())
-        self._begun: list[Part] = []
         self._cache_bytes = 0
         """Bytes of this rank's GPU that servers gave back when their cache fell asleep, and take again."""
 
@@ -100,7 +96,6 @@ class Residency:
 
     def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
         """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
-        self._put_back(keep=frozenset())
         part = Part(resident.name, "parameters")
         trunk = None if resident.trunk_of is None else self._models[resident.trunk_of]
         sleeps = self.plan is not None and part in self.plan.parts
@@ -121,27 +116,6 @@ class Residency:
         self._models[name] = model
         return model
 
-    def change(self, plan: SleepPlan | None, names: Mapping[str, str]) -> None:
-        """From now on another plan counts, in which some models are new and some are gone. ``names``: of those that stay,
-        as they are called now → as they will be."""
-        self._put_back(keep=frozenset())
-        self._models = {names[old]: model for old, model in self._models.items() if old in names}
-        if self.plan is None and (plan is None or not plan.sleeps):
-            return
-        assert plan is not None, "a budget stays"
-        if self.plan is None:  # nothing slept so far
-            return_freed_memory(plan.limit)
-            there = {part for part in plan.parts if part.resident == ENGINE or part.resident in self._models}
-            self._state = SleepState(there, changed={part for part in there if plan.parts[part].leaving})
-        else:
-
-            def stay(parts: set[Part]) -> set[Part]:
-                renamed = {Part(names[part.resident], part.what) for part in parts if part.resident in names}
-                return renamed & set(plan.parts)
-
-            self._state = SleepState(stay(self._state.awake), stay(self._state.changed), stay(self._state.copied))
-        self.plan = plan
-
     def enter(self, name: str) -> None:
         """Before a stage: what it needs wakes, and what has to make room for it sleeps. Collective."""
         if self.plan is None:
@@ -150,7 +124,6 @@ class Residency:
         began = time.perf_counter()
         with self._timer("switch"):
             trim_heap()  # gradients and activations of the stage before are no part of what is planned
-            self._put_back(keep=self.plan.stage(name).awake)
             moves = self.plan.moves(name, self._state)
             if moves.again is not None:
                 self._do(moves.again)
@@ -161,12 +134,6 @@ class Residency:
             self._do(moves)
             if any(part.resident == ENGINE for part in self.plan.stage(name).gives):
                 self._give_all_back()
-            for part, size in self.plan.ahead(name, self._state):
-                model = self._models.get(part.resident)
-                if isinstance(model, TrainEngine):
-                    model.begin_onload(part.what, size / self.plan.parts[part].num_bytes)  # type: ignore[arg-type]
-                    self._begun.append(part)
-                    switch.ahead += size
         switch.seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
@@ -204,7 +171,6 @@ class Residency:
             found["time/switch_s"] += seconds
             found["memory/moved_optimizer_gib"] += counted(rank.optimizer_moved for rank in ranks) / GIB
             found["time/switch_optimizer_s"] += max(rank.optimizer_s for rank in ranks)
-            found["memory/ahead_gib"] += own[name].ahead / GIB
         return found
 
     def _do(self, moves: Moves) -> None:
@@ -230,14 +196,6 @@ class Residency:
         """Every rank gives back what it keeps, before servers on the devices of all ranks take memory."""
         with self._team.together():
             give_back()
-
-    def _put_back(self, keep: frozenset[Part]) -> None:
-        """Puts parts that began to wake for another stage back to sleep, so that the plan counts again. ``keep``: what wakes
-        now."""
-        for part in self._begun:
-            if part not in keep:
-                self._sleep(part)
-        self._begun.clear()
 
     def _sleep(self, part: Part) -> None:
         if part.resident in self._models:

@@ -90,7 +90,7 @@ def open_scores(
 ) -> dict[str, ScoreRole | WritingRole]:
     """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
     actor's. Rank 0, where the samples are, reads them; every rank reads what its episodes await. ``there``: models that are
-    open, by their names in the plan.
+    open, by their names in the plan: those of other processes.
 
     Raises:
         ConfigError: see `open_model`; or a model has no chat template.
@@ -235,20 +235,20 @@ def open_critic(
     plan: RunPlan,
     config: TrainConfig,
     process: Process,
-    actor: TrainEngine,
+    actor: TrainEngine | None,
     steps: int,
     open_engine: Open = open_model,
 ) -> Critic | SharedCritic | None:
-    """The critic; None if nothing asks for values. ``actor``: its engine, whose second head is the critic with
-    `critic.shared`. ``steps``: of the run.
+    """The critic; None if nothing asks for values, or its model is elsewhere. ``actor``: its engine, whose second head is
+    the critic with `critic.shared`. ``steps``: of the run.
 
     Raises:
         ConfigError: its model cannot be opened, or has more than one label.
     """
-    if plan.stage("values") is None:
-        return None
     resident = plan.resident("critic")
+    if plan.stage("values") is None or (resident is None and not config.critic.shared):
+        return None
     if resident is None:
-        return SharedCritic(actor, config.critic)
+        return None if actor is None else SharedCritic(actor, config.critic)
     engine = open_engine(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
     return Critic(engine, config.critic, config.actor, seed=config.seed)

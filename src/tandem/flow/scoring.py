@@ -208,21 +208,13 @@ class ModelGroupScorer:
         team: Team,
         min_group_size: int | None,
     ):
-        """``roles``: by the names of the scores; no other hand keeps the models of those that go (`change`)."""
+        """``roles``: by the names of the scores."""
         self.plan, self.roles, self.reward, self.conductor, self.team = plan, roles, reward, conductor, team
         self.min_group_size = min_group_size
         self._log = FailureLog()
 
     def __bool__(self) -> bool:
         return bool(self.plan.later)
-
-    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole]) -> None:
-        """From now on the models are those of another plan."""
-        stay = [role.engine for role in roles.values()]
-        self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
-        self.plan = plan
-        self.roles.clear()
-        self.roles.update(roles)
 
     def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.

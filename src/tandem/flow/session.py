@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +14,7 @@ from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import generating_ranks, max_token_age, placement, servers_sleep
+from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -24,37 +24,37 @@ from tandem.flow.balance import make_balance
 from tandem.flow.collector import keep_from_collector
 from tandem.flow.conductor import Conductor, LocalConductor
 from tandem.flow.critic import Models
-from tandem.flow.delivery import make_proof, make_publisher, weights_folder
+from tandem.flow.delivery import weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
-from tandem.flow.scoring import ModelGroupScorer, ScoreRole
+from tandem.flow.residents import open_model, open_partner, open_scores
+from tandem.flow.roles import Roles, Scores, open_roles
+from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.services import EpisodeParts, make_parts
-from tandem.flow.sleep_plan import AGAIN, BEGIN
+from tandem.flow.sleep_plan import AGAIN
 from tandem.flow.stages import Stage
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
 from tandem.flow.training import Made, TrainingSession
-from tandem.flow.writing import WritingModel, WritingRole
+from tandem.flow.writing import WritingModel
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
 from tandem.rewards.reward import Reward
-from tandem.roles.actor import Actor
-from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
-from tandem.roles.parts import AlgorithmParts
 from tandem.roles.reference import Reference
-from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
 from tandem.rollout.ledger import Ledger
 from tandem.state.run_folder import run_path
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
+
+if TYPE_CHECKING:
+    from tandem.flow.on_ray import Pools
 
 SAVED = (
     *("loader", "actor", "trainer", "reference", "critic", "constraint"),
@@ -74,6 +74,7 @@ STATELESS = {
     "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
     "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
     "team": "is the ranks that there are",
+    "pools": "are processes, each of which saves its own parts",
 }
 """The other fields and roles, and why nothing of them need be saved. A test compares both with what there is."""
 
@@ -82,14 +83,19 @@ STATELESS = {
 class Session(TrainingSession):
     """Everything that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
 
-    trainer: TrainEngine
-    """The actor's engine."""
-
     episodes: EpisodeParts
     loader: Loader | Curriculum
     engine: InferenceEngine | None
     meter: EngineMeter
     scorer: ModelGroupScorer
+    pools: "Pools | None" = None
+    """The workers that have the models; None: this process and its ranks have them."""
+
+    @property
+    def trainer(self) -> TrainEngine:
+        """The actor's engine."""
+        engine: TrainEngine = self.actor.engine
+        return engine
 
     @property
     def actor(self) -> Any:
@@ -147,6 +153,8 @@ class Session(TrainingSession):
     @property
     def models(self) -> Models:
         """The actor, a critic with a model of its own, and the tokenizer."""
+        if self.pools is not None:
+            return self.pools
         return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.conductor.prepare, "save"))
 
     def wake_by_method(self) -> None:
@@ -160,8 +168,14 @@ class Session(TrainingSession):
     @property
     def parts(self) -> dict[str, Stateful]:
         """Those of `SAVED` that the run has; a shared critic has its state in the actor's model."""
-        named = {"loader": self.loader, "trainer": self.trainer, "combination": self.episodes.reward, **self.roles}
+        own = {} if self.pools is not None else {"trainer": self.trainer}
+        named = {"loader": self.loader, "combination": self.episodes.reward, **own, **self.roles}
         return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
+
+    @property
+    def elsewhere(self) -> "Pools | None":
+        """The same as `pools`."""
+        return self.pools
 
     @property
     def ledger(self) -> Ledger:
@@ -182,7 +196,10 @@ class Session(TrainingSession):
         """The step's groups, the weights that wrote them, and what was dropped."""
         if batch is None:
             return Made(dropped=self.rollout.take_dropped())
-        return Made(self.rollout.last_groups, self.publisher.history, batch, self.rollout.take_dropped())
+        if self.pools is None:
+            return Made(self.rollout.last_groups, self.publisher.history, batch, self.rollout.take_dropped())
+        read = self.conductor.value(batch) if self.pools.records else None
+        return Made(self.rollout.last_groups, self.pools.history(), read, self.rollout.take_dropped())
 
 
 @contextlib.contextmanager
@@ -216,40 +233,30 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         residency.add_engine(engine)
-        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, parts.tokenizer, residency)
-        parts.models.start(scores, process.device)
-        actor = make_actor(config, trainer, reference, critic, plan.algorithm)
-        if reference is not None:
-            reference.follow(trainer, lambda: actor.version)
-        archive, verifier = make_proof(config, process, trainer, parts.tokenizer, folder)
-        publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
-        stack.callback(publisher.close)
-        residency.deliver_by(publisher.deliver_again)
-        verifier.follow(lambda: publisher.version.number)
+        pools = None
+        if config.runner == "ray":
+            from tandem.flow.on_ray import RayConductor, open_pools  # noqa: PLC0415 Ray is an extra
+
+            pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine, parts.tokenizer))
+            opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.residents))
+        else:
+            opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
+        parts.models.start(opened.scores, process.device)
         with process.team.together():
             start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
-            conductor = LocalConductor(lambda stage: _measured(stage, timer, meter), residency, plan)
+            conduct = LocalConductor if pools is None else partial(RayConductor, pools)
+            conductor = conduct(lambda stage: _measured(stage, timer, meter), residency, plan)
             scorer = stack.enter_context(
-                contextlib.closing(make_scorer(config, plan, scores, parts.reward, conductor, process.team))
+                contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
             )
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         keep_from_collector(stack)
-        roles = {
-            "actor": actor if teacher is None else Student(actor),
-            "reference": reference,
-            "critic": critic,
-            "teacher": teacher,
-            "constraint": make_constraint(config, plan, critic),
-            "rollout": rollout,
-            "verifier": verifier,
-            "publisher": publisher,
-        }
-        there = {name: role for name, role in roles.items() if role is not None}
-        own = (there, trainer, parts, loader, engine, meter, scorer)
-        yield Session(plan, timer, residency, conductor, process.team, *own)
+        roles = {**opened.objects, "rollout": rollout}
+        own = (roles, parts, loader, engine, meter, scorer)
+        yield Session(plan, timer, residency, conductor, process.team, *own, pools)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
@@ -257,9 +264,6 @@ def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contex
     if model is not None:
         stack.callback(model.close)
         parts.services.get("partner").start(model.engine, model.tokenizer)
-
-
-Scores = dict[str, ScoreRole | WritingRole]
 
 
 @contextlib.contextmanager
@@ -270,30 +274,6 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
         yield
 
 
-Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, Scores]
-
-
-def open_models(
-    config: TrainConfig,
-    plan: RunPlan,
-    process: Process,
-    steps: int,
-    tokenizer: PreTrainedTokenizerBase,
-    residency: Residency,
-) -> Opened:
-    """The models of the plan in a training engine, one after another, so that each finds room. ``steps``: of the run."""
-    policy, judge = plan.resident("actor"), plan.resident("teacher")
-    assert policy is not None, "every plan has an actor"
-    optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-    trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
-    critic = open_critic(plan, config, process, trainer, steps, residency.open)
-    reference = open_reference(plan, process, trainer, residency.open)
-    teacher = None if judge is None else Teacher(residency.open(judge, process))
-    scores = open_scores(config, plan, process, tokenizer, residency)
-    residency.enter(BEGIN)
-    return trainer, reference, critic, teacher, scores
-
-
 def make_scorer(
     config: TrainConfig, plan: RunPlan, roles: Scores, reward: Reward, conductor: Conductor, team: Team
 ) -> ModelGroupScorer:
@@ -301,47 +281,10 @@ def make_scorer(
     return ModelGroupScorer(plan, roles, reward, conductor, team, config.rollout.min_group_size)
 
 
-def make_constraint(config: TrainConfig, plan: RunPlan, critic: Critic | SharedCritic | None) -> Constraint | None:
-    """The constraint, which keeps a cost at or below its limit; None if no term of the reward is a cost. It rests while the
-    critic warms up."""
-    cost = config.constraint.cost
-    if cost is None:
-        return None
-    resting = None if critic is None else lambda: critic.warming_up
-    return Constraint(config.constraint, everywhere=is_everywhere(plan, cost), resting=resting)
-
-
-def is_everywhere(plan: RunPlan, cost: str) -> bool:
-    """True if every row is judged by a reward with this cost."""
-    return all(any(term.label == cost for term in terms) for terms in plan.sums.values())
-
-
 def make_residency(config: BaseConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
     """The residency, which puts models to sleep under `memory_limit_gib`; parts that sleep on disk are in the run folder."""
     scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
     return Residency(sleep_plan_here(config, plan), scratch, timer, open_model, team)
-
-
-def make_actor(
-    config: TrainConfig,
-    trainer: TrainEngine,
-    reference: Reference | None,
-    critic: Critic | SharedCritic | None,
-    parts: AlgorithmParts,
-) -> Actor:
-    """The actor on its engine."""
-    return Actor(
-        trainer,
-        config.algorithm,
-        config.actor,
-        reference=reference,
-        shared_critic=critic if isinstance(critic, SharedCritic) else None,
-        max_head_offpolicyness=max_token_age(config),
-        max_new_tokens=config.gconfig.max_new_tokens,
-        seed=config.seed,
-        parts=parts,
-        resting=None if critic is None else lambda: critic.warming_up,
-    )
 
 
 def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:

@@ -72,9 +72,6 @@ class StageNeeds:
     away: frozenset[Part] = frozenset()
     """Parts that sleep while it runs even if there is room."""
 
-    idle: bool = False
-    """It leaves time on the cores, so that parts of the next stage can be read meanwhile: answers are written, on a CPU."""
-
     each_step: bool = True
     now_and_then: bool = False
     """It follows a step now and then. A stage that does neither belongs to the start of a run."""
@@ -218,29 +215,6 @@ class SleepPlan:
         state.changed |= stage.changes
         return Moves(asleep, woken, again, moved)
 
-    def ahead(self, name: str, state: SleepState) -> tuple[tuple[Part, int], ...]:
-        """Parts of the stage after this one that begin to wake while it runs, and the bytes of each that there is room for.
-        ``state``: as `moves` has left it, which decides as if nothing was begun."""
-        stage = self.stage(name)
-        if self.limit is None or not stage.idle:
-            return ()
-        asleep = sorted(self._after(name).awake - state.awake)
-        if any(part.what == "weights" for part in asleep):
-            return ()  # they are delivered first, which takes the room
-        room, begun = self.limit - self._total(state.awake) - self._beside(stage), []
-        for part in asleep:
-            if self.parts[part].coming and Part(part.resident, "kv_cache") not in self.parts:  # else an engine, made anew
-                begun.append((part, max(0, min(room, self.parts[part].num_bytes))))
-                room -= begun[-1][1]
-        return tuple((part, size) for part, size in begun if size)
-
-    def _after(self, name: str) -> StageNeeds:
-        """The stage of each step that follows this one."""
-        steps = [stage for stage in self.stages if stage.each_step or stage.name == name]
-        here = next((i for i, stage in enumerate(steps) if stage.name == name), -1)
-        following = [*steps[here + 1 :], *steps[: here + 1]]
-        return next((stage for stage in following if stage.each_step), StageNeeds(name))
-
     def opening(self, part: Part, state: SleepState) -> Moves:
         """The moves before a model is opened, which sleeps again until a stage needs it."""
         passing = ((part, self.parts[part].opening),)
@@ -299,8 +273,7 @@ class SleepPlan:
         given = stage.gives & state.awake
         moves = self.moves(stage.name, state, order)
         old = frozenset(state.awake - (stage.gives - (given - set(moves.sleep))))
-        begun = sum(size for _, size in self.ahead(stage.name, state))
-        return Done(stage, moves, old, self._total(old) + self._beside(stage) + begun, begun)
+        return Done(stage, moves, old, self._total(old) + self._beside(stage))
 
     def steady(self) -> list["Done"]:
         """One step of many, and the stages that follow it now and then."""
@@ -324,9 +297,6 @@ class Done:
 
     peak: int
     """Bytes of all parts while it runs."""
-
-    begun: int = 0
-    """Bytes among them that wake for the next stage."""
 
     @property
     def total(self) -> int:

@@ -66,6 +66,7 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
         adapters=adapters_of(config.lora, shape),
         frozen=not resident.changes and layout.zero is None,
         borrows=resident.trunk_of is not None,
+        fixed=shape.tower_parameters(config.freeze),
         offload=config.offload,
     )
 
@@ -233,7 +234,6 @@ def _stages(
             yield StageNeeds(f"load {resident.name}", own | trunk, own, each_step=False)
     for stage in plan.stages:
         residents = [_owner(plan, name) for name in stage.awake]
-        writes = stage.kind in ("collect", "score") and any(Part(name, "kv_cache") in parts for name in residents)
         needs = {part for name in residents for part in _needed(stage, name, config) if part in parts}
         trunks = (plan.resident(name) for name in residents)
         needs |= {Part(one.trunk_of, "parameters") for one in trunks if one is not None and one.trunk_of is not None}
@@ -250,7 +250,6 @@ def _stages(
             frozenset(changes),
             weights if stage.name == "publish" else frozenset(),
             tuple((Part(name, "gradients"), gradients[name]) for name in residents if stage.kind == "update"),
-            idle=writes and where.cpu,
             each_step=stage.kind != "keep" or stage.name == "record",
             now_and_then=stage.kind == "keep" and stage.name != "record",
         )
@@ -303,8 +302,5 @@ def describe_sleep(plan: SleepPlan) -> str:
         rows.append((name, *cells, f"{done.total / 2**20:.1f}", f"{done.peak / 2**20:.1f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for done in (done for done in plan.steady() if done.begun):
-        name, begun = done.stage.name, f"{done.begun / 2**20:.1f} MiB"
-        lines.append(f"While {name!r} runs, {begun} that the next stage needs begin to wake, in room that is left.")
     lines.append(f"A step moves {moved_bytes(plan.steady()) / GIB:.4g} GiB, without the stages in brackets.")
     return "\n".join(lines)

@@ -128,11 +128,6 @@ class TeamEngine(TrainEngine):
         """Implements `TrainEngine.onload`."""
         return 0 if self.engine is None else self.engine.onload(parts)
 
-    def begin_onload(self, part: TrainPart, share: float) -> None:
-        """Implements `TrainEngine.begin_onload`."""
-        if self.engine is not None:
-            self.engine.begin_onload(part, share)
-
     def num_bytes(self) -> dict[TrainPart, int]:
         """Implements `TrainEngine.num_bytes`."""
         return {} if self.engine is None else self.engine.num_bytes()

@@ -4,7 +4,8 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 
@@ -28,6 +29,14 @@ class Made(NamedTuple):
     history: Mapping[int, WeightVersion] | None = None
     batch: TensorDict | None = None
     dropped: Sequence[Dropped] = ()
+
+
+class Elsewhere(Protocol):
+    """Other processes, which have the models of a run: each writes and loads its own part of a checkpoint."""
+
+    def write(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path, unsaved: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,11 @@ class TrainingSession(ABC):
     @abstractmethod
     def end_step(self) -> dict[str, float]:
         """Ends the step where its batch came from; returns what is known there. Collective."""
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """The processes that have the models; None: this one and its ranks have them."""
+        return None
 
     @property
     def ledger(self) -> Ledger | None:

@@ -13,15 +13,15 @@ from typing import Any
 
 from tandem.api.state import State, Stateful
 from tandem.api.team import Team
-from tandem.flow.training import TrainingSession
-from tandem.lifecycle.random_state import RandomStates
+from tandem.flow.training import Elsewhere, TrainingSession
 from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
 from tandem.state.existing import step_of
 from tandem.state.ledger import FILE, LedgerFile, Record
 from tandem.state.manifest import STATE, newest_valid
+from tandem.state.random_state import RandomStates
 from tandem.state.run_folder import RunFolder
-from tandem.state.tree import load_part, read_tree, write_tree
+from tandem.state.tree import load_part, read_parts, write_tree
 from tandem.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -95,12 +95,14 @@ class Recovery:
         ledger: DurableLedger | None = None,
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         prepare: Callable[[str], None] = lambda part: None,
+        elsewhere: Elsewhere | None = None,
     ):
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
-        nothing of them changes. ``prepare``: wakes what the part of this name loads into; collective."""
+        nothing of them changes. ``prepare``: wakes what the part of this name loads into; collective. ``elsewhere``: the
+        processes that have parts of their own."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
         self.team = team
-        self._prepare = prepare
+        self._prepare, self._elsewhere = prepare, elsewhere
 
     def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
         """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
@@ -111,6 +113,8 @@ class Recovery:
         """
         tree = self.states() if states is None else states
         write_tree(team or self.team, folder, tree, writes=self._run is not None)
+        if self._elsewhere is not None:
+            self._elsewhere.write(folder)
 
     def states(self) -> dict[str, State]:
         """The states of this rank's parts by name, as they are now and not copied. Collective."""
@@ -147,7 +151,9 @@ class Recovery:
             self._begin()
             return None
         with self.team.together():
-            tree = UNSAVED | dict(read_tree(path / STATE))
+            tree = UNSAVED | read_parts(path / STATE)
+        if self._elsewhere is not None:
+            self._elsewhere.load(path / STATE, UNSAVED)
         for name in self._names():
             self._prepare(name)
             with self.team.together():
@@ -221,4 +227,5 @@ def recovery_of(
             ledger = DurableLedger(session.ledger, file, progress)
     parts = parts_of(session, progress, tracker, ledger, device)
     prepare = lambda part: session.conductor.prepare(LOADS.get(part, part))  # noqa: E731
-    return Recovery(run, parts, progress, session.team, ledger=ledger, still=session.standing_still, prepare=prepare)
+    doing: dict[str, Any] = {"still": session.standing_still, "prepare": prepare, "elsewhere": session.elsewhere}
+    return Recovery(run, parts, progress, session.team, ledger=ledger, **doing)

@@ -49,12 +49,19 @@ class Summary:
     """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
 
 
-def announce(resolved: Resolved[Any], config: BaseConfig, rows: Rows, plan: RunPlan, devices: Iterable[str] = ()) -> Summary:
+def announce(
+    resolved: Resolved[Any],
+    config: BaseConfig,
+    rows: Rows,
+    plan: RunPlan,
+    devices: Iterable[str] = (),
+    *,
+    every: bool = False,
+) -> Summary:
     """Prints what a run would do, for `--dry-run`: the configuration, what is read of the rows, what training by
     ``config`` on them comes to in words, the models and the stages of a step, and what sleeps between them. ``devices``:
-    lines about who holds what on which device."""
-    print(describe(resolved, hidden=("default",)))
-    print("Defaults are not listed; `tandem config` with the same arguments shows all.")
+    lines about who holds what on which device. ``every``: the values that are as by default are shown too."""
+    _print_config(resolved, every=every)
     for line in rows.told():
         print(line)
     print(arithmetic(config, len(rows.train)))
@@ -73,9 +80,15 @@ def to_be_fetched(plan: RunPlan) -> str | None:
     return next((path for path in paths if path in BUILT_IN and present(path) is None), None)
 
 
-def announce_absent(resolved: Resolved[Any], plan: RunPlan, model: str) -> Summary:
+def _print_config(resolved: Resolved[Any], *, every: bool) -> None:
+    print(describe(resolved, hidden=() if every else ("default",)))
+    if not every:
+        print("Defaults are not listed; --all shows them too.")
+
+
+def announce_absent(resolved: Resolved[Any], plan: RunPlan, model: str, *, every: bool = False) -> Summary:
     """Prints what `--dry-run` can say before a built-in model is here, and that the start fetches it."""
-    print(describe(resolved, hidden=("default",)))
+    _print_config(resolved, every=every)
     print(text(plan))
     print(f"The start will make the built-in model {model} once, in {cache_folder()}: {BUILT_IN[model].cost}.")
     print("What is checked with its tokenizer, such as rows and lengths, is checked then.")

@@ -19,10 +19,10 @@ import numpy as np
 from PIL import Image
 
 from tandem.api.failures import DataFailure
-from tandem.api.media import PARTS, MediaKind, Medium
+from tandem.api.media import PARTS, MediaKind, Medium, media_of, reader_of
 from tandem.media.images import check_image, read_image
 from tandem.media.sounds import check_sound, read_sound
-from tandem.media.store import keep
+from tandem.media.store import image, keep, packed, sound
 
 MAX_BYTES = 2**26
 """Bytes of a file, an answer or a data URL."""
@@ -159,6 +159,59 @@ def read_media(messages: Messages, allowed: Allowed = NOWHERE) -> list[dict[str,
     return with_parts(messages, lambda part: {"type": part.kind, "medium": part.read()}, allowed)
 
 
+def sources_in(messages: Any) -> list[Source]:
+    """The images and sounds of a row's messages that may not have been read yet."""
+    contents = [one.get("content") for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    return [value for part in parts for value in part.values() if isinstance(value, Source)]
+
+
+def read_for(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
+    """`read_media` for a model that takes media; for one that reads text alone the messages as they are, whose template then
+    refuses parts that are no text. Raises as `read_media`."""
+    return [dict(message) for message in messages] if reader_of(tokenizer) is None else read_media(messages)
+
+
+def opened(messages: Messages) -> list[Any]:
+    """The images and sounds of messages, in order: PIL images, and arrays ``[n]`` float32 from −1 to 1 at 16 kHz. Raises as
+    `read_media`."""
+    media = media_of(read_media(messages))
+    return [Image.fromarray(image(one.number)) if one.kind == "image" else sound(one.number) for one in media]
+
+
+def openai_part(medium: Medium) -> dict[str, Any]:
+    """A medium as a part of a message in OpenAI's chat protocol, with its whole content."""
+    data = base64.b64encode(packed(medium.number)).decode()
+    if medium.kind == "image":
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def shown_parts(value: Any, say: Callable[[Any], str]) -> list[dict[str, Any]] | None:
+    """Something that a tool or an environment shows the model, as content parts; None where nothing in it is an image or a
+    sound.
+
+    Args:
+        value: a PIL image, a content part, or a list of such and of anything else.
+        say: the text of whatever is no medium.
+
+    Raises:
+        DataFailure: as `read_media`; paths are not read.
+    """
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    shown = [isinstance(one, Image.Image) or (isinstance(one, Mapping) and one.get("type") in PARTS) for one in items]
+    if not any(shown):
+        return None
+    parts = [
+        ({"type": "image", "image": one} if isinstance(one, Image.Image) else one)
+        if is_medium
+        else {"type": "text", "text": one["text"] if isinstance(one, Mapping) and one.get("type") == "text" else say(one)}
+        for one, is_medium in zip(items, shown, strict=True)
+    ]
+    found: list[dict[str, Any]] = read_media([{"role": "tool", "content": parts}])[0]["content"]
+    return found
+
+
 def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
     """The messages with what ``make`` gives in place of each image and sound that is not a `Medium` yet."""
 
@@ -217,15 +270,15 @@ def _file(name: str, folders: Sequence[Path]) -> Path:
     if not folders:
         raise DataFailure("media_refused", f"{name:.200}: paths are not read here; give bytes or a data URL")
     outside = False
-    for folder in folders:
-        try:
-            root = folder.resolve()
+    try:
+        roots = [folder.resolve() for folder in folders]
+        for root in roots:
             file = (root / name).resolve()
             outside = outside or not file.is_relative_to(root)
-            if any(file.is_relative_to(one.resolve()) for one in folders) and file.is_file():
+            if any(map(file.is_relative_to, roots)) and file.is_file():
                 return file
-        except (OSError, RuntimeError, ValueError) as error:  # no permission; a loop of links; a NUL in the name
-            raise DataFailure("media_missing", f"{name[:200]!r} cannot be read: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # no permission; a loop of links; a NUL in the name
+        raise DataFailure("media_missing", f"{name[:200]!r} cannot be read: {error}") from error
     places = ", ".join(map(str, folders))
     if outside:
         raise DataFailure(

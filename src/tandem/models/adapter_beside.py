@@ -19,6 +19,10 @@ ADAPTER = "adapter"
 WEIGHTS, SETTINGS = "adapter_model.safetensors", ADAPTER_SETTINGS
 
 
+MODULES = "modules"
+"""Entry of the metadata of its tensors: the ends of the names of the matrices, with commas between."""
+
+
 def digest_of_base(folder: Path) -> str:
     """Digest of the weight files of a model folder: another one if they are others."""
     return fingerprint(folder, WEIGHT_FILES)
@@ -47,6 +51,8 @@ def adapter_beside(model: Path) -> AdapterBeside | None:
         with safe_open(folder / WEIGHTS, "pt") as file:
             about = file.metadata() or {}
         rank, base, modules = int(settings["r"]), str(settings["base_model_name_or_path"]), settings["target_modules"]
+        if isinstance(modules, str):  # a pattern, for a media model
+            modules = about[MODULES].split(",")
         lora = LoRAConfig(rank, float(settings["lora_alpha"]), tuple(map(str, modules)))
         dtype = getattr(torch, about["base_dtype"])
         here = present(base)

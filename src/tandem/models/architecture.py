@@ -13,9 +13,13 @@ from tandem.config.errors import ConfigError
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
 """``model_type`` of the configurations that work. SmolLM and SmolLM2 are ``llama``."""
 
+_INSIDE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+"""``model_type`` of the language model in a media model → that of the text model whose layers it has."""
+
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _REFUSED = {
     "gemma3": "its pictures are attended in both directions; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
+    "qwen3_vl": "the features of a picture enter several of its layers",
 }
 
 
@@ -96,8 +100,8 @@ class Architecture:
         from tandem.models.media.families import text_config  # noqa: PLC0415 - families know attention, which knows this
 
         whole, config = config, text_config(config)
-        kind = config.model_type
-        _refuse_what_is_not_exact(config)
+        kind = _INSIDE.get(config.model_type, config.model_type)
+        _refuse_what_is_not_exact(whole, config, kind)
         gemma = kind in ("gemma2", "gemma3_text")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -125,16 +129,16 @@ class Architecture:
             attention_softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
             final_softcap=config.final_logit_softcapping if gemma else None,
             embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
-            tied=bool(whole.tie_word_embeddings),
+            tied=bool(getattr(whole, "tie_word_embeddings", False)),
             sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
             rope=_ropes(config, head_dim),
         )
 
 
-def _refuse_what_is_not_exact(config: Any) -> None:
+def _refuse_what_is_not_exact(whole: Any, config: Any, kind: str) -> None:
+    """``config``: of the language model in ``whole``."""
     from tandem.models.media.families import media_types  # noqa: PLC0415
 
-    kind = config.model_type
     experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, n, None)), None)
     if experts is not None:
         raise ConfigError(
@@ -150,7 +154,7 @@ def _refuse_what_is_not_exact(config: Any) -> None:
         raise ConfigError(f"{kind} with use_bidirectional_attention=true is no causal language model; set it to false")
     if getattr(config, "is_causal", True) is False:
         raise ConfigError(f"{kind} with is_causal=false is no causal language model")
-    if getattr(config, "quantization_config", None) is not None:
+    if any(getattr(part, "quantization_config", None) is not None for part in (whole, config)):
         raise ConfigError(
             "the model is quantised (quantization_config in config.json); training needs the full-precision checkpoint"
         )
@@ -194,18 +198,13 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
         )
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters, head_dim // 2))
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters))
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return Rope(inv_freq.float(), float(scaling), _axes(parameters, head_dim // 2))
+    return Rope(inv_freq.float(), float(scaling), _axes(parameters))
 
 
-def _axes(parameters: dict[str, Any], count: int) -> torch.Tensor | None:
-    """`Rope.axes`: in sections one after another (Qwen2.5-VL), or in turns while their sections last (Qwen3-VL)."""
+def _axes(parameters: dict[str, Any]) -> torch.Tensor | None:
+    """`Rope.axes`: those of one position after those of another."""
     sections = parameters.get("mrope_section")
-    if sections is None:
-        return None
-    if not parameters.get("mrope_interleaved"):
-        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
-    turn = torch.arange(count) % 3
-    return torch.where(torch.arange(count) < 3 * torch.tensor(sections)[turn], turn, 0)
+    return None if sections is None else torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

@@ -173,6 +173,8 @@ def _from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub names
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
+    if present(name) is None:
+        print(f"Looking for {name} on the hub …", file=sys.stderr, flush=True)
     try:
         # of the weights only those that transformers loads: many repositories hold them a second time, consolidated
         folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))

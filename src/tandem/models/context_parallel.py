@@ -63,20 +63,19 @@ def divides_heads(architecture: Architecture, ranks: int) -> bool:
     return architecture.num_heads % ranks == 0 and architecture.num_kv_heads % ranks == 0
 
 
-def refuse_uneven_heads(architecture: Architecture, tensor: int, context: int, key: str = "actor.backend") -> None:
+def refuse_uneven_heads(heads: int, kv_heads: int, tensor: int, context: int, key: str = "actor.backend") -> None:
     """Passes if ``tensor`` ranks times ``context`` ranks, those that exchange heads, can have as many heads each.
     ``key``: where the layout was written.
 
     Raises:
         ConfigError: they cannot; says how many heads there are.
     """
-    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
-    if not divides_heads(architecture, tensor * context):
+    if heads % (tensor * context) or kv_heads % (tensor * context):
         fits = [n for n in range(2, kv_heads + 1) if kv_heads % n == 0 and heads % n == 0]
         works = f"into {', '.join(map(str, fits))} parts" if fits else "not at all"
         remedy = "actor.context_parallel=gather, which divides no heads" if tensor == 1 else "d instead of t"
         raise ConfigError(
             f"{key} with t{tensor} and c{context} divides attention by heads over {tensor * context} ranks, but "
-            f"this {architecture.model_type} has {heads} heads on {kv_heads} key-value heads, which can be divided {works}; "
+            f"this model has {heads} heads on {kv_heads} key-value heads, which can be divided {works}; "
             f"use {remedy}"
         )

@@ -79,6 +79,9 @@ class Footprint:
     borrows: bool = False
     """Its frozen weights but for heads and adapters are in another model's memory."""
 
+    fixed: int = 0
+    """Parameters of towers that are frozen, `actor.freeze`."""
+
     offload: bool = False
     """Parameters, gradients and moments are in host memory, and layers come to the device as they are computed."""
 
@@ -109,14 +112,14 @@ class Footprint:
         if self.frozen:
             return 0
         if self.adapters is None:
-            return self.piece.parameters(self.head)
+            return self.piece.parameters(self.head) - self.fixed
         return self.adapters.parameters(self.shape) + self._new_head
 
     @property
     def base(self) -> int:
         """Frozen parameters without masters: all of a frozen model, and those beside adapters."""
         if not self.frozen and self.adapters is None:
-            return 0
+            return self.fixed
         whole = self.parameters - self._new_head + self.beside_base
         if self.frozen and self.adapters is None:
             whole = self.piece.parameters(self.head)

@@ -32,6 +32,17 @@ MAX_SIZES = {
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
     "vocab_size": 2**24,
+    # of what sees and hears
+    "depth": 10_000,
+    "encoder_layers": 10_000,
+    "num_heads": 2**16,
+    "encoder_attention_heads": 2**16,
+    "embed_dim": 2**20,
+    "d_model": 2**20,
+    "out_hidden_size": 2**20,
+    "encoder_ffn_dim": 2**22,
+    "image_size": 2**16,
+    "max_source_positions": 2**20,
 }
 """No model comes near; of as many as a configuration says lists, modules and buffers would be made."""
 
@@ -85,13 +96,14 @@ def refuse_absurd(folder: Path) -> None:
     found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"it holds no object, but a {type(found).__name__}")
-    for name, value in found.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is {value}, which is no number")
-    for name, most in MAX_SIZES.items():
-        value = found.get(name)
-        if isinstance(value, (int, float)) and not 0 < value <= most:
-            raise ValueError(f"{name} must be from 1 to {most}, got {value}")
+    for part in (found, *(inner for inner in found.values() if isinstance(inner, dict))):
+        for name, value in part.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}, which is no number")
+        for name, most in MAX_SIZES.items():
+            value = part.get(name)
+            if isinstance(value, (int, float)) and not 0 < value <= most:
+                raise ValueError(f"{name} must be from 1 to {most}, got {value}")
 
 
 def read_weights(

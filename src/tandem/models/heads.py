@@ -14,6 +14,7 @@ from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_weights
 from tandem.models.layout import TokenLayout
+from tandem.models.media.families import family_class
 from tandem.models.media.family import MediaFamily
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.stopping import as_list, stop_ids
@@ -170,8 +171,14 @@ def prepare_classifier(folder: Path, config: PretrainedConfig, class_label: Clas
     ``class_label``: the class that is the score, of a classifier with several; then its labels stay.
 
     Raises:
-        ConfigError: it has more labels and none is chosen, no such class, or no usable padding token.
+        ConfigError: it is a media model, has more labels and none is chosen, no such class, or no usable padding token.
     """
+    kind = family_class(config)
+    if kind is not None:
+        raise ConfigError(
+            f"{folder} reads {' and '.join(kind.kinds)}, and transformers has no classifier of that kind for a critic or "
+            "reward model: critic.shared=true puts a value head on the actor; a reward model reads text"
+        )
     brings_head = is_classifier(config)
     if class_label is not None:
         class_number(folder, config, class_label)

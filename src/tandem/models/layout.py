@@ -73,7 +73,7 @@ class TokenLayout:
     """The positions that are predicted; None if there are none."""
 
     media: MediaRows | None = None
-    """Where features stand; None if all is text."""
+    """The places of features; None if all is text."""
 
 
 def lay_out(
@@ -90,8 +90,8 @@ def lay_out(
     """The layout of ``input_ids [T]``, ``cu_seqlens [N + 1]``, with its tensors on ``device``.
 
     A prompt is what comes before the first token in ``loss_mask [T]``; causal attention makes its states the same in all
-    sequences that begin with it. ``temperature [N]``: None: nothing is predicted. ``media [T]``: media numbers of the tokens,
-    for a model of ``family``; None: all are text.
+    sequences that begin with it. ``temperature [N]``: None: nothing is predicted. ``media [T]``: media numbers of the
+    tokens, for a model of ``family``; None: all are text.
 
     Raises:
         ValueError: the bounds do not cover the tokens.

@@ -20,9 +20,8 @@ from tandem.models.media.families import family_of, opener
 from tandem.models.packed import PackedCausalLM
 from tandem.models.stopping import set_stop_ids
 
-
 DROPOUT = ("attention_dropout", "dropout", "activation_dropout", "encoder_layerdrop")
-"""What makes a forward pass random in the configurations of transformers."""
+"""Settings that make a forward pass random, in the configurations of transformers."""
 
 
 def load_causal_lm(

@@ -54,7 +54,8 @@ def number_prompts(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: to
     """A number for the prompt of each sequence, equal for equal prompts, and its length, both ``[N]``.
 
     The prompt is all tokens before the first one in ``loss_mask``; a sequence that has none there is all prompt. ``bounds``
-    is ``cu_seqlens`` as a list; where there are media, ``input_ids`` are `prompt_keys`. Every prompt is read once: what comes after compares numbers.
+    is ``cu_seqlens`` as a list; where there are media, ``input_ids`` are `prompt_keys`. Every prompt is read once: what
+    comes after compares numbers.
     """
     ids, edges = input_ids.cpu().numpy(), torch.tensor(bounds)
     trained = torch.cat([loss_mask.cpu().nonzero().flatten(), edges[-1:]])

@@ -1,6 +1,6 @@
 """The sizes of a model that its memory and its time follow from, read from config.json alone."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,6 +9,7 @@ from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import tower_sizes
 
 Head = Literal["lm", "scalar", "both"]
 Dtype = Literal["float32", "bfloat16"]
@@ -45,6 +46,9 @@ class Shape:
 
     stored: int = 4
     """Bytes of a number in the files of the model, as its configuration says; 4 where it does not."""
+
+    towers: tuple[tuple[str, int], ...] = ()
+    """The parts of a media model that see or hear, as `actor.freeze` names them, and the parameters of each."""
 
     @property
     def query(self) -> int:
@@ -91,10 +95,15 @@ class Shape:
         heads = {"lm": 0, "scalar": self.hidden, "both": self.hidden}[head]
         if head != "scalar" and not self.tied:
             heads += self.embedding
-        return self.embedding + self.layers * self.layer + self.hidden + heads
+        return self.embedding + self.layers * self.layer + self.hidden + heads + self.tower_parameters()
+
+    def tower_parameters(self, names: Container[str] | None = None) -> int:
+        """Parameters of the towers; ``names``: of these alone."""
+        return sum(count for name, count in self.towers if names is None or name in names)
 
     def tensors(self) -> Iterator[int]:
-        """Numbers in each tensor of a language model, in the order in which a trained model gives them."""
+        """Numbers in each tensor of a language model, in the order in which a trained model gives them; a tower is one."""
+        yield from (count for _, count in self.towers)
         biased = {"o_proj": self.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.qkv_bias)
         yield self.embedding
         for _ in range(self.layers):
@@ -164,4 +173,4 @@ def read_shape(path: str) -> Shape:
             f"{error}. Give a folder that holds one (no weights are needed), or a built-in model: {', '.join(BUILT_IN)}"
         ) from error
     stored = 2 if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("bfloat16", "float16") else 4
-    return replace(Shape.of(Architecture.from_config(config)), stored=stored)
+    return replace(Shape.of(Architecture.from_config(config)), stored=stored, towers=tower_sizes(config))

@@ -19,7 +19,14 @@ from tandem.api.weight_files import stored_entries
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
-from tandem.models.foreign import UNREADABLE, error_words, no_progress_bars, no_report, read_generation_config
+from tandem.models.foreign import (
+    UNREADABLE,
+    error_words,
+    no_progress_bars,
+    no_report,
+    read_generation_config,
+    read_hf_config,
+)
 from tandem.models.heads import (
     HEAD,
     PackedActorCritic,
@@ -29,7 +36,7 @@ from tandem.models.heads import (
     refuse_classifier,
 )
 from tandem.models.load import read_config
-from tandem.models.media.families import family_of, opener
+from tandem.models.media.families import family_class, family_of, opener
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.stopping import set_stop_ids
 from tandem.models.tensor_parallel import Pieces
@@ -106,23 +113,26 @@ def open_unfilled(
         model = _empty(*opener(family), config, folder)
         model.generation_config = read_generation_config(folder) or model.generation_config
         set_stop_ids(model, folder)
-        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(
-            model, chunk_tokens=chunk_tokens, family=family
-        )
+        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens, family=family)
     if dict(model.named_parameters()).keys() - files.keys() - may_miss or not _make_buffers(packed, device):
         return None
     return Unfilled(packed, files, device)
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    """Hugging Face name → a slice of its safetensors file, read when it is indexed; none where there is no such file.
+    """Name in the model of transformers → a slice of its safetensors file, read when it is indexed; none where there is no
+    such file. Files of media models may have older names.
 
     Raises:
         ConfigError: as `stored_entries`.
     """
+    family = family_class(read_hf_config(folder)) if (folder / "config.json").is_file() else None
     stored = stored_entries(folder)
     opened = {entry.file: safe_open(entry.file, "pt") for entry in stored.values()}
-    return {name: opened[entry.file].get_slice(name) for name, entry in stored.items()}
+    return {
+        name if family is None else family.own_name(name): opened[entry.file].get_slice(name)
+        for name, entry in stored.items()
+    }
 
 
 def _empty(kind: Any, attention: str | dict[str, str], config: Any, folder: Path) -> nn.Module:
@@ -143,8 +153,8 @@ def _make_buffers(packed: PackedModel, device: torch.device) -> bool:
         own = dict(module.named_buffers(recurse=False))
         if not any(buffer.is_meta for buffer in own.values()):
             continue
-        if module is packed.decoder.rotary_emb:
-            made = dict(type(module)(packed.decoder.config).named_buffers(recurse=False))
+        if module is packed.decoder.rotary_emb or ("inv_freq" in own and hasattr(module, "config")):  # the latter: a tower's
+            made = dict(type(module)(module.config).named_buffers(recurse=False))
         elif set(own) == {"embed_scale"}:
             made = {"embed_scale": torch.tensor(scale)}
         else:

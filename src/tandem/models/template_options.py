@@ -9,9 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import Messages, render, template_of
 from tandem.api.failures import DataFailure
+from tandem.api.media import kinds_of, reader_of
 from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
+from tandem.media.parts import read_for
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +50,23 @@ def check_template_options(
 
 
 def check_messages(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Passes if the template reads all that the rows bring for it: keys of messages, and tools.
+    """Passes if the model and its template read all that the rows bring for them: keys of messages, tools, media.
 
     Raises:
         ConfigError: something that neither it nor Tandem reads; says in which row.
     """
     template = str(tokenizer.chat_template)
-    known = {"role", "content", "weight", "tool_call_id"}
+    known, reader = {"role", "content", "weight", "tool_call_id"}, reader_of(tokenizer)
+    taken = set(reader.kinds) if reader else set()
     for row in rows:
         sides = (row.get(name) for name in ("messages", "chosen", "rejected", "completion"))
-        messages = (message for side in sides if isinstance(side, list) for message in side if isinstance(message, dict))
+        messages = [message for side in sides if isinstance(side, list) for message in side if isinstance(message, dict)]
+        for kind in {kind for message in messages for kind in kinds_of(message.get("content"))} - taken:
+            reads = f"reads text and {' and '.join(sorted(taken))}" if taken else "reads text alone"
+            raise ConfigError(
+                f"{row.get(WHERE, 'a row')}: the row has media of the kind {kind!r}, and the model {reads}: take a model "
+                "that reads them (docs/media.md), or leave them out: train_dataset.media=false, valid_dataset.media=false"
+            )
         keys = {f"the key {key!r} of a message": key for message in messages for key in message if key not in known}
         for what, name in (keys | ({"the column 'tools'": "tools"} if row.get("tools") else {})).items():
             if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -79,6 +88,7 @@ def check_system_prompt(
     bare = [chat for chat in chats if all(message["role"] != "system" for message in chat)][:LOOKED_AT]
     for chat in bare:
         try:
+            chat = read_for(tokenizer, chat)
             led = render(tokenizer, [{"role": "system", "content": system_prompt}, *chat], **options)
             if system_prompt.strip() in led or led != render(tokenizer, chat, **options):
                 return

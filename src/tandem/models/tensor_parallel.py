@@ -102,7 +102,7 @@ class _Cutter:
         self._dims: dict[str, tuple[int, int]] = {}
         self._summed: set[str] = set()
         size = dist.get_world_size(group)
-        refuse_uneven_heads(packed.architecture, size, 1, key)
+        refuse_uneven_heads(packed.architecture.num_heads, packed.architecture.num_kv_heads, size, 1, key)
         self._bare = Pieces(group, dist.get_rank(group), size, {}, frozenset())
 
     @property

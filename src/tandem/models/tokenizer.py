@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import math
+import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,8 @@ from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refuse_absurd
 from tandem.models.media.families import family_of
+from tandem.models.media.family import MediaFamily
+from tandem.models.media.settings import FILES
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +74,8 @@ def _add_family(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         marker, token = family.marker(kind), tokenizer.convert_tokens_to_ids(family.marker(kind))
         if token != family.placeholder(kind):
             raise ConfigError(
-                f"the tokenizer in {folder} has token {token} for {marker}, and config.json there {family.placeholder(kind)}: "
-                "they are of different models"
+                f"the tokenizer in {folder} has token {token} for {marker}, and config.json there "
+                f"{family.placeholder(kind)}: they are of different models"
             )
     tokenizer.media = family
 
@@ -132,6 +135,15 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         template_of(tokenizer).variables  # noqa: B018 read once, here
     except TemplateError as error:
         raise ConfigError(f"the chat template of {name} cannot be read: {error}") from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the tokenizer beside a saved model; of a media model the settings of its processor too, as they were."""
+    tokenizer.save_pretrained(folder)
+    family: MediaFamily | None = getattr(tokenizer, "media", None)
+    for file in () if family is None else map(family.folder.joinpath, FILES):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def save_classifier_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

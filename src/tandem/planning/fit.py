@@ -8,25 +8,21 @@ import bisect
 import functools
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.load import load_config, to_yaml
 from tandem.config.train_engine import CHUNK_TOKENS, MICRO_BATCH_TOKENS, TrainEngineConfig
+from tandem.models.footprint import FLOAT32
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.activations import FLOAT32
 from tandem.planning.items import GIB
 from tandem.planning.job import Job, Lengths, job_of
 from tandem.planning.machine import Machine, gpus
 from tandem.planning.plan import Plan, make_plan
-from tandem.planning.remedy import nearest, overrides
 
 log = logging.getLogger(__name__)
 
@@ -55,20 +51,15 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
     hardly. Returns the plan. ``machine``: GPUs that need not be here.
 
     Raises:
-        ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
+        ConfigError: a GPU is too small; with the figures, and a remedy.
     """
-    read = functools.cache(read)
-
-    def plan_with(settings: dict[str, Any]) -> Plan:
-        return make_plan(_job(_changed(config, settings), machine, read), machine)
-
-    plan = plan_with({})
+    plan = make_plan(_job(config, machine, read), machine)
     worst = max(range(plan.devices), key=plan.certain_gib)
     certain, there = plan.certain_gib(worst), machine.memory_gib
     if certain > there:
         raise ConfigError(
             f"this run does not fit: GPU {worst} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
-            f"{holders(plan, worst)}, before any activations. {_remedy(plan, config, plan_with)}"
+            f"{holders(plan, worst)}, before any activations. {_remedy(plan, config)}"
         )
     peak = max(range(plan.devices), key=plan.peak_on)
     if plan.peak_on(peak) > there:
@@ -138,37 +129,15 @@ def holders(plan: Plan, device: int) -> str:
     return " + ".join(f"{role} {gib:.2f}" for role, gib in rows if gib >= 0.005) + f" while {instant.phase}"
 
 
-def _remedy(plan: Plan, config: BaseConfig, plan_with: Callable[[dict[str, Any]], Plan]) -> str:
+def _remedy(plan: Plan, config: BaseConfig) -> str:
+    """One sentence: what would make it fit, or what is largest."""
     generator = plan.job.generator
     shares = generator is not None and generator.foreign is not None and any(0 in seat.devices for seat in generator.seats)
-    if shares and getattr(config, "memory_limit_gib", None) is None:
-        awake = isinstance(config, TrainConfig) and config.rollout.fleet.sleep is False
-        limited = {"rollout.fleet.sleep": True} if awake else {"memory_limit_gib": int(plan.usable_gib)}
-        words = (
-            "the server gives its memory back while training needs it"
-            if awake
-            else "models and server give memory back in turns"
-        )
-        try:
-            fits = plan_with(limited).certain_gib(0) <= plan.machine.memory_gib
-        except ConfigError:
-            fits = False
-        if fits:
-            return (
-                f"Nearest change that fits: {' '.join(overrides(limited))}, with which {words}; a smaller "
-                "rollout.fleet.memory_share is another way"
-            )
-    found = nearest(plan, config, plan_with)
-    if found is None:
-        return "No change of the configuration is enough; `tandem plan` says what would hold it"
-    return f"Nearest change that fits: {found.arguments()}"
-
-
-def _changed(config: BaseConfig, settings: dict[str, Any]) -> BaseConfig:
-    """The configuration with these keys replaced, checked."""
-    if not settings:
-        return config
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
-        file.write_text(to_yaml(config))
-        return load_config(type(config), file, overrides(settings)).config
+    if not shares or not isinstance(config, TrainConfig) or config.memory_limit_gib is not None:
+        return plan.advice
+    if config.rollout.fleet.sleep is False:
+        return "With rollout.fleet.sleep=true the server gives its memory back while training needs it"
+    return (
+        f"With memory_limit_gib={int(plan.usable_gib)} models and server give memory back in turns; a smaller "
+        "rollout.fleet.memory_share is another way"
+    )

@@ -7,6 +7,40 @@ GIB = 2**30
 
 Place = Literal["device", "host"]
 
+COLUMNS = {
+    "weights": (
+        "parameters",
+        "parameters, rounded",
+        "masters",
+        "gathered parameters",
+        "shared weights",
+        "kept versions",
+        "files of the base",
+    ),
+    "optimizer": ("optimizer",),
+    "gradients": (
+        "gradients",
+        "gradient of the head",
+        "gradient of the embedding",
+        "norm of the gradients",
+        "buffer of gradients",
+        "buckets",
+    ),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "KV cache": ("KV cache",),
+    "staged": (
+        "staged weights",
+        "rounded weights",
+        "one whole tensor",
+        "adapter",
+        "weights before",
+        "weights to write",
+        "copy that is saved",
+    ),
+}
+"""Heading → what is added up under it; the rest is under `other`."""
+
 
 @dataclass(frozen=True)
 class MemoryItem:
@@ -18,24 +52,11 @@ class MemoryItem:
     """In the memory that is looked at: a CPU's, or the first GPU's, or the host's beside GPUs."""
 
     place: Place = "device"
-    holders: int = 1
-    """Ranks that hold this together in that memory, each as much."""
-
     devices: int = 1
     """GPUs that hold as much each."""
 
     first: int = 0
     """The first of these GPUs; 0 on a CPU."""
-
-    @property
-    def each(self) -> float:
-        """Bytes of one rank."""
-        return self.num_bytes / self.holders
-
-    @property
-    def every_rank(self) -> bool:
-        """True if it is not the first rank's alone."""
-        return self.holders > 1 or self.devices > 1
 
     def on(self, device: int) -> bool:
         """True if a GPU, or a CPU's memory (0), holds it."""
@@ -59,15 +80,13 @@ class Instant:
         """Bytes that one GPU holds."""
         return sum(item.num_bytes for item in self.items if item.on(device))
 
-    @property
-    def of_first_rank(self) -> float:
-        """Bytes of the rank that holds most: the first one has an embedded engine as well."""
-        return sum(item.each for item in self.items if item.on(0))
-
-    @property
-    def of_machine(self) -> float:
-        """Bytes of all devices together; on a CPU they are one."""
-        return sum(item.num_bytes * item.devices for item in self.items if item.place == "device")
+    def columns(self, device: int = 0) -> dict[str, float]:
+        """GiB of one GPU under each heading of `COLUMNS`, and `other`."""
+        found = dict.fromkeys([*COLUMNS, "other"], 0.0)
+        for item in self.items:
+            if item.on(device):
+                found[next((head for head, kinds in COLUMNS.items() if item.what in kinds), "other")] += item.num_bytes / GIB
+        return found
 
 
 @dataclass(frozen=True)
@@ -81,10 +100,8 @@ class Room:
 
     def item(self, role: str, what: str, each: float, place: Place = "device") -> MemoryItem:
         """An item that each of these ranks holds, ``each`` bytes."""
-        if self.shared:
-            return MemoryItem(role, what, each * self.ranks, holders=self.ranks)
-        if place == "host":
-            return MemoryItem(role, what, each * self.ranks, "host", holders=self.ranks)
+        if self.shared or place == "host":
+            return self.one(role, what, each * self.ranks, place)
         return MemoryItem(role, what, each, devices=self.ranks, first=self.first)
 
     def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> MemoryItem:

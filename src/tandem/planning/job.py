@@ -7,7 +7,6 @@ import torch
 
 from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
 from tandem.config.backend import parse_layout
-from tandem.config.commands import COMMANDS
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
 from tandem.config.engine_memory import cache_gib, chunk_tokens, places
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -17,13 +16,13 @@ from tandem.config.terms import read_term
 from tandem.engines.inference.check import check_tensor_parallel
 from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
 from tandem.flow.sleep_plan import Part, SleepPlan
-from tandem.flow.state_parts import Where, sleep_plan
+from tandem.flow.state_parts import sleep_plan
 from tandem.models.footprint import engine_bytes
 from tandem.models.shape import Dtype, Shape
-from tandem.planning.disk import CheckpointSchedule, saves_of
+from tandem.planning.disk import Saves, saves_of
 from tandem.planning.items import GIB
 from tandem.planning.machine import Machine
-from tandem.planning.planned_model import PlannedModel, planned_model, resolved
+from tandem.planning.planned_model import PlannedModel, planned_model, resolved, where_of
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
 from tandem.weights.cuda_ipc import staged_bytes
@@ -61,8 +60,8 @@ class Generator:
     adapter: int = 0
     """Parameters of the adapter that is delivered alone; 0: whole weights are."""
 
-    on_ranks: bool = False
-    """Each is on a rank, and its device, of its own; otherwise all are on the first device."""
+    apart: bool = False
+    """Each is on a GPU of its own, or on several; otherwise all are in one memory."""
 
     foreign: str | None = None
     """Servers of another make, which take their share of memory and whose speed is not known here."""
@@ -75,10 +74,6 @@ class Generator:
 
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
-
-    def on_device(self, machine: Machine) -> int:
-        """Engines that share a device, or a machine's cores."""
-        return 1 if (self.on_ranks or len(self.seats) > 1) and machine.kind == "gpu" else self.engines
 
 
 QUESTION_TOKENS = 160
@@ -100,12 +95,19 @@ class Writer:
     in_episodes: bool = False
     """It is a partner, which writes while the policy generates."""
 
+    def tokens(self) -> int:
+        """Tokens that all requests have together."""
+        return self.requests * (self.lengths.prompt + self.lengths.longest)
+
+    def job(self, run: "Job") -> "Job":
+        """Its requests as a run that generates: each has a prompt of its own."""
+        return replace(run, lengths=self.lengths, groups=self.requests, generated=1)
+
 
 @dataclass(frozen=True)
 class Job:
     """A run, as far as it costs anything."""
 
-    kind: str
     models: tuple[PlannedModel, ...]
     """The trained ones and the frozen ones; the actor comes first."""
 
@@ -133,7 +135,7 @@ class Job:
     """Old weights that are kept to verify deliveries."""
 
     verifies: bool = False
-    saves: CheckpointSchedule = field(default_factory=CheckpointSchedule)
+    saves: Saves = field(default_factory=Saves)
     """Checkpoints of the run."""
 
     saves_beside: bool = False
@@ -148,30 +150,13 @@ class Job:
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
 
-    begun: Mapping[str, int] = field(default_factory=dict)
-    """Phase of memory → bytes that wake for the next one meanwhile."""
-
     writers: Mapping[str, Writer] = field(default_factory=dict)
     """Those of the models that are judges that write, or the partner."""
-
-    def judging(self, writer: Writer) -> "Job":
-        """The requests of a judge, as a job that generates: each has a prompt of its own."""
-        return replace(self, lengths=writer.lengths, groups=writer.requests, generated=1)
 
     @property
     def actor(self) -> PlannedModel:
         """The model that is trained."""
         return self.models[0]
-
-    @property
-    def frozen(self) -> tuple[PlannedModel, ...]:
-        """Models that only score."""
-        return tuple(model for model in self.models if not model.trained)
-
-    @property
-    def critic(self) -> PlannedModel | None:
-        """A critic with a model of its own."""
-        return next((model for model in self.models if model.role == "critic"), None)
 
 
 def job_of(
@@ -188,7 +173,6 @@ def job_of(
         if resident.engine is not None:
             models.append(_held(resident, models, machine, read))
     job = Job(
-        kind=COMMANDS[type(config)],
         models=tuple(models),
         lengths=lengths,
         groups=0,
@@ -204,19 +188,8 @@ def job_of(
         saves=saves_of(config, rows),
         saves_beside=_saves_beside(config),
     )
-    where = Where(
-        machine.kind == "cpu",
-        lambda name: resolved(name, machine),
-        machine.fast_bfloat16,
-        machine.memory_gib if machine.kind == "gpu" else None,
-    )
-    sleeping = sleep_plan(config, plan, where, read)
-    job = replace(
-        job,
-        sleeping=sleeping,
-        awake=_awake(plan, sleeping) if sleeping is not None and sleeping.sleeps else {},
-        begun={} if sleeping is None else _begun(plan, sleeping),
-    )
+    sleeping = sleep_plan(config, plan, where_of(machine), read)
+    job = replace(job, sleeping=sleeping, awake={} if sleeping is None else _awake(plan, sleeping))
     if not isinstance(training, TrainConfig):
         return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
     samples = training.gconfig.n_samples + plan.greedy_baseline
@@ -238,18 +211,7 @@ def _held(resident: Resident, before: list[PlannedModel], machine: Machine, read
     if owner is not None:
         return replace(owner, role=resident.name, head="lm", trained=False, adapters=None, own=False)
     assert resident.engine is not None
-    return planned_model(
-        resident.name,
-        resident.engine,
-        machine,
-        read(resident.engine.path),
-        head="lm" if resident.head == "text" else resident.head,  # an engine's weights are those of a frozen model
-        trained=resident.trained,
-        changes=resident.changes,
-        trunk_of=resident.trunk_of,
-        mini_batches=resident.mini_batches,
-        key=resident.key,
-    )
+    return planned_model(resident, machine, read(resident.engine.path))
 
 
 def _awake(plan: RunPlan, sleeping: SleepPlan) -> dict[str, tuple[frozenset[Part], ...]]:
@@ -271,16 +233,6 @@ def _phases(stage: Stage) -> list[str]:
     return [stage.name]
 
 
-def _begun(plan: RunPlan, sleeping: SleepPlan) -> dict[str, int]:
-    """The most bytes that wake for the next stage, in each phase of memory in which any do."""
-    begun = {one.stage.name: one.begun for one in sleeping.steady() if one.begun}
-    found: dict[str, int] = {}
-    for stage in plan.stages:
-        for name in _phases(stage) if stage.name in begun else ():
-            found[name] = max(found.get(name, 0), begun[stage.name])
-    return found
-
-
 def _saves_beside(config: BaseConfig) -> bool:
     wish = config.checkpoint
     return wish.every_steps is not None and wish.asynchronous and wish.resumable
@@ -300,13 +252,15 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         episodes = int(rollout.batch_size * rollout.oversample)
     memory = config.memory_limit_gib or machine.memory_gib
     dtype: Dtype = "float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered
-    share, own = _share(config, machine), engine_bytes(shape, dtype, cpu=False) / GIB
+    share, own, seats = 0.0, engine_bytes(shape, dtype, cpu=False) / GIB, seats_of(config, machine)
+    if machine.kind == "gpu":
+        share = share_of(_devices(config, machine), seats[0].name if seats else None)
     return Generator(
         shape=shape,
         delivered=delivered,
         dtype=dtype,
         engines=max(ranks, sum(one.count for one in servers or () if one.kind in ("embedded", "tandem"))),
-        on_ranks=ranks > 1,
+        apart=(ranks > 1 and machine.kind == "gpu") or bool(seats),
         own_process=servers is not None or placement(config) == "decoupled",
         kv_cache_gib=cache_gib(rollout.engine, machine.kind, memory_gib=memory, share=share, weights_gib=own),
         max_running=places(rollout.engine),
@@ -315,7 +269,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
         adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
-        seats=seats_of(config, machine),
+        seats=seats,
         opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.channel == "ipc" else 0,
     )
 
@@ -334,14 +288,6 @@ def _devices(config: TrainConfig, machine: Machine) -> DeviceMap:
     return devices_of(config.rollout, placement(config), ranks=ranks, devices=max(machine.count, ranks))
 
 
-def _share(config: TrainConfig, machine: Machine) -> float:
-    """Share of a GPU for an embedded engine."""
-    if machine.kind == "cpu":
-        return 0.0
-    devices = _devices(config, machine)
-    return share_of(devices, devices.servers[0].name if devices.servers else None)
-
-
 def _writers(
     config: TrainConfig, plan: RunPlan, models: Mapping[str, PlannedModel], lengths: Lengths, machine: Machine, samples: int
 ) -> dict[str, Writer]:
@@ -356,7 +302,7 @@ def _writers(
             delivered=model.dtype,
             dtype="float32" if model.dtype == "bfloat16" and not machine.fast_bfloat16 else model.dtype,
             engines=ranks,  # each judges its share
-            on_ranks=ranks > 1,
+            apart=ranks > 1 and machine.kind == "gpu",
             own_process=False,
             max_len=model.shape.context,
             sequences=requests,
@@ -380,14 +326,8 @@ def _writers(
         model, requests = models[planned.resident], samples_of_a_step * written.requests
         reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
         writer = Writer(engine_of(model, requests), Lengths(reads, written.client.max_tokens), requests)
-        if model.role not in writers or kept_tokens(writer) > kept_tokens(writers[model.role]):
-            writers[model.role] = writer
+        writers[model.role] = max(writer, writers.get(model.role, writer), key=Writer.tokens)
     return writers
-
-
-def kept_tokens(writer: Writer) -> int:
-    """Tokens that all requests of a judge have together."""
-    return writer.requests * (writer.lengths.prompt + writer.lengths.longest)
 
 
 def _delivered_adapter(config: TrainConfig, actor: PlannedModel, kinds: set[str]) -> int:

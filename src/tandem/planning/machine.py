@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-import torch
 
+from tandem.api.lazy_torch import torch
 from tandem.config.cores import usable_cores
 from tandem.models.precision import fast_bfloat16
 from tandem.state.machine import machine as described
@@ -15,13 +15,9 @@ from tandem.state.machine import machine as described
 CONTEXT_GIB, SLACK = 0.6, 0.2
 """A CUDA context with its libraries, and the caching allocator's holes, see `Machine.slack`. Assumed."""
 
-PROCESS_GIB, WORKER_GIB = 0.44, 0.06
-"""Resident memory of processes on a CPU, measured once with torch 2.13: a trainer after the first step of a tiny model, to
-which DeepSpeed adds nothing that can be seen, and a reward worker."""
-
-HEAP_GIB, ENGINE_HEAP_GIB = 0.20, 0.21
-"""Freed memory that heaps keep on a CPU (`tandem.models.allocator`), see `holes`. Fitted to five of the runs of
-docs/planning.md."""
+PROCESS_GIB, WORKER_GIB = 0.57, 0.06
+"""Resident memory of processes on a CPU, measured once with torch 2.13: a trainer or engine (0.44 GiB after the first step
+of a tiny model, and what its heap keeps of freed memory in a run), and a reward worker."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +40,7 @@ class Machine:
     """Host memory of one reward worker."""
 
     slack: float = 0.0
-    """Holes between what comes and goes in turns, as a share of it: a GPU's allocator takes them on top."""
-
-    heap_gib: float = 0.0
-    """Freed memory that the heap of a training process on a CPU keeps; see `holes`."""
-
-    engine_heap_gib: float = 0.0
-    """The same of an embedded engine, in that process or its own."""
+    """Holes between what comes and goes in turns, as a share of it: a GPU's allocator takes them on top. Assumed."""
 
     threads: int = 1
     sources: tuple[str, ...] = ()
@@ -76,10 +66,8 @@ def this_machine(*, device: str = "auto", threads: int | None = None) -> Machine
         fast_bfloat16=fast_bfloat16(torch.device("cpu")),
         process_gib=PROCESS_GIB,
         worker_gib=WORKER_GIB,
-        heap_gib=HEAP_GIB,
-        engine_heap_gib=ENGINE_HEAP_GIB,
         threads=cores,
-        sources=("what the system reports; processes and heaps as measured once, see docs/planning.md",),
+        sources=("what the system reports; processes as measured once, see docs/planning.md",),
     )
 
 

@@ -5,107 +5,69 @@ embedded engine has a copy of its own, and a second one while an update is stage
 what is awake in it (`tandem.flow.sleep_plan`); otherwise nothing sleeps between phases.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tandem.api.engines import InferencePart, TrainPart
 from tandem.flow.sleep_plan import Part
 from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
-from tandem.planning import activations
-from tandem.planning.activations import ActivationSettings
-from tandem.planning.batches import Batches, Step, cut_step
-from tandem.planning.holes import of_heap, of_what_comes
-from tandem.planning.items import GIB, Instant, MemoryItem, Room
-from tandem.planning.job import Generator, Job, Writer
+from tandem.planning.activations import activation_bytes, head_bytes, passing
+from tandem.planning.batches import MicroBatch, Step, cut_step
+from tandem.planning.items import GIB, Instant, MemoryItem, Place, Room
+from tandem.planning.job import Generator, Job
 from tandem.planning.machine import Machine
 from tandem.planning.planned_model import PlannedModel
-from tandem.planning.states import (
-    BUCKET,
-    gathered,
-    gradients_at_the_end,
-    gradients_between,
-    gradients_of_the_step,
-    gradients_sent,
-    states,
-)
+from tandem.planning.states import gathered, gradients, gradients_between, gradients_of_the_step, states
 
 TOKENIZER_BYTES = 1000
 """Bytes for each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
 
 
-def batches_of(job: Job, length: int) -> Batches:
-    """The micro-batches of each model's passes when completions have ``length`` tokens."""
-
-    def of(model: PlannedModel, groups: int) -> Step:
-        # ranks that share tokens take so many times as many together
-        most, layout = model.max_tokens * model.layout.context, model.layout
-        return cut_step(
-            groups, job.trained, job.lengths.prompt, length, most=most, ranks=layout.batches, together=job.together
-        )
-
-    update = {m.role: of(m, -(-job.groups // m.mini_batches)) for m in job.models if m.trained}
-    return Batches(update, {m.role: of(m, job.groups) for m in job.models})
+def step_of(job: Job, model: PlannedModel, mini_batches: int = 1) -> Step:
+    """The micro-batches of a pass at full length; ranks that share tokens take so many times as many together."""
+    layout, groups = model.layout, -(-job.groups // mini_batches)
+    most, prompt, longest = model.max_tokens * layout.context, job.lengths.prompt, job.lengths.longest
+    step = cut_step(groups, job.trained, prompt, longest, most=most, ranks=layout.batches, together=job.together)
+    if not model.gathers_keys:
+        return step
+    alone = tuple((prompt, 1) for _, count in step.largest.groups for _ in range(count))  # prompts are not shared then
+    return Step(MicroBatch(alone, longest), step.count)
 
 
 def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     """Every phase of a step once the optimizers have their moments, in order."""
-    worst = batches_of(job, job.lengths.longest)
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
     rooms = {model.role: replace(room, ranks=model.ranks, first=model.layout.first) for model in job.models}
+    partners = [(writer, writing) for writer, writing in job.writers.items() if writing.in_episodes]
     steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
-    steady += [_weights_of(writer.engine, machine) for writer in job.writers.values()] + list(_engine(job, machine))
-    partners = [writer for writer in job.writers.values() if writer.in_episodes]
-    steady += [item for one in partners for item in _cache_of(job.judging(one), one.engine, machine)]
-    steady += [*_processes(job, machine, room), *_copied(job, room)]
-    coming: dict[str, tuple[MemoryItem, ...]] = {}
-
-    def add(phase: str, *items: MemoryItem) -> None:
-        coming[phase] = items
-
-    asked = [item for m in job.models if m.role in job.asked for item in _scoring(m, worst.score[m.role], rooms[m.role])]
-    if job.generator is not None and job.generator.foreign is None:
-        beside = [item for writer in partners for item in _generation(writer.engine, machine)]
-        add("generate", *_generation(job.generator, machine), *beside, *asked)
-    elif job.generator is not None and job.generator.seats:
-        add("generate", *asked)
+    steady += [_of_engines(one.engine, "parameters", engine_weights(one.engine, machine)) for one in job.writers.values()]
+    steady += [item for _, one in partners for item in _cache_of(one.job(job), one.engine)]
+    steady += [*_engine(job, machine), *_processes(job, machine, room), *_copied(job, room)]
+    coming: dict[str, list[MemoryItem]] = {}
+    asked = [item for model in job.models if model.role in job.asked for item in _scoring(job, model, rooms[model.role])]
+    generator = job.generator
+    if generator is not None and (generator.foreign is None or generator.seats):
+        coming["generate"] = asked
+        if generator.foreign is None:
+            coming["generate"] += [i for one in (generator, *(w.engine for _, w in partners)) for i in _generation(one)]
     scoring = {role for _, role in job.passes} - set(job.asked)
     for model in job.models:
-        if model.role in job.writers and not job.writers[model.role].in_episodes:
-            add(f"score: {model.role}", *_judging(job, job.writers[model.role], machine))
-        elif model.role in scoring:
-            add(f"score: {model.role}", *_scoring(model, worst.score[model.role], rooms[model.role]))
+        writing = job.writers.get(model.role)
+        if writing is not None and not writing.in_episodes:  # its cache is given back when it has judged
+            coming[f"score: {model.role}"] = [*_cache_of(writing.job(job), writing.engine), *_generation(writing.engine)]
+        elif writing is None and model.role in scoring:
+            coming[f"score: {model.role}"] = [*_scoring(job, model, rooms[model.role])]
     if job.verifies:
-        before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base
-        copy = room.item("verify", "weights before", before / job.actor.parts)
-        exact = (
-            FLOAT32 * (job.actor.masters + job.actor.base) if job.actor.dtype != "float32" and job.actor.parts == 1 else 0
-        )
-        in_float32 = room.item("verify", "weights in float32", exact)
-        add("verify", copy, in_float32, *_scoring(job.actor, worst.score["actor"], room))
+        coming["verify"] = [*_verifying(job.actor, room), *_scoring(job, job.actor, room)]
     for model in job.models:
         if model.trained:
-            add(f"update: {model.role}", *_update(model, worst.update[model.role], rooms[model.role]))
-            add(f"optimizer: {model.role}", *gradients_of_the_step(model, rooms[model.role]))
-    if job.generator is not None and job.generator.foreign is None:
-        add("publish", *_publishing(job, machine))
-    elif job.generator is not None and job.generator.seats:
-        add("publish")
-    add("save", *_saving(job, room))
-    for phase, size in job.begun.items():
-        add(phase, *coming.get(phase, ()), MemoryItem("next stage", "parts that begin to wake", float(size)))
-
-    def kept(items: tuple[MemoryItem, ...]) -> Iterator[MemoryItem]:
-        # where models sleep, the heap is given back before each stage, and has what comes in that one alone
-        return of_heap(job, machine, room, worst, [items] if job.awake else coming.values())
-
-    known = None if job.sleeping is None else job.sleeping.parts
-    return tuple(
-        _worst(
-            phase, steady, (*kept(items), *items, *of_what_comes(items, machine, room)), job.awake.get(phase), known, machine
-        )
-        for phase, items in coming.items()
-    )
+            coming[f"update: {model.role}"] = _update(job, model, rooms[model.role])
+            coming[f"optimizer: {model.role}"] = [*gradients_of_the_step(model, rooms[model.role])]
+    if generator is not None and (generator.foreign is None or generator.seats):
+        coming["publish"] = [*_publishing(job, machine)] if generator.foreign is None else []
+    coming["save"] = [*_saving(job, room)]
+    return tuple(_worst(job, phase, steady, items, machine, room) for phase, items in coming.items())
 
 
 PARTS: dict[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
@@ -114,30 +76,26 @@ ENGINE_PARTS: dict[str, InferencePart] = {"parameters": "weights", "KV cache": "
 
 
 def _worst(
-    phase: str,
-    steady: Sequence[MemoryItem],
-    coming: tuple[MemoryItem, ...],
-    awake: tuple[frozenset[Part], ...] | None,
-    known: Collection[Part] | None,
-    machine: Machine,
+    job: Job, phase: str, steady: Sequence[MemoryItem], coming: Sequence[MemoryItem], machine: Machine, room: Room
 ) -> Instant:
-    """The phase in that of its stages in which most is awake. ``awake``: of each of them; None: everything. ``known``: parts
-    that may sleep; None: all."""
-    if awake is None:
+    """The phase in that of its stages in which most is awake, with the share of what comes that an allocator adds."""
+    slack = machine.slack * sum(item.num_bytes for item in coming if item.on(0))
+    coming = [*coming, *([room.item("process", "allocator", slack)] if slack else [])]
+    sleeping = job.sleeping
+    if sleeping is None or not sleeping.sleeps or phase not in job.awake:
         return Instant(phase, (*steady, *coming))
-    instants = [Instant(phase, (*_without_sleepers(steady, one, known, machine), *coming)) for one in awake]
+    instants = [Instant(phase, (*_of_awake(job, steady, one, machine), *coming)) for one in job.awake[phase]]
     return max(instants, key=lambda instant: instant.total())
 
 
-def _without_sleepers(
-    steady: Sequence[MemoryItem], awake: frozenset[Part], known: Collection[Part] | None, machine: Machine
-) -> Iterator[MemoryItem]:
+def _of_awake(job: Job, steady: Sequence[MemoryItem], awake: frozenset[Part], machine: Machine) -> Iterator[MemoryItem]:
     """The items without those that sleep, which lie on a disk if the device is the host, and in host memory beside a GPU."""
+    assert job.sleeping is not None
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
         what = ENGINE_PARTS.get(item.what) if in_engine else PARTS.get(item.what)
         part = None if what is None else Part(item.role, what)
-        if part is None or part in awake or (known is not None and part not in known):
+        if part is None or part in awake or part not in job.sleeping.parts:
             yield item
         elif machine.kind != "cpu" and not in_engine:
             yield replace(item, place="host", devices=1)
@@ -146,23 +104,22 @@ def _without_sleepers(
 def _engine(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     """The embedded engine's weights and cache, or the servers' shares, which stay through all phases."""
     generator = job.generator
+    place: Place = "device" if machine.kind == "cpu" else "host"
     if generator is None:
         return
     if generator.foreign is not None:
         yield from _shares(generator, machine)
-        if generator.opened:
-            yield MemoryItem(generator.role, "delivered weights", float(generator.opened))
         return
-    yield _weights_of(generator, machine)
-    yield from _cache_of(job, generator, machine)
+    yield _of_engines(generator, "parameters", engine_weights(generator, machine))
+    yield from _cache_of(job, generator)
+    # one update: the weights, or an adapter alone, which is not rounded
+    delivered = float(FLOAT32 * generator.adapter or BYTES[generator.delivered] * generator.shape.parameters())
     if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
         yield MemoryItem("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
-    delivered = delivered_bytes(generator)
     if generator.own_process:  # the segment, or the folder's pages
-        yield MemoryItem("engine", "shared weights", delivered, "device" if machine.kind == "cpu" else "host")
+        yield MemoryItem("engine", "shared weights", delivered, place)
     if job.kept_versions:
-        kept = delivered * job.kept_versions
-        yield MemoryItem("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
+        yield MemoryItem("verify", "kept versions", delivered * job.kept_versions, place)
 
 
 def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
@@ -174,40 +131,22 @@ def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
             where = {"devices": len(seat.devices), "first": seat.devices[0]}
             yield MemoryItem(generator.role, "parameters", weights, **where)
             yield MemoryItem(generator.role, "KV cache", share - weights, **where)
+    if generator.opened:
+        yield MemoryItem(generator.role, "delivered weights", float(generator.opened))
 
 
-def _weights_of(generator: Generator, machine: Machine) -> MemoryItem:
-    return _of_engines(generator, machine, "parameters", engine_weights(generator, machine))
-
-
-def _cache_of(job: Job, generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
-    yield _of_engines(generator, machine, "KV cache", kv_cache(job, generator))
+def _cache_of(job: Job, generator: Generator) -> Iterator[MemoryItem]:
+    yield _of_engines(generator, "KV cache", cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1]))
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
-    slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
-    yield _of_engines(generator, machine, "tables", tables + slots)
+    yield _of_engines(generator, "tables", tables + 20.0 * generator.max_running * max(16, job.lengths.longest))
 
 
-def _judging(job: Job, writer: Writer, machine: Machine) -> Iterator[MemoryItem]:
-    """A judge writes; its cache is given back when it has."""
-    yield from _cache_of(job.judging(writer), writer.engine, machine)
-    yield from _generation(writer.engine, machine)
-
-
-def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str | None = None) -> MemoryItem:
-    """The items of each of the engines."""
-    role = role or generator.role
-    if generator.on_ranks:
-        return Room(generator.engines, shared=machine.kind == "cpu").item(role, what, each)
-    if generator.seats:  # a GPU each
-        return MemoryItem(role, what, each, devices=generator.engines, first=generator.seats[0].devices[0])
-    return MemoryItem(role, what, each * generator.engines)
-
-
-def delivered_bytes(generator: Generator) -> float:
-    """Bytes of one update: the weights, or an adapter alone, which is not rounded."""
-    if generator.adapter:
-        return float(FLOAT32 * generator.adapter)
-    return float(BYTES[generator.delivered] * generator.shape.parameters())
+def _of_engines(generator: Generator, what: str, each: float) -> MemoryItem:
+    """The items of all the engines: on devices of their own, or together in one memory."""
+    if generator.apart:
+        first = generator.seats[0].devices[0] if generator.seats else 0
+        return MemoryItem(generator.role, what, each, devices=generator.engines, first=first)
+    return MemoryItem(generator.role, what, each * generator.engines)
 
 
 def engine_weights(generator: Generator, machine: Machine) -> float:
@@ -220,133 +159,106 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
 
     Samples of a prompt share its keys; each has a row of its own for what it writes.
     """
-    samples = max(1, job.generated)
+    samples, prompt, own = max(1, job.generated), job.lengths.prompt, job.lengths.longest
     wanted = min(-(-generator.sequences // generator.engines), generator.max_running)
-    prompt, own = job.lengths.prompt, job.lengths.longest
     budget = int(generator.kv_cache_gib * GIB) // (BYTES[generator.dtype] * generator.shape.kv_values)
+    a_sample = float(row_capacity(prompt + own - 1))
     if samples > 1:
         a_sample = row_capacity(max(1, own - 1)) + row_capacity(prompt) / samples
-    else:
-        a_sample = float(row_capacity(prompt + own - 1))
     running = max(1, min(wanted, int(budget / a_sample)))
     return running, min(budget, int(running * a_sample))
 
 
 def kv_needed(job: Job, generator: Generator) -> float:
     """Bytes of cache that the longest sample needs alone; with less the engine refuses it."""
-    tokens = row_capacity(job.lengths.prompt + job.lengths.longest - 1)
-    return cache_bytes(generator.shape, generator.dtype, tokens)
-
-
-def kv_cache(job: Job, generator: Generator) -> float:
-    """Bytes of one engine's cache."""
-    return cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1])
+    return cache_bytes(generator.shape, generator.dtype, row_capacity(job.lengths.prompt + job.lengths.longest - 1))
 
 
 def _processes(job: Job, machine: Machine, room: Room) -> Iterator[MemoryItem]:
-    generator = job.generator
-    yield room.item("process", "interpreter and libraries", machine.process_gib * GIB)
+    generator, each = job.generator, machine.process_gib * GIB
+    yield room.item("process", "interpreter and libraries", each)
+    if generator is not None and generator.foreign is None and generator.own_process:
+        yield _of_engines(generator, "interpreter and libraries", each)
     if machine.kind == "cpu":
         yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
-    if generator is not None and generator.foreign is None and generator.own_process:
-        yield _of_engines(generator, machine, "interpreter and libraries", machine.process_gib * GIB)
-    if job.workers and machine.kind == "cpu":
         yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
 
 
-def _generation(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
-    shape, rows = generator.shape, min(generator.max_running, generator.sequences)
-    logits = rows * shape.vocab * (2 * FLOAT32 + (BYTES[generator.dtype] if generator.dtype == "bfloat16" else 0))
-    yield _of_engines(generator, machine, "logits", float(logits))
+def _generation(generator: Generator) -> Iterator[MemoryItem]:
+    shape, size = generator.shape, BYTES[generator.dtype]
+    a_logit = 2 * FLOAT32 + (size if generator.dtype == "bfloat16" else 0)
+    yield _of_engines(generator, "logits", float(min(generator.max_running, generator.sequences) * shape.vocab * a_logit))
     width = shape.query + 2 * shape.key + 3 * shape.intermediate + 3 * shape.hidden
-    chunk = BYTES[generator.dtype] * generator.prefill_chunk * width
-    yield _of_engines(generator, machine, "activations", float(chunk))
+    yield _of_engines(generator, "activations", float(size * generator.prefill_chunk * width))
 
 
-def _scoring(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem]:
+def _scoring(job: Job, model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """A pass without gradients."""
-    batch, shape, spread = step.largest, model.piece, ActivationSettings.of(model)
+    batch = step_of(job, model).largest
     yield from gathered(model, room)
-    layer = activations.passing(shape, batch, model.dtype, backward=False, spread=spread)
-    yield room.item(model.role, "activations", layer)
+    yield room.item(model.role, "activations", passing(model, batch, backward=False))
     if model.head != "scalar":
-        settings = {"context": spread.context, "compiled": _has_compiled_head(model)}
-        logits = activations.head_forward(shape, batch, model.chunk_tokens, model.dtype, **settings)
-        yield room.item(model.role, "logits", logits)
+        yield room.item(model.role, "logits", head_bytes(model, batch, backward=False)[0])
 
 
-def _update(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem]:
-    """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or the
-    last bucket is sent. One that is full is sent on the way; and in the heap of a CPU's process none finds room among what
-    the layers have left."""
-    moments = [_backward_begins(model, step, room), _backward_ends(model, step, room)]
-    sent, on_the_way = list(gradients_sent(model, room)), room.shared or model.masters > BUCKET
-    if not on_the_way:
-        moments.append(sent)
-    yield from max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
-    if on_the_way:
-        yield from sent
+def _verifying(actor: PlannedModel, room: Room) -> Iterator[MemoryItem]:
+    """The weights as they were, and, where they are rounded in one process, in float32."""
+    before = FLOAT32 * actor.masters + BYTES[actor.dtype] * actor.base
+    yield room.item("verify", "weights before", before / actor.parts)
+    if actor.dtype != "float32" and actor.parts == 1:
+        yield room.item("verify", "weights in float32", float(FLOAT32 * (actor.masters + actor.base)))
 
 
-def _has_compiled_head(model: PlannedModel) -> bool:
-    """True where log-probabilities are computed by compiled kernels, if they can be built; see `models/logit_kernels.py`."""
-    return model.on_cpu and model.dtype == "bfloat16" and model.layout.tensor == 1
+def _update(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
+    """The worse of these moments: the backward pass begins (everything is kept), or ends (all gradients are there)."""
+    moments = [_backward_begins(job, model, room), _backward_ends(job, model, room)]
+    return max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
 
 
-def _backward_begins(model: PlannedModel, step: Step, room: Room) -> list[MemoryItem]:
-    shape, batch, spread = model.piece, step.largest, ActivationSettings.of(model)
-    kept = activations.activation_bytes(shape, batch, model.dtype, spread)
-    layer = activations.passing(shape, batch, model.dtype, backward=True, spread=spread)
-    items = [*gathered(model, room)]
-    if step.count > 1:
-        items += gradients_between(model, room)
+def _backward_begins(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
+    batch, count = step_of(job, model, model.mini_batches)
+    kept, layer = activation_bytes(model, batch), passing(model, batch, backward=True)
+    items = [*gathered(model, room), *(gradients_between(model, room) if count > 1 or model.layout.zero else ())]
     if model.head == "scalar":
         return [*items, room.item(model.role, "activations", kept + layer)]
-    kept += activations.head_kept(shape, batch, model.dtype, context=spread.context)
-    frozen = model.adapters is not None
-    cut_up = {"context": spread.context, "frozen": frozen, "compiled": _has_compiled_head(model)}
-    logits, gradient = activations.head_backward(shape, batch, model.dtype, model.chunk_tokens, **cut_up)
+    logits, gradient = head_bytes(model, batch, backward=True)
     if layer > logits + gradient:  # the head is done when the layers are
         kept, logits = kept + layer, 0.0
-        gradient = 0.0 if frozen else BYTES[model.dtype] * shape.embedding
-    return [
-        *items,
-        room.item(model.role, "activations", kept),
-        room.item(model.role, "logits", logits),
-        room.item(model.role, "gradient of the head", gradient),
-    ]
+        gradient = 0.0 if model.adapters is not None else BYTES[model.dtype] * model.piece.embedding
+    named = {"activations": kept, "logits": logits, "gradient of the head": gradient}
+    return [*items, *(room.item(model.role, what, each) for what, each in named.items())]
 
 
-def _backward_ends(model: PlannedModel, step: Step, room: Room) -> list[MemoryItem]:
+def _backward_ends(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
     """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32, of which
     gloo makes a copy."""
     shape, size = model.piece, BYTES[model.dtype]
-    items = [*gathered(model, room), *gradients_at_the_end(model, room, step.count)]
+    several = step_of(job, model, model.mini_batches).count > 1 or model.layout.zero is not None
+    items = [*gathered(model, room)]
+    items += gradients_between(model, room) if several else [gradients(model, room, FLOAT32 * model.masters / model.parts)]
     if model.adapters is not None:
         return items
-    copies = 2 if shape.tied and model.head != "scalar" else 1
-    waiting = copies * size * shape.embedding
+    waiting = (2 if shape.tied and model.head != "scalar" else 1) * size
     if model.fsdp or model.layout.zero in (1, 2) or model.dtype != "float32":
-        waiting += FLOAT32 * shape.embedding
+        waiting += FLOAT32
     if model.fsdp and model.layout.shards > 1 and room.shared:
-        waiting += FLOAT32 * shape.embedding
-    return [*items, room.item(model.role, "gradient of the embedding", waiting)]
+        waiting += FLOAT32
+    return [*items, room.item(model.role, "gradient of the embedding", float(waiting * shape.embedding))]
 
 
 def _publishing(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     """The engine lays the update out beside what it serves."""
-    generator = job.generator
+    generator, actor = job.generator, job.actor
     assert generator is not None
-    yield _of_engines(generator, machine, "staged weights", engine_weights(generator, machine))
-    zero = job.actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
-    parted = zero == 3 or (zero is not None and job.actor.dtype != "float32")
-    if job.actor.fsdp or job.actor.layout.tensor > 1 or parted:
-        yield MemoryItem("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
+    yield _of_engines(generator, "staged weights", engine_weights(generator, machine))
+    zero = actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
+    if actor.fsdp or actor.layout.tensor > 1 or zero == 3 or (zero is not None and actor.dtype != "float32"):
+        yield MemoryItem("publish", "one whole tensor", float(FLOAT32 * actor.shape.embedding))
     if generator.adapter:
-        yield _of_engines(generator, machine, "adapter", float(FLOAT32 * generator.adapter), "publish")
+        yield replace(_of_engines(generator, "adapter", float(FLOAT32 * generator.adapter)), role="publish")
     elif not generator.own_process and generator.delivered != "float32":
         rounded = float(BYTES[generator.delivered] * generator.shape.parameters())
-        yield _of_engines(generator, machine, "rounded weights", rounded, "publish")
+        yield replace(_of_engines(generator, "rounded weights", rounded), role="publish")
 
 
 def _copied(job: Job, room: Room) -> Iterator[MemoryItem]:
@@ -362,12 +274,7 @@ def _copied(job: Job, room: Room) -> Iterator[MemoryItem]:
 def _saving(job: Job, room: Room) -> Iterator[MemoryItem]:
     """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, but for
     what is merged or gathered from several ranks."""
-    copied = []
     for model in job.models if not job.saves_beside else ():
-        merged = model.shape.layers * model.shape.matrices if model.adapters is not None else 0
-        if model.trained and (not room.shared or model.dtype != "float32" or model.ranks > 1):
-            merged = model.parameters
-        if model.trained:
-            copied.append(BYTES[model.dtype] * merged)
-    if any(copied):
-        yield room.one("save", "weights to write", float(max(copied)), "host")
+        if model.trained and (not room.shared or model.dtype != "float32" or model.ranks > 1 or model.adapters is not None):
+            yield room.one("save", "weights to write", float(BYTES[model.dtype] * model.parameters), "host")
+            return

@@ -12,8 +12,22 @@ from tandem.planning.memory import instants, kv_needed
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
 
-GUESSED = ("activations", "logits", "tables", "allocator", "heap", "interpreter and libraries")
+GUESSED = ("activations", "logits", "tables", "allocator", "interpreter and libraries")
 """Items that depend on lengths, or on what a library does."""
+
+
+SPREAD = "more ranks (actor.backend=fsdp:dN), actor.offload=true on a GPU, adapters (actor.lora.rank=16), or a smaller model"
+SMALLER = {
+    "weights": SPREAD,
+    "optimizer": SPREAD,
+    "gradients": f"actor.gradient_sync=micro_batch where ranks shard; {SPREAD}",
+    "activations": "a smaller actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true",
+    "logits": "a smaller actor.logprob_chunk_tokens",
+    "KV cache": "a smaller rollout.engine.kv_cache_gib, or a smaller rollout.fleet.memory_share of servers",
+    "staged": "actor.dtype=bfloat16, adapters (actor.lora.rank=16), or a smaller model",
+    "other": "fewer reward_workers, or a larger machine",
+}
+"""Kind of memory → what makes it smaller."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +62,6 @@ class Plan:
     def host_gib(self) -> float:
         """Host memory beside a GPU, at its worst; 0 on a CPU, where all is one."""
         return max(instant.total("host") for instant in self.instants) / GIB
-
-    @property
-    def rank_gib(self) -> float:
-        """Peak memory of the first rank alone, which holds most."""
-        return max(instant.of_first_rank for instant in self.instants) / GIB
-
-    @property
-    def machine_gib(self) -> float:
-        """Peak memory of all devices together; on a CPU the peak itself."""
-        return max(instant.of_machine for instant in self.instants) / GIB
 
     def certain_items(self, instant: Instant, device: int) -> Iterator[MemoryItem]:
         """Items that one GPU must hold whatever the lengths of sequences: weights, moments, gradients, servers' shares; no
@@ -116,37 +120,17 @@ class Plan:
         return not self.problems
 
     @property
-    def moved_gib(self) -> float:
-        """GiB that wake and go to sleep in one step."""
-        return sum(self.moved_gib_by_stage.values())
-
-    @property
-    def moved_gib_by_stage(self) -> dict[str, float]:
-        """GiB that move before each stage of a step, if any do."""
-        done = self.job.sleeping.steady() if self.job.sleeping is not None else []
-        return {one.stage.name: one.total / GIB for one in done if one.stage.each_step and one.total}
+    def advice(self) -> str:
+        """A sentence: the largest kind of memory, and what makes it smaller."""
+        device = max(range(self.devices), key=self.peak_on)
+        columns = max(self.instants, key=lambda one: one.on(device)).columns(device)
+        largest = max(columns, key=lambda head: columns[head])
+        return f"Most of it is {largest}, {columns[largest]:.2f} GiB; what helps: {SMALLER[largest]}"
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The files of one checkpoint."""
         return checkpoint_of(self.job.models, self.job.saves)
-
-    @property
-    def checkpoint_gib(self) -> float:
-        """Disk of one checkpoint."""
-        return self.checkpoint.total / GIB
-
-    @property
-    def kept_gib(self) -> float | None:
-        """Disk of those that lie there when the run ends; None where it is not known how many."""
-        kept = self.job.saves.kept
-        return None if kept is None else kept * self.checkpoint_gib
-
-    @property
-    def most_gib(self) -> float | None:
-        """Disk at one time: the next one is whole before an older one is removed."""
-        most = self.job.saves.most
-        return None if most is None else most * self.checkpoint_gib
 
 
 def make_plan(job: Job, machine: Machine) -> Plan:

@@ -1,12 +1,12 @@
 """A model in a training engine, as far as it costs anything: what is trained of it, and how it lies over ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tandem.config.backend import Layout, layout_problems, parse_layout
-from tandem.config.errors import ConfigError
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.models.footprint import Footprint, adapters_of
-from tandem.models.shape import Dtype, Head, Shape
+from tandem.engines.train.check import check_heads, check_layout
+from tandem.flow.plan import Resident
+from tandem.flow.state_parts import Where, footprint
+from tandem.models.footprint import Footprint
+from tandem.models.shape import Dtype, Shape
 from tandem.planning.machine import Machine
 
 
@@ -44,83 +44,39 @@ class PlannedModel(Footprint):
         return self.layout.ranks
 
 
-def planned_model(
-    role: str,
-    config: TrainEngineConfig,
-    machine: Machine,
-    shape: Shape,
-    *,
-    head: Head = "lm",
-    trained: bool = True,
-    changes: bool = True,
-    trunk_of: str | None = None,
-    mini_batches: int = 1,
-    key: str = "actor.backend",
-) -> PlannedModel:
-    """A model in a training engine of this configuration. ``key``: where its backend was written. ``changes``: False for a
-    model whose weights stay what they are. ``trunk_of``: the model whose trunk it shares.
+def planned_model(resident: Resident, machine: Machine, shape: Shape) -> PlannedModel:
+    """A resident of a run that has a train engine, or a judge's model, which is in an inference engine.
 
     Raises:
         ConfigError: what the engine itself would refuse.
     """
-    layout = parse_layout(config.backend, key)
-    dtype = resolved(config.dtype, machine)
-    _refuse(role, config, layout, dtype, shape, machine, key)
-    exchanges = config.context_parallel == "all_to_all" or (config.context_parallel == "auto" and _divides(shape, layout))
+    config, head = resident.engine, "lm" if resident.head == "text" else resident.head
+    assert config is not None, "the inference engine is no model of its own"
+    found = footprint(replace(resident, head=head), shape, where_of(machine))
+    layout, ranks = found.layout, found.layout.tensor * found.layout.context
+    check_layout(config, layout, resident.key, cpu=machine.kind == "cpu", rounded=found.dtype != "float32")
+    check_heads(config, layout, shape.heads, shape.kv_heads, resident.key)
+    divides = shape.heads % ranks == 0 == shape.kv_heads % ranks
+    exchanges = config.context_parallel == "all_to_all" or (config.context_parallel == "auto" and divides)
     return PlannedModel(
-        role=role,
-        shape=shape,
-        head=head,
-        dtype=dtype,
-        layout=layout,
-        trained=trained,
+        **vars(found),
+        role=resident.name,
         max_tokens=config.micro_batch_tokens,
         chunk_tokens=config.chunk_tokens,
         checkpointing=config.gradient_checkpointing,
         selective=config.gradient_checkpointing and config.selective_checkpointing,
-        adapters=adapters_of(config.lora, shape),
         sync_each=config.gradient_sync == "micro_batch" or config.offload,
-        offload=config.offload,
         gathers_keys=layout.context > 1 and not exchanges,
         on_cpu=machine.kind == "cpu",
-        frozen=not changes and layout.zero is None,
-        borrows=trunk_of is not None,
-        trunk_of=trunk_of,
-        mini_batches=mini_batches,
+        trunk_of=resident.trunk_of,
+        mini_batches=resident.mini_batches,
     )
 
 
-def _divides(shape: Shape, layout: Layout) -> bool:
-    """True if each rank can have as many heads, and key-value heads."""
-    ranks = layout.tensor * layout.context
-    return shape.heads % ranks == 0 and shape.kv_heads % ranks == 0
-
-
-def _refuse(
-    role: str, config: TrainEngineConfig, layout: Layout, dtype: Dtype, shape: Shape, machine: Machine, key: str
-) -> None:
-    written = f"{key}={config.backend}"
-    for problem in layout_problems(layout, written, config):
-        raise ConfigError(problem)
-    if config.lora.rank is not None and (layout.tensor > 1 or layout.zero is not None):
-        raise ConfigError(f"{role}: lora does not go with {written}; use fsdp:d{layout.data}")
-    if config.offload and machine.kind == "cpu":
-        raise ConfigError(
-            f"{role}: actor.offload=true keeps layers in host memory until a GPU computes them, and {machine.name} has no "
-            "GPU: leave it out, or plan for another machine with --device"
-        )
-    if layout.zero == 1 and dtype != "float32":
-        raise ConfigError(
-            f"{role}: stage 1 of DeepSpeed is not there in bfloat16: use deepspeed:zero2:d{layout.data}, or "
-            "actor.dtype=float32"
-        )
-    exchanges = layout.tensor > 1 or (layout.context > 1 and config.context_parallel == "all_to_all")
-    ranks = layout.tensor * (layout.context if config.context_parallel == "all_to_all" else 1)
-    if exchanges and (shape.heads % ranks or shape.kv_heads % ranks):
-        raise ConfigError(
-            f"{role}: {written} divides attention over {ranks} ranks, but this {shape.kind} has {shape.heads} heads on "
-            f"{shape.kv_heads} key-value heads; use d instead of t, or actor.context_parallel=gather"
-        )
+def where_of(machine: Machine) -> Where:
+    """The machine as the plan of sleeping sees it."""
+    gpu = machine.memory_gib if machine.kind == "gpu" else None
+    return Where(gpu is None, lambda name: resolved(name, machine), machine.fast_bfloat16, gpu)
 
 
 def resolved(name: str, machine: Machine) -> Dtype:

@@ -6,10 +6,9 @@ from typing import Any
 
 from tandem.flow.state_parts import describe_sleep
 from tandem.planning.drawing import SMALL_GIB, DeviceUse, drawing, uses
-from tandem.planning.items import GIB, Instant
+from tandem.planning.items import COLUMNS, GIB, Instant
 from tandem.planning.plan import RESERVE, Plan
 from tandem.planning.planned_model import PlannedModel
-from tandem.planning.remedy import Remedy, spread_over
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,6 @@ class Report:
     plan: Plan
     lengths: str
     arithmetic: str
-    change: Remedy | None
-    others: tuple[Remedy, ...] = ()
-    """Other changes that would do."""
-
-    advice: str = ""
-    """Advice if no change of the configuration helps."""
-
     time: str = ""
     """Lines about the time of a step."""
 
@@ -59,29 +51,22 @@ class Report:
             "parameters": plan.job.actor.shape.parameters(plan.job.actor.head),
             "fits": plan.fits,
             "problems": list(plan.problems),
-            "change": None if self.change is None else _change(self.change),
-            "others": [_change(other) for other in self.others],
+            "advice": "" if plan.fits else plan.advice,
             "memory": {
                 "available_gib": round(plan.machine.memory_gib, 4),
                 "peak_gib": round(plan.peak_gib, 4),
-                "rank_gib": round(plan.rank_gib, 4),
-                "machine_gib": round(plan.machine_gib, 4),
                 "host_gib": round(plan.host_gib, 4),
                 "worst": plan.worst.phase,
-                "moved_gib": round(plan.moved_gib, 4),
-                "moved": {f"{name}_gib": round(gib, 4) for name, gib in plan.moved_gib_by_stage.items()},
                 "phases": {instant.phase: _items(instant) for instant in plan.instants},
                 "devices": [_use(plan, use) for use in uses(plan)],
             },
             "measured": {name: round(figure, 4) for name, figure in self.measured.items()},
             "disk": {
-                "checkpoint_gib": round(plan.checkpoint_gib, 4),
+                "checkpoint_gib": round(plan.checkpoint.total / GIB, 4),
                 "models_gib": round(plan.checkpoint.models / GIB, 4),
                 "adapters_gib": round(plan.checkpoint.adapters / GIB, 4),
                 "state_gib": round(plan.checkpoint.state / GIB, 4),
-                "checkpoints": plan.job.saves.kept,
-                "kept_gib": _rounded(plan.kept_gib),
-                "most_gib": _rounded(plan.most_gib),
+                "checkpoints": plan.job.saves.most,
             },
             "lengths": {
                 "prompt_tokens": plan.job.lengths.prompt,
@@ -91,12 +76,6 @@ class Report:
         }
 
 
-def _change(change: Remedy) -> dict[str, Any]:
-    plan = change.plan
-    figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib}
-    return {"settings": change.settings} | {name: round(figure, 4) for name, figure in figures.items()}
-
-
 def _use(plan: Plan, use: DeviceUse) -> dict[str, Any]:
     phases = [instant.phase for instant in plan.instants]
     held = {
@@ -104,10 +83,6 @@ def _use(plan: Plan, use: DeviceUse) -> dict[str, Any]:
         for role, figures in use.residents.items()
     }
     return {"devices": list(use.devices), "who": use.who, "residents": held}
-
-
-def _rounded(gib: float | None) -> float | None:
-    return None if gib is None else round(gib, 4)
 
 
 def _items(instant: Instant) -> dict[str, float]:
@@ -148,59 +123,15 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-SAVED = ("weights to write", "copy that is saved")
-COLUMNS = {
-    "weights": (
-        "parameters",
-        "parameters, rounded",
-        "masters",
-        "gathered parameters",
-        "shared weights",
-        "kept versions",
-        "files of the base",
-    ),
-    "optimizer": ("optimizer",),
-    "gradients": (
-        "gradients",
-        "gradient of the head",
-        "gradient of the embedding",
-        "norm of the gradients",
-        "buffer of gradients",
-        "buckets",
-    ),
-    "activations": ("activations",),
-    "logits": ("logits",),
-    "KV cache": ("KV cache",),
-    "staged": (
-        "staged weights",
-        "rounded weights",
-        "one whole tensor",
-        "adapter",
-        "weights before",
-        "weights to write",
-        "copy that is saved",
-    ),
-}
-"""Heading → what is added up under it; the rest is under `other`."""
-
-
 def _memory(plan: Plan) -> Iterator[str]:
     """A table by phase and kind, and who holds what at the worst instant."""
     heads = [*COLUMNS, "other", "total"]
     yield "Memory in GiB, by phase (* the worst instant)"
     yield f"  {'':<20}" + "".join(f"{head:>13}" for head in heads)
     for instant in plan.instants:
-        found = dict.fromkeys(heads, 0.0)
-        for item in instant.items:
-            if item.on(0):
-                found[next((head for head, kinds in COLUMNS.items() if item.what in kinds), "other")] += item.num_bytes / GIB
-        found["total"] = instant.total() / GIB
+        found = instant.columns() | {"total": instant.total() / GIB}
         cells = "".join(("" if gib < SMALL_GIB else f"{gib:.2f}").rjust(13) for gib in found.values())
         yield f"{'*' if instant is plan.worst else ' '} {instant.phase:<20}{cells}"
-    yield f"At the worst instant, {plan.worst.phase}:"
-    for item in sorted(plan.worst.items, key=lambda item: -item.num_bytes):
-        if item.on(0) and item.num_bytes >= SMALL_GIB * GIB:
-            yield f"  {f'{item.role}: {item.what}':<42}{item.num_bytes / GIB:>8.2f} GiB"
 
 
 def _sleep(plan: Plan) -> Iterator[str]:
@@ -219,51 +150,23 @@ def _verdict(report: Report) -> Iterator[str]:
         )
     else:
         yield f"It does not fit: {'; '.join(plan.problems)}."
-        if report.change is not None:
-            yield f"Nearest change that fits: {report.change.arguments()} ({_needs(report.change.plan)})"
-        if report.others:
-            found = (f"{other.arguments()} ({_needs(other.plan)})" for other in report.others)
-            yield f"These would fit as well, each alone: {'; '.join(found)}"
-        if report.advice:
-            yield report.advice
-    yield from _of_ranks(plan)
+        yield f"{plan.advice}."
     if plan.host_gib >= SMALL_GIB:
-        whose = "" if report.change is None else ", before any change"
-        yield f"Host memory beside the device: {plan.host_gib:.2f} GiB{whose}."
-
-
-def _needs(plan: Plan) -> str:
-    """The needs of a changed configuration."""
-    host = f", {plan.host_gib:.2f} GiB of host memory" if plan.host_gib >= SMALL_GIB else ""
-    return f"{plan.peak_gib:.2f} GiB{host}"
-
-
-def _of_ranks(plan: Plan) -> Iterator[str]:
-    """The memory that ranks hold, and that no rank uses."""
-    actor, machine = plan.job.actor, plan.machine
-    if actor.ranks > 1 and machine.kind == "cpu":
-        yield f"All {actor.ranks} ranks share this memory; the first one holds {plan.rank_gib:.2f} GiB."
-    elif actor.ranks > 1:
-        yield f"Shown is the first rank's device, which holds most; all devices hold {plan.machine_gib:.2f} GiB."
-    used = max(plan.devices, *(model.ranks for model in plan.job.models))
-    foreign = plan.job.generator is not None and plan.job.generator.foreign is not None
-    if machine.kind == "gpu" and used < machine.count and not foreign:
-        are = "is" if used == 1 else "are"
-        yield f"{used} of {machine.count} devices {are} used: actor.backend={spread_over(actor, machine.count)} uses all."
+        yield f"Host memory beside the device: {plan.host_gib:.2f} GiB."
 
 
 def _disk(plan: Plan) -> Iterator[str]:
-    found, saves = plan.checkpoint, plan.job.saves
+    found, most = plan.checkpoint, plan.job.saves.most
     kinds = {"models": found.models, "adapters": found.adapters, "state to resume from": found.state}
     shares = ", ".join(f"{name} {num_bytes / GIB:.2f} GiB" for name, num_bytes in kinds.items() if num_bytes)
-    yield f"Disk: {plan.checkpoint_gib:.2f} GiB for each checkpoint ({shares})."
-    if saves.kept is None:
+    yield f"Disk: {found.total / GIB:.2f} GiB for each checkpoint ({shares})."
+    if most is None:
         yield "All that are made are kept, or many: set total_train_steps, and the plan adds them up."
-    elif saves.kept == 0:
+    elif most == 0:
         yield "This run saves nothing."
     else:
-        many = "1 checkpoint" if saves.kept == 1 else f"{saves.kept} checkpoints"
-        yield f"The run keeps {many}: {plan.kept_gib:.2f} GiB, and at most {plan.most_gib:.2f} GiB while one is made."
+        many = "1 checkpoint" if most == 1 else f"{most} checkpoints"
+        yield f"At most {many} at a time: {most * found.total / GIB:.2f} GiB."
 
 
 def assumptions(report: Report) -> Iterator[str]:
@@ -278,9 +181,5 @@ def assumptions(report: Report) -> Iterator[str]:
         yield f"{plan.job.generator.foreign} servers take their share of memory, whatever they need of it"
     if plan.job.generator is not None:
         yield "every sequence has a gradient: groups without spread cost a forward pass only"
-    for role, writer in plan.job.writers.items():
-        lengths = writer.lengths
-        what = "replies" if writer.in_episodes else "judgements"
-        yield f"{role} writes {writer.requests} {what} of {lengths.longest} tokens and reads {lengths.prompt} for each"
     if any(model.layout.zero is not None for model in plan.job.models):
         yield "DeepSpeed's buffers are those of its code"

@@ -27,6 +27,7 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.scoring import Scorer, beginning
 from tandem.proof.verification import Verifier
 from tandem.state.existing import checkpoints, step_of
+from tandem.state.named import named_run
 from tandem.weights.archive import VersionArchive
 
 QUESTIONS = (
@@ -50,21 +51,22 @@ class Model:
 
 
 def find_model(path: str) -> Model:
-    """``path``: a model, or a run folder, whose newest checkpoint is expected.
+    """``path``: a model, or a run, whose newest checkpoint is expected, or the one of a step.
 
     Raises:
         ConfigError: there is no such model, or the run has no checkpoint.
     """
-    run = Path(path).expanduser()
-    if not (run / "run.json").is_file():
+    named = named_run(path)
+    if named is None:
         return Model(resolve(path), 0, {})
-    saved = checkpoints(run / "checkpoints")
+    run, saved = named.folder, checkpoints(named.folder / "checkpoints")
     if not saved:
         raise ConfigError(f"{run} has no checkpoint whose weights could be compared; set checkpoint.every_steps")
-    others = {step_of(folder): folder for folder in saved[:-1]}
+    expected = saved[-1] if named.step is None else named.checkpoint
+    others = {step_of(folder): folder for folder in saved if folder != expected}
     with contextlib.suppress(ConfigError):  # of another kind of run, or its model is gone: then its beginning is not known
         others[0] = resolve(load_config(TrainConfig, run / "config.yaml").config.actor.path)
-    return Model(saved[-1], step_of(saved[-1]), others)
+    return Model(expected, step_of(expected), others)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from tandem.api.chat_template import render
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import EngineDied, RewardFailure
 from tandem.api.lazy_torch import TensorDict
+from tandem.api.media import MediaTokens, Medium, encode, prompt_key
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.workflow import GeneratesTokens, GroupReward, RewardFn
@@ -57,22 +58,25 @@ class EngineJudge:
         """From now on this engine is asked."""
         self._engine, self._tokenizer = engine, tokenizer
 
-    async def texts(self, prompt: str) -> list[str]:
-        """Its words, one text a vote.
+    async def texts(self, prompt: str, media: Sequence[Medium] = ()) -> list[str]:
+        """Its words, one text a vote; ``media`` are shown before the prompt.
 
         Raises:
             RewardFailure: ``judge_timeout``, ``judge_died``, or what the engine says of the prompt.
         """
         assert self._engine is not None and self._tokenizer is not None, "it was lent an engine"
-        rendered = render(self._tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
-        ids = tuple(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
-        return list(await asyncio.gather(*(self._write(ids, vote) for vote in range(self.votes))))
+        parts = [*({"type": one.kind, "medium": one} for one in media), {"type": "text", "text": prompt}]
+        rendered = render(self._tokenizer, [{"role": "user", "content": parts}], add_generation_prompt=True)
+        tokens = encode(self._tokenizer, rendered, media)
+        return list(await asyncio.gather(*(self._write(tokens, vote) for vote in range(self.votes))))
 
-    async def _write(self, ids: tuple[int, ...], vote: int) -> str:
+    async def _write(self, tokens: MediaTokens, vote: int) -> str:
         assert self._engine is not None and self._tokenizer is not None
-        place, digest = PLACE.get(SamplePlace()), hashlib.sha256(str(ids).encode()).digest()
+        shown = prompt_key(tokens.ids, tokens.media)
+        place, digest = PLACE.get(SamplePlace()), hashlib.sha256(str(shown).encode()).digest()
         key = NoiseKey(0, 0, place.group, place.sample, int.from_bytes(digest[:4], "big"), vote)
-        request = LLMRequest(ids, self._gconfig, key, deadline_s=self.patience_s, needs_logprobs=False)
+        asked = {"media": tuple(tokens.media), "deadline_s": self.patience_s, "needs_logprobs": False}
+        request = LLMRequest(tuple(tokens.ids), self._gconfig, key, **asked)
         self.issued += 1
         try:
             response = await self._engine.agenerate(request)

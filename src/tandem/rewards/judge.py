@@ -4,6 +4,7 @@ The judge is any server of OpenAI's chat protocol: `tandem serve`, vLLM, SGLang,
 a model folder that the run holds (`tandem.rewards.engine_judge`).
 """
 
+import asyncio
 import hashlib
 import secrets
 import string
@@ -11,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.api.failures import RewardFailure
+from tandem.api.media import Medium, media_of
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
+from tandem.media.parts import openai_part, read_media
 from tandem.protocol.rewards import plain_text
 from tandem.rewards.asking import AskedServer, finite_knobs, read_knob_file, token_of
 from tandem.rewards.engine_judge import EngineJudge
@@ -73,9 +76,10 @@ class ChatJudge:
         """A line that no text can have foreseen."""
         return new_mark()
 
-    async def texts(self, prompt: str) -> list[str]:
-        """Its words, one text a vote. Raises `RewardFailure` as `AskedServer.ask`."""
-        return await self._server.ask({**self._settings, "messages": [{"role": "user", "content": prompt}]}, _texts)
+    async def texts(self, prompt: str, media: Sequence[Medium] = ()) -> list[str]:
+        """Its words, one text a vote; ``media`` are shown before the prompt. Raises `RewardFailure` as `AskedServer.ask`."""
+        content = [*(openai_part(one) for one in media), {"type": "text", "text": prompt}] if media else prompt
+        return await self._server.ask({**self._settings, "messages": [{"role": "user", "content": content}]}, _texts)
 
     def close(self) -> None:
         """Drops all connections."""
@@ -105,7 +109,8 @@ class JudgeReward(RewardFn):
     ``schema``, ``field``: for `json`, the JSON schema that the object must fit, as a mapping or a file, and the path of its
     score, such as ``scores.style``. ``template``: a text file instead of the built-in prompt, with $conversation, $reply,
     $question, $answer, $form and $mark. ``votes``: verdicts that are averaged; of several, each is drawn at
-    ``temperature``. ``show_answer``: whether the judge sees the row's expected answer. ``token_env``, ``patience_s``: as for
+    ``temperature``. ``show_answer``: whether the judge sees the row's expected answer. ``show_media``: whether it sees the
+    images and hears the sounds of the conversation, as far as it can. ``token_env``, ``patience_s``: as for
     `remote`.
     """
 
@@ -130,6 +135,7 @@ class JudgeReward(RewardFn):
         temperature: float | None = None,
         max_tokens: int = 256,
         show_answer: bool = False,
+        show_media: bool = False,
         token_env: str | None = None,
         patience_s: float = 120.0,
     ):
@@ -145,7 +151,7 @@ class JudgeReward(RewardFn):
             raise ConfigError(f"reward {name!r}: temperature must be at least 0, got {temperature}")
         settings = {"model": model, "n": votes, "temperature": temperature, "max_tokens": max_tokens}
         self.judge = judge_of(name, url, token_env, timeout_s=timeout_s, patience_s=patience_s, **settings)
-        self.name, self.question, self.show_answer = name, question, show_answer
+        self.name, self.question, self.show_answer, self.show_media = name, question, show_answer, show_media
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], completion: str, answer: Any) -> str:
         """The question to the judge about a conversation. No reply can imitate the mark."""
@@ -170,8 +176,9 @@ class JudgeReward(RewardFn):
     ) -> RewardResult:
         """Implements `RewardFn.__call__`. Fails as ``judge_unreadable`` if no vote can be read, and as
         ``judge_off_schema`` if the last one has an object that the schema does not allow."""
-        asked = self.prompt_of(conversation_of(messages, row, prompt, completion), completion, row.get("answer"))
-        texts = await self.judge.texts(asked)
+        conversation = conversation_of(messages, row, prompt, completion)
+        media = media_of(await asyncio.to_thread(read_media, conversation)) if self.show_media else []
+        texts = await self.judge.texts(self.prompt_of(conversation, completion, row.get("answer")), media)
         votes, wrong, reason = [], "", ""
         for text in texts:
             try:

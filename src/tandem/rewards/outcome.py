@@ -14,6 +14,9 @@ WHOLE = "completion_with_special_tokens"
 GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row", WHOLE)
 """Names that a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
 
+MEDIA = "media"
+"""Name that stands for the images and sounds of the row's messages, where it has no such column."""
+
 LENT = {name: f"tandem.{name}" for name in ("source", "index", "epoch")}
 """Names that stand for Tandem's own keys where the row has no such column; in an evaluation index and epoch are None."""
 
@@ -41,7 +44,7 @@ class Arguments:
             return (
                 f"reward {self.name} has positional-only parameters ({', '.join(self.positional)}); it is called by keyword"
             )
-        absent = sorted(self.required - {*GIVEN, *LENT} - set(columns))
+        absent = sorted(self.required - {*GIVEN, *LENT, MEDIA} - set(columns))
         if not absent:
             return None
         return (

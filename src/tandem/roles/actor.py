@@ -20,7 +20,6 @@ from tandem.roles.averages import step_metrics
 from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
 from tandem.roles.critic import SharedCritic
 from tandem.roles.parts import AlgorithmParts, choose_parts
-from tandem.roles.reference import Reference
 from tandem.roles.samples import mini_batches, samples_of, trained_tokens, with_fields
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Actor:
         config: ActorConfig,
         *,
         max_head_offpolicyness: int = 0,
-        reference: Reference | None = None,
+        reference: object = None,
         shared_critic: SharedCritic | None = None,
         max_new_tokens: int | None = None,
         seed: int = 0,
@@ -47,19 +46,19 @@ class Actor:
         parts: AlgorithmParts | None = None,
         resting: Callable[[], bool] | None = None,
     ):
-        """``max_head_offpolicyness``: η, the most versions that a token may be behind. ``reference``: needed where KL is
-        measured. ``shared_critic``: the second head of this engine's model, which learns with the first. ``max_new_tokens``:
-        what `constant` and `overlong` take where their knob is not set. ``seed``: of the order of mini-batches over several
-        epochs. ``version``: updates that the weights have had before. ``parts``: of ``algorithm``, if it is resolved.
-        ``resting``: true while weights stay as they are, because a critic warms up; None: never.
+        """``max_head_offpolicyness``: η, the most versions that a token may be behind. ``reference``: that of the run, or
+        whatever stands for it; needed where KL is measured. ``shared_critic``: the second head of this engine's model, which
+        learns with the first. ``max_new_tokens``: what `constant` and `overlong` take where their knob is not set.
+        ``seed``: of the order of mini-batches over several epochs. ``version``: updates that the weights have had before.
+        ``parts``: of ``algorithm``, if it is resolved. ``resting``: true while weights stay as they are, because a critic
+        warms up; None: never.
 
         Raises:
             ConfigError: a part of the algorithm is not known, or lacks what it needs.
         """
         self.engine, self.algorithm, self.config = engine, algorithm, config
         self.max_head_offpolicyness, self.seed, self.version = max_head_offpolicyness, seed, version
-        self.reference, self.shared_critic = reference, shared_critic
-        self.kl_coefficient, self._resting = algorithm.kl.coefficient, resting
+        self.shared_critic, self.resting, self.kl_coefficient = shared_critic, resting, algorithm.kl.coefficient
         self._warned = False
         if algorithm.kl.coefficient > 0 and reference is None:
             raise ConfigError(
@@ -188,7 +187,7 @@ class Actor:
             BatchError: a stage before this one was left out.
             NonFinite: too many steps in a row were not finite.
         """
-        rests = {} if self._resting is None else {"actor/rests": float(self._resting())}
+        rests = {} if self.resting is None else {"actor/rests": float(self.resting())}
         if rests.get("actor/rests"):
             self.version += 1
             return reward_metrics(batch, shaped=bool(self._credit.shaping)) | rests

@@ -12,6 +12,7 @@ from tandem.api.media import encode, media_of
 from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
+from tandem.media.parts import read_for
 
 SENTINEL = "\u2402reply\u2403"
 """Stands for a reply when the template is asked what it writes around one."""
@@ -97,8 +98,10 @@ class Chat:
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
+        """Reads the images and sounds of the messages that nobody has read yet; raises `DataFailure` for those that cannot
+        be read."""
         self.tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs or {})
-        self.messages = [dict(message) for message in messages]
+        self.messages = read_for(tokenizer, messages)
         if system_prompt is not None and not any(message["role"] == "system" for message in self.messages):
             self.messages.insert(0, {"role": "system", "content": system_prompt})
         self.prompt = self._text = self._render(self.messages)
@@ -135,14 +138,14 @@ class Chat:
 
     def say(self, text: str | Sequence[Mapping[str, Any]], role: str = "user") -> None:
         """Somebody else's turn, after the model's: context, masked out of the loss. Parts instead of a text may be images
-        and sounds, see `tandem.media.parts.read_media`.
+        and sounds, as in the messages of a row.
 
         What the template writes between the two turns is context too, the end-of-turn token included where the model
         stopped without it. Raises `ValueError` if the model has not spoken.
         """
         if self.messages[-1]["role"] != "assistant":
             raise ValueError(f"say() follows the model's turn (add); the last message is from {self.messages[-1]['role']!r}")
-        turn = {"role": role, "content": text}
+        (turn,) = read_for(self.tokenizer, [{"role": role, "content": text}])
         rendered, addition = self._render([*self.messages, turn]), self._addition(turn)
         if addition is not None and rendered in (
             self._text + self.completion + addition,

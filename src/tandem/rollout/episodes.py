@@ -16,6 +16,7 @@ from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import EPISODE, RolloutWorkflow
 from tandem.config.data import SOURCE
 from tandem.config.rollout import RolloutConfig
+from tandem.media.parts import sources_in
 from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.event_loop import BackgroundLoop
@@ -152,6 +153,8 @@ class EpisodeRunner:
         timeout_s, max_retries = self._config.episode_timeout_s, self._config.max_retries
         loop = asyncio.get_running_loop()
         expires = loop.time() + timeout_s
+        if sources := sources_in(episode.row.get("messages")):  # decoded outside of the loop, and remembered for all samples
+            await asyncio.to_thread(lambda: [source.read() for source in sources])
         for attempt in range(max_retries + 1):
             key = NoiseKey(self._seed, episode.prompt.epoch, episode.prompt.index, episode.sample, attempt=attempt)
             episode.engine = EpisodeEngine(

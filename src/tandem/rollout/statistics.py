@@ -1,6 +1,6 @@
 """Metrics of a batch by name."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +35,9 @@ def batch_metrics(groups: Sequence[Group], batch: TensorDict, *, version: int) -
         "groups/without_spread": mean([float(without_spread(group)) for group in groups]),
         "groups/size": mean([len(group.samples) for group in groups]),
     }
+    texts = Counter(sample.completion_text for sample in samples if sample.completion_text)
+    if len(groups) > 1 and texts:
+        metrics["samples/same"] = texts.most_common(1)[0][1] / len(samples)
     accuracies = [sample.accuracy for sample in samples if sample.accuracy is not None and not sample.greedy]
     if accuracies:
         metrics["accuracy"] = mean(accuracies)

@@ -65,11 +65,11 @@ def _read(file: Path) -> Change | None:
         return None
 
 
-def changes(folder: Path, run: str | None = None) -> list[dict[str, Any]]:
-    """The changes that a run has made, oldest first: ``step``, ``change``, ``reward``. ``run``: its own name; None takes
-    those of any run in the folder."""
-    rows = rows_of(folder / JOURNAL)
-    return [row for row in rows if {"step", "id", "action", "value"} <= set(row) and run in (None, row.get("run"))]
+def changes(folder: Path, run: str | None = None, reward: str | None = None) -> list[dict[str, Any]]:
+    """The changes that a run has made, oldest first: ``step``, ``change``, ``reward``. ``run``: its own name; ``reward``:
+    the one of its configuration, which the changes are changes of; None takes those of any."""
+    rows = (row for row in rows_of(folder / JOURNAL) if {"step", "id", "action", "value"} <= set(row))
+    return [row for row in rows if run in (None, row.get("run")) and reward in (None, row.get("of", reward))]
 
 
 def take_answer(folder: Path, name: str, timeout_s: float, pause_s: float = 0.1) -> dict[str, Any] | None:
@@ -87,10 +87,11 @@ def take_answer(folder: Path, name: str, timeout_s: float, pause_s: float = 0.1)
 class Mailbox:
     """The run's side, on rank 0."""
 
-    def __init__(self, folder: Path, run: str):
-        """``run``: its own name, which another run in the same folder does not have."""
-        self._folder, self._run = folder, run
-        self._made = sorted(changes(folder, run), key=lambda row: int(row["step"]))
+    def __init__(self, folder: Path, run: str, reward: str):
+        """``run``: its own name, which another run in the same folder does not have. ``reward``: with which it began, or now
+        goes on; changes of another one are over."""
+        self._folder, self._run, self._reward = folder, run, reward
+        self._made = sorted(changes(folder, run, reward), key=lambda row: int(row["step"]))
         self._next = 0
 
     def due(self, step: int) -> Iterator[Request]:
@@ -115,7 +116,8 @@ class Mailbox:
         """
         assert request.change is not None, "what cannot be read is refused"
         asked = {"action": request.change.action, "value": request.change.value}
-        row = {"step": step, "id": request.id, "run": self._run, **asked, "reward": reward, "time": round(time.time(), 3)}
+        row = {"step": step, "id": request.id, "run": self._run, "of": self._reward, **asked, "reward": reward}
+        row["time"] = round(time.time(), 3)
         path = self._folder / JOURNAL
         append_line(path, json.dumps(row, ensure_ascii=False))
         with path.open("rb") as file:

@@ -15,7 +15,7 @@ from tandem.config.errors import ConfigError, TandemError
 from tandem.state.checkpoint import best_of
 from tandem.state.existing import checkpoints, existing_run, step_of, written_config
 from tandem.state.manifest import FILE, STATE, InvalidCheckpoint, verify
-from tandem.state.tree import read_tree
+from tandem.state.tree import read_parts
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _masters(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     """The float32 weights; empty where the model alone was saved."""
     if not (checkpoint / FILE).is_file():
         return {}
-    masters: Mapping[str, torch.Tensor] = read_tree(checkpoint / STATE)["trainer"]["masters"]
+    masters: Mapping[str, torch.Tensor] = read_parts(checkpoint / STATE)["trainer"]["masters"]
     return {name.removeprefix(PREFIX): tensor for name, tensor in masters.items()}
 
 

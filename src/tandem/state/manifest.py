@@ -101,7 +101,8 @@ def verify(folder: Path, step: int, run: str | None) -> Manifest:
             raise InvalidCheckpoint(f"lacks {name}")
         if path.stat().st_size != size:
             raise InvalidCheckpoint(f"is torn: {name} has {path.stat().st_size} of {size} bytes")
-    own = {path.relative_to(folder).as_posix() for path in (folder / STATE).iterdir()} - {FILE}
+    there = (path for path in (folder / STATE).rglob("*") if path.is_symlink() or not path.is_dir())
+    own = {path.relative_to(folder).as_posix() for path in there} - {FILE}
     if own - manifest.files.keys():
         raise InvalidCheckpoint(f"has {min(own - manifest.files.keys())}, which its manifest does not name")
     try:

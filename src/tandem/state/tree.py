@@ -76,6 +76,16 @@ def read_tree(folder: Path) -> dict[str, Any]:
     return tree
 
 
+POOLS = "pool-*"
+"""Folders inside a state, each with the tree of a process that wrote its own parts."""
+
+
+def read_parts(folder: Path) -> dict[str, Any]:
+    """The parts of a run, whoever wrote them. Raises as `read_tree`."""
+    trees = [read_tree(folder), *map(read_tree, sorted(folder.glob(POOLS)))]
+    return {name: part for tree in trees for name, part in tree.items()}
+
+
 def _split(value: Any, name: str, tensors: dict[str, torch.Tensor | Parted]) -> Any:
     """The plain part; tensors go into ``tensors`` under their path."""
     if isinstance(value, (torch.Tensor, Parted)):

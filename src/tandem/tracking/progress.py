@@ -24,6 +24,9 @@ PARTS = (
 )
 """The metrics that the line shows, in this order; all others are only in metrics.jsonl."""
 
+WRONG = (("truncated", 0.2, "{:.0%} truncated"), ("groups/without_spread", 0.5, "{:.0%} of groups without spread"))
+"""Metrics that the line shows only from a bound on, behind an exclamation mark."""
+
 ETA_STEPS = 10
 
 
@@ -42,7 +45,11 @@ def line(step: int, total_steps: int | None, metrics: Mapping[str, float]) -> st
         known |= {counted: total} if total else {}
     if "reward/mean" in known:
         known.pop("loss", None)  # in reinforcement learning its value says nothing at a glance
+    if not known.get("staleness/mean"):
+        known.pop("staleness/mean", None)
     shown = [form.format(known[name]) for name, form in PARTS if name in known]
+    if wrong := [form.format(known[name]) for name, bound, form in WRONG if known.get(name, 0.0) >= bound]:
+        shown.append("! " + ", ".join(wrong))
     of = f"/{total_steps}" if total_steps is not None else ""
     return f"step {step}{of}  " + "  ".join(shown)
 

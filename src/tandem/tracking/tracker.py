@@ -20,6 +20,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.dataset_card import write_card
+from tandem.tracking.health import HealthWatch
 from tandem.tracking.progress import ProgressDisplay, line
 from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.sinks.base import Sink, SinkRun
@@ -85,9 +86,11 @@ class Tracker:
             self._try(f"sink {sink}", self._open, sink, services)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         write_card(folder, notes)
+        self._health = HealthWatch(folder)
         self._recorder = StepRecorder(folder, config.trajectories_per_step, config.trajectories_gib)
         if not self._metrics.tell():  # a run that begins, perhaps anew
             self._recorder.forget_after(-1)
+            self._health.forget_after(-1)
         self._display = ProgressDisplay(total_steps, self.run_name, file) if progress else None
         self._drawn_at = self._step = 0
 
@@ -119,6 +122,7 @@ class Tracker:
                 del self._sinks[name]
         text = self._display.step(step, values) if self._display else line(step, self.total_steps, values)
         log.info("%s", text)
+        self._health.look(step, self.series)
         if self.config.plot_every_steps and step - self._drawn_at >= self.config.plot_every_steps:
             self.draw()
 
@@ -147,6 +151,7 @@ class Tracker:
         """Cuts `metrics.jsonl` and the records after that step, for later ones are made again, and takes up the curves of
         before."""
         self._recorder.forget_after(int(state["step"]))
+        self._health.forget_after(int(state["step"]))
         path, kept, damaged = self.folder / "metrics.jsonl", [], []
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         for number, text in enumerate(lines, 1):

@@ -14,11 +14,8 @@ from tandem.config.changes import changed_reward
 from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.flow.collector import collect_and_keep
-from tandem.flow.continuing import beside, staying
 from tandem.flow.plan import RunPlan, plan_run
-from tandem.flow.residents import check_models, check_scores, open_scores
-from tandem.flow.scoring import ScoreRole
+from tandem.flow.roles import is_everywhere
 from tandem.flow.services import (
     EpisodeParts,
     asks_for_reward,
@@ -30,13 +27,11 @@ from tandem.flow.services import (
     refuse_comparing,
     refuse_only_groups,
 )
-from tandem.flow.session import Session, is_everywhere
-from tandem.flow.state_parts import sleep_plan_here
-from tandem.flow.writing import WritingRole
+from tandem.flow.session import Session
 from tandem.rewards.reward import Reward
 from tandem.state.control import Mailbox, Request
 from tandem.trainers.opening import Run
-from tandem.trainers.start import check_cost, fetch_weights
+from tandem.trainers.start import check_cost
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +40,11 @@ BEGIN_WITH_IT = "this run began without one; begin a run with it, with the weigh
 
 @dataclass(frozen=True)
 class Changed:
-    """The rewards of a run as they will be, and their models."""
+    """The rewards of a run as they will be."""
 
     config: TrainConfig
     plan: RunPlan
     reward: Reward
-    roles: dict[str, ScoreRole | WritingRole]
     taking_back: contextlib.ExitStack
     """Lets go of all that is new, if the change does not come."""
 
@@ -71,7 +65,7 @@ class Control:
         self._distils, self._written = distils, written
         self._config, self._plan, self._process = run.config, session.plan, run.process
         self._session, self._parts, self._rows = session, parts, run.rows
-        self._mailbox = None if run.folder is None else Mailbox(run.folder.path, run.folder.id)
+        self._mailbox = None if run.folder is None else Mailbox(run.folder.path, run.folder.id, run.config.reward)
         self._compares, self._count = parts.reward.compares, 0
 
     def before(self, step: int) -> None:
@@ -110,6 +104,10 @@ class Control:
             raise ConfigError("the request cannot be read; ask with `tandem control`")
         if self._distils:
             raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
+        if self._config.runner != "local":
+            raise ConfigError(
+                "the models of this run are on Ray, and its reward stays as it is; it can change with runner=local"
+            )
         mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
         changed = self._prepare(replace(self._config, reward=spec))
         with changed.taking_back:
@@ -120,10 +118,8 @@ class Control:
         self._config, self._plan, self._count = changed.config, changed.plan, self._count + 1
         with session.rollout.standing_still():
             self._parts.reward.change(changed.reward, again=request.step is not None and request.step < step)
-            self._parts.models.start(changed.roles, self._process.device)
-            session.scorer.change(changed.plan, changed.roles)
+            session.scorer.plan = changed.plan
             session.rollout.begin_again()
-            collect_and_keep()  # models that went give their memory back, though the collector was kept from them
         if "constraint" in session.roles:
             session.roles["constraint"].everywhere = is_everywhere(changed.plan, str(changed.config.constraint.cost))
         log.info("from step %d on the reward is %s (%s)", step, spec, request.change)
@@ -132,40 +128,28 @@ class Control:
 
     def _prepare(self, config: TrainConfig) -> Changed:
         """Makes all that is new; what is made is let go of again if something cannot be had. Collective."""
-        session, team, present = self._session, self._process.team, self._parts.reward
-        with team.together():
+        with contextlib.ExitStack() as stack, self._process.team.together():
             plan = self._checked_plan(config)
-        names = staying(self._plan, plan)
-        with contextlib.ExitStack() as stack:
-            with team.together():
-                reward = changed_reward_of(config, plan, self._parts)
-                stack.callback(lambda: close_new(present, reward.judges))
-                self._check_reward(config, plan, reward)
-                fetch_weights(plan)
-            session.residency.change(sleep_plan_here(config, plan), names)
-            before, back = sleep_plan_here(self._config, self._plan), {new: old for old, new in names.items()}
-            stack.callback(session.residency.change, before, back)
-            stay = (one for one in self._plan.scores if one.resident in names)
-            there = {names[one.resident]: session.scorer.roles[one.name].engine for one in stay}
-            roles = open_scores(config, plan, self._process, session.tokenizer, session.residency, there)
-            return Changed(config, plan, reward, roles, stack.pop_all())
+            reward = changed_reward_of(config, plan, self._parts)
+            stack.callback(close_new, self._parts.reward, reward.judges)
+            self._check_reward(config, plan, reward)
+            return Changed(config, plan, reward, stack.pop_all())
 
     def _checked_plan(self, config: TrainConfig) -> RunPlan:
         """The plan of the changed run, if it can be had here.
 
         Raises:
-            ConfigError: it cannot; or the budget does not hold it.
+            ConfigError: it cannot.
         """
         check(config, written=self._written)
-        plan, session = beside(self._plan, plan_run(config), config.device), self._session
+        plan, session = plan_run(config), self._session
         check_names(config, plan)
-        if _episodes_ask(plan) != _episodes_ask(self._plan):
+        if _models(plan) != _models(self._plan):
             raise ConfigError(
-                "the workflow awaits rewards of models in the middle of an episode, and those stay as they are"
+                "a reward that needs a model can neither come nor go while the run goes on, only its weight can change; "
+                "stop the run, and go on with another reward: tandem continue RUN reward=… --override"
             )
-        check_scores(config, plan, session.tokenizer)
-        check_models(plan, self._process.device, session.tokenizer)
-        sleep_plan_here(config, plan)
+        plan = replace(plan, residents=self._plan.residents)
         later = bool(plan.later)
         early = session.episodes.examiner.reads_scores or config.algorithm.update_samples is not None
         if early and later and not session.workflow.reads_scores:
@@ -192,6 +176,6 @@ class Control:
         check_cost(config, plan, self._rows.train.rows)
 
 
-def _episodes_ask(plan: RunPlan) -> list[tuple[str, str]]:
-    """The rewards of models that episodes await, as they are spelt."""
-    return [(one.name, one.term.spelling) for one in plan.scores if one.in_episodes]
+def _models(plan: RunPlan) -> list[tuple[str, str]]:
+    """The rewards that need a model, as they are spelt."""
+    return [(one.name, one.term.spelling) for one in plan.scores]

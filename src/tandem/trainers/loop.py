@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from tensordict import TensorDict
 
@@ -54,12 +54,13 @@ def run_training(
     prepare: Prepare,
     open_session: Open,
     *,
-    dry_run: bool = False,
+    dry_run: bool | Literal["all"] = False,
     override: bool = False,
     until: int | None = None,
 ) -> Summary:
     """Opens the run of ``resolved``, and trains with its models as ``config`` says, which is another configuration if it
-    distils. ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in the
+    distils. ``dry_run`` prints the configuration and the batch arithmetic and starts nothing; ``"all"``: also the values
+    that are as by default. A run that was cut off in the
     same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``: the
     step after which it stops, to go on some other time.
 
@@ -68,7 +69,7 @@ def run_training(
     """
     plan = plan_run(resolved.config)
     if dry_run and (absent := to_be_fetched(plan)):
-        return announce_absent(resolved, plan, absent)
+        return announce_absent(resolved, plan, absent, every=dry_run == "all")
     sized = with_micro_batches(resolved.config)
     if sized is not resolved.config:
         plan, config = plan_run(sized), replace(config, actor=sized.actor)
@@ -79,7 +80,8 @@ def run_training(
         examine = may_go_on(resolved.config, override=override)
         if dry_run:
             check_run_folder(resolved.config, examine)
-            return announce(resolved, config, rows, plan, drawing(memory) if memory is not None else ())
+            devices = drawing(memory) if memory is not None else ()
+            return announce(resolved, config, rows, plan, devices, every=dry_run == "all")
         run = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         team, device = run.process.team, run.process.device
         oversight = stack.enter_context(Oversight(resolved.config, run.folder, team))
@@ -87,7 +89,7 @@ def run_training(
         recovery, models = recovery_of(session, run.folder, run.tracker, device, stack), session.models
         late, tokenizer = models.late_writer, models.save_tokenizer
         saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
-        record = partial(record_weights, team, run.folder, models.named_weights)
+        record = partial(record_weights, team, run.folder, partial(models.digests, team))
         session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
         summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
         return end_run(summary, run.folder, run.steps)

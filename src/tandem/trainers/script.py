@@ -12,6 +12,7 @@ from tandem.flow.plan import Step, check_passes, plan_run
 from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
 from tandem.flow.state_parts import sleep_plan_here
+from tandem.state.named import pinned
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.rl import open_learning
@@ -62,7 +63,7 @@ def open_training(
 def _reinforcement(
     config: TrainConfig, passes: Collection[str] | None, step: Step | None
 ) -> Iterator[tuple[Run[TrainConfig], Session]]:
-    resolved = decided(Resolved(config, {}))
+    resolved = decided(pinned(Resolved(config, {})))
     config = with_micro_batches(resolved.config)
     plan = plan_run(config, step)
     if passes is not None:
@@ -79,7 +80,8 @@ def _reinforcement(
 
 @contextmanager
 def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
-    recorded, config = config, with_micro_batches(config)
+    recorded = pinned(Resolved(config, {})).config
+    config = with_micro_batches(recorded)
     plan, recipe = plan_run(config), recipe_of(config)
     if may_sleep(config):
         raise ConfigError(

@@ -1,6 +1,8 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
 import logging
+import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +33,7 @@ from tandem.planning.fit import check_fit, fitting, memory_here
 from tandem.planning.plan import Plan
 from tandem.rollout.chat import chat_of
 from tandem.state.run_folder import require_writable
+from tandem.trainers.trial import try_rewards
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,9 @@ C = TypeVar("C", bound=BaseConfig)
 
 LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
+
+SHOWN = 1600
+"""Most characters of the first prompt that are shown."""
 
 
 @contextmanager
@@ -69,6 +75,10 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     tokenizer = load_tokenizer(folder, chats=True)
     check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_inference_engine(config.rollout, folder, device)
+    if config.runner == "ray":
+        from tandem.flow.on_ray import check_pools  # noqa: PLC0415 Ray is an extra
+
+        check_pools(config, plan, device)
     devices_here(config)  # more than there are: refused
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
@@ -79,6 +89,8 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         if asks_for_reward(config):
             check_rows(parts.reward, rows.train.rows)
             check_rows(parts.reward, rows.valid)
+            if parts.reward.vote is None and is_first_rank():
+                try_rewards(parts.reward, rows.train.rows)
         warn_of_idle_recipes(config, [*rows.train.rows, *rows.valid])
         check_cost(config, plan, rows.train.rows)
     except BaseException:
@@ -143,7 +155,8 @@ def check_prompts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     """Passes if the options for the chat template have an effect, and one of the first prompts leaves room for a token in
-    the engine's context. A workflow of the user's makes prompts as it likes: of the options only the names are checked.
+    the engine's context; that one is shown as the model gets it. A workflow of the user's makes prompts as it likes: of
+    the options only the names are checked.
 
     Raises:
         ConfigError: none does, and says how long the first one is; an option without effect; a prompt that is refused.
@@ -164,12 +177,26 @@ def check_prompts(
         lengths.append(len(chat.prompt_ids))
         if lengths[-1] < room:
             warn_of_cut(config.gconfig.max_new_tokens, room, lengths[-1])
+            if is_first_rank():
+                print(f"The first prompt, {lengths[-1]} tokens:\n{_shortened(chat.prompt)}", flush=True)
             return
     if lengths:
         raise ConfigError(
             f"the first prompt has {lengths[0]} tokens and none of the first {len(lengths)} leaves room for an answer in "
             f"the context of {room}; make rollout.engine.max_model_len larger (null: all of the model's), or prompts shorter"
         )
+
+
+def is_first_rank() -> bool:
+    """True for the process that speaks, also before the ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _shortened(text: str) -> str:
+    """The text between lines, indented, without its middle if it is long."""
+    cut = len(text) - SHOWN
+    text = f"{text[: SHOWN // 2]} … ({cut} characters) … {text[-SHOWN // 2 :]}" if cut > 0 else text
+    return textwrap.indent(text.rstrip("\n"), "  | ", lambda line: True)
 
 
 def check_weights_folder(config: TrainConfig) -> None:

@@ -28,7 +28,7 @@ def media_numbers(messages: Any) -> list[int]:
     return [int(number) for number in told if number.removeprefix("-").isdecimal() and len(number) < 21][:MOST_MEDIA]
 
 
-class Shown:
+class ShownMedia:
     """The media of one answer to a page: each is in it once, the samples of a group share theirs."""
 
     def __init__(self) -> None:

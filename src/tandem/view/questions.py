@@ -16,7 +16,7 @@ from tandem.tracking.record_files import lines_path, recorded_steps
 from tandem.view.columns import MOST_TOKENS, TokenColumns, decoder, told_columns
 from tandem.view.filters import read_filter
 from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line
-from tandem.view.media import Shown, media_numbers
+from tandem.view.media import ShownMedia, media_numbers
 from tandem.view.runs import (
     Runs,
     config_differences,
@@ -143,7 +143,7 @@ class RunAnswers:
             "SELECT * FROM samples WHERE step = ? AND grp = ? ORDER BY reward DESC, line LIMIT 500", [step, group]
         )
         found = [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
-        shown = Shown()
+        shown = ShownMedia()
         return [{**sample, "media": [shown.of(one) for one in media_numbers(sample.get("messages"))]} for sample in found]
 
     def _tokens(self, folder: Path, step: int, line: int, first: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) (\S+?): (
 _TOTAL = re.compile(
     r"^total_train_steps: (\d{1,12})$", re.MULTILINE
 )  # parsing the whole file takes 15 ms, and runs are many
-_SIGNS = ("metrics.jsonl", "run.json", "log.txt", "control.jsonl", "trajectories", "checkpoints", ".lock")
+_SIGNS = ("metrics.jsonl", "run.json", "log.txt", "control.jsonl", "health.jsonl", "trajectories", "checkpoints", ".lock")
 
 
 MOST_WHOLE = 10**300
@@ -201,7 +201,9 @@ def _time(value: Any) -> float | None:
 def facts(folder: Path) -> dict[str, Any]:
     """Environment, ends, resumptions and changes of a run."""
     size = sum(_size(Path(place, name)) for place, _, names in os.walk(folder) for name in names)
-    return {"info": run_info(folder), "changes": list(rows_of(folder / "control.jsonl"))[-500:], "bytes": size}
+    return {"info": run_info(folder), "changes": list(rows_of(folder / "control.jsonl"))[-500:], "bytes": size} | {
+        "health": list(rows_of(folder / "health.jsonl"))[-500:]
+    }
 
 
 def _size(path: Path) -> int:

@@ -21,9 +21,11 @@ from tandem.engines.inference.decoder import gate
 from tandem.engines.inference.fused_weights import check_stored, compute_dtype
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.remote.launch import inherited
+from tandem.engines.inference.tower import Tower
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
+from tandem.models.media.families import family_of
 from tandem.models.precision import resolve_dtype
 
 log = logging.getLogger(__name__)
@@ -59,13 +61,19 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         )
     config = read_hf_config(folder)
     refuse_classifier(folder, config)
-    architecture = Architecture.from_config(config)
+    architecture, family = Architecture.from_config(config), family_of(folder, config)
+    foreign = kinds_of(rollout.backend, rollout.fleet) & MAKERS.keys()
+    if family is not None and foreign:
+        raise ConfigError(
+            f"rollout.backend={rollout.backend} with a media model is refused: images and sounds do not go to "
+            f"{MAKERS[min(foreign)]} yet, and {folder} holds a model of type {config.model_type}; use embedded or tandem"
+        )
     if kinds_of(rollout.backend, rollout.fleet) & {"embedded", "tandem"}:
         gate(architecture.activation)
         dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
         make_cache(architecture, rollout.engine, dtype, torch.device(device))
         if is_complete(folder) or any(folder.glob("pytorch_model*.bin")):
-            check_stored(folder, architecture)
+            check_stored(folder, architecture, None if family is None else Tower(family, config, dtype, torch.device("cpu")))
     for one in servers or ():
         check_tensor_parallel(one.tensor, architecture.num_heads, architecture.num_kv_heads, rollout.backend)
     for kind in dict.fromkeys(one.kind for one in servers or ()):

@@ -260,6 +260,10 @@ class EngineCore:
 
     # ------------------------------------------------------------------ weights and memory
 
+    def own_name(self, name: str) -> str:
+        """The name that a trainer gives a weight, which a file calls ``name``."""
+        return name if self._tower is None else self._tower.family.own_name(name)
+
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NewWeights:
         """Builds a second copy of the weights from a stream of tensors under their Hugging Face names.
 
@@ -322,14 +326,17 @@ class EngineCore:
 
     def statistics(self) -> dict[str, float]:
         scheduler, cache = self._scheduler, self.cache
-        tower = self._tower
-        return self._counters | {
-            "media_computed": 0.0 if tower is None else float(tower.computed),
-            "running": float(scheduler.num_running),
-            "waiting": float(len(scheduler.waiting)),
-            "preempted": float(scheduler.growth.preempted),
-            "shared_prompt_tokens": float(scheduler.shared_tokens),
-            "kv_reserved_tokens": float(cache.reserved_tokens),
-            "kv_budget_tokens": float(cache.budget_tokens),
-            "kv_held_bytes": float(cache.held_bytes()),
-        }
+        seen = {} if self._tower is None else self._tower.statistics()
+        return (
+            self._counters
+            | seen
+            | {
+                "running": float(scheduler.num_running),
+                "waiting": float(len(scheduler.waiting)),
+                "preempted": float(scheduler.growth.preempted),
+                "shared_prompt_tokens": float(scheduler.shared_tokens),
+                "kv_reserved_tokens": float(cache.reserved_tokens),
+                "kv_budget_tokens": float(cache.budget_tokens),
+                "kv_held_bytes": float(cache.held_bytes()),
+            }
+        )

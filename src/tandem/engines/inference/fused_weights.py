@@ -207,7 +207,7 @@ class FusedWeightsBuilder:
         Raises:
             WeightUpdateFailed: the architecture has no such tensor, or it has another shape, or it came before.
         """
-        if self._tower is not None and name in self._tower.names:
+        if self._tower is not None and (name := self._tower.family.own_name(name)) in self._tower.shapes:
             self._seen.add(name)
             new = self._tower.new(name, tensor, self._dtype)
             if new is not None:

@@ -11,7 +11,7 @@ def refuse_unsupported(request: LLMRequest, takes_media: bool = False) -> None:
         WrongWorkflow: it has ``media`` for a model of text, or names a ``model``.
     """
     if request.media and not takes_media:
-        raise WrongWorkflow("LLMRequest.media is set, and the model of this engine reads text alone: send tokens alone")
+        raise WrongWorkflow("LLMRequest.media is set, and this engine, or its model, reads text alone: send tokens alone")
     if request.model:
         raise WrongWorkflow(
             "LLMRequest.model is set, and no inference engine here serves several models: leave it out, or ask another "

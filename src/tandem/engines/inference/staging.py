@@ -58,7 +58,7 @@ def with_adapter(
     """
     given = {name: tensor.to(core.device, copy=True) for name, tensor in tensors}
     for name, tensor in FolderSource(core.folder).tensors():
-        weight, module = tensor.to(core.device, adapter.dtype), name.removesuffix(".weight")
+        weight, module = tensor.to(core.device, adapter.dtype), core.own_name(name).removesuffix(".weight")
         a, b = (given.pop(f"{module}.{which}.weight", None) for which in (A, B))
         yield name, weight if a is None or b is None else merged(weight, a, b, adapter.scaling)
     if given:

@@ -1,17 +1,16 @@
-"""What a model sees and hears: its towers, and the features of the media that were shown lately.
+"""The eyes and ears of a model: its towers, and the features of the media that were shown lately.
 
 Towers are computed by transformers' own modules. The features of a medium are computed once, alone, so that they do not
 depend on what comes beside it, and kept until an update brings other weights of the towers.
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
+from transformers import AutoModelForMultimodalLM
 from transformers.initialization import no_init_weights
 
 from tandem.api.failures import DataFailure, WeightUpdateFailed
@@ -19,7 +18,7 @@ from tandem.api.media import Medium, occurrences
 from tandem.api.requests import LLMRequest
 from tandem.media import store
 from tandem.models.media.family import MediaFamily
-from tandem.models.media.features import is_tower
+from tandem.models.media.features import INPUT_BYTES, RecentTensors, is_tower
 
 _KEPT_BYTES = 2**28
 """Features that are kept for prompts to come; those of a pass may be more."""
@@ -41,19 +40,19 @@ class Tower:
     def __init__(self, family: MediaFamily, config: Any, compute: torch.dtype, device: torch.device):
         """``config``: of the whole model; of its text part only the embeddings are described, on the meta device."""
         self.family, self._compute, self._device = family, compute, device
-        self._model = _without_text(config, family, compute, device)
-        names = self._model.state_dict().keys()
-        self.names = frozenset(name for name in names if is_tower(family, name))
-        """Names of the weights."""
+        self._model = _without_text(config, compute, device)
+        stated = self._model.state_dict().items()
+        self.shapes = {name: tensor.shape for name, tensor in stated if is_tower(family, name)}
+        """Name → shape of the weights."""
 
         self._weights: dict[str, torch.Tensor] = {}
-        self._features: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._inputs, self._features = RecentTensors(INPUT_BYTES), RecentTensors(_KEPT_BYTES)
         self.computed = 0
-        """Media whose features were computed."""
 
-    def held_bytes(self) -> int:
-        """Bytes of the weights and of the features that are kept."""
-        return sum(tensor.nbytes for tensor in (*self._weights.values(), *self._features.values()))
+    def statistics(self) -> dict[str, float]:
+        """``media_computed``, and ``media_held_bytes`` of the weights and of the features that are kept."""
+        weights = sum(tensor.nbytes for tensor in self._weights.values())
+        return {"media_computed": float(self.computed), "media_held_bytes": float(weights + self._features.num_bytes)}
 
     def check(self, request: LLMRequest) -> None:
         """Passes if each medium of a prompt has the tokens that its features replace.
@@ -80,14 +79,25 @@ class Tower:
                 )
 
     def _read(self, number: int) -> Medium:
-        """A medium whose content can be read."""
+        """A medium that the model can be shown: what is wrong with it is told before its prompt is computed among others."""
         try:
             medium = store.medium(number)
-            if number not in self._features:
-                (store.image if medium.kind == "image" else store.sound)(number)
+            if medium.kind not in self.family.kinds:
+                raise DataFailure(
+                    "media_mismatch", f"medium {number} is an {medium.kind}; this model takes {self.family.kinds}"
+                )
+            if self._features.get(number) is None:
+                self._input(medium)
         except store.MediaMissing as error:
             raise DataFailure("media_missing", str(error)) from error
         return medium
+
+    def _input(self, medium: Medium) -> dict[str, torch.Tensor]:
+        made = self._inputs.get(medium.number)
+        if made is None:
+            made = self.family.inputs(medium)
+            self._inputs.put(medium.number, made)
+        return made
 
     def positions(self, request: LLMRequest) -> torch.Tensor | None:
         """Rotary positions ``[S, 3]`` of a prompt; None where they are those of text."""
@@ -103,28 +113,34 @@ class Tower:
         """
         places, rows, done = [], [], 0
         there: dict[int, torch.Tensor] = {}
+        begins: dict[int, int] = {}
         for media, start, count in pieces:
             own = media[start : start + count]
-            there |= {number: self._features_of(number) for number in dict.fromkeys(own) if number and number not in there}
+            for number in dict.fromkeys(own):
+                if number and number not in there:
+                    begins[number] = sum(map(len, there.values()))
+                    there[number] = self._features_of(number)
             for one in occurrences(own, {number: len(found) for number, found in there.items()}, media[:start]):
                 places.append(done + one.place)
-                rows.append(there[one.number][one.row])
+                rows.append(begins[one.number] + one.row)
             done += count
-        while len(self._features) > 1 and sum(found.nbytes for found in self._features.values()) > _KEPT_BYTES:
-            self._features.popitem(last=False)
-        return Shown(torch.tensor(places).to(self._device), torch.stack(rows)) if rows else None
+        if not rows:
+            return None
+        taken = torch.tensor([places, rows]).to(self._device)
+        return Shown(taken[0], torch.cat(list(there.values()))[taken[1]])
 
     def _features_of(self, number: int) -> torch.Tensor:
         """``[n, hidden]``."""
-        if number not in self._features:
+        kept = self._features.get(number)
+        if kept is None:
             inputs = {
                 name: tensor.to(self._device, self._compute if tensor.is_floating_point() else None)
-                for name, tensor in self.family.inputs(store.medium(number)).items()
+                for name, tensor in self._input(store.medium(number)).items()
             }
-            self._features[number] = self.family.features(self._model, [inputs])[0].to(self._compute)
+            kept = {"rows": self.family.features(self._model, [inputs])[0].to(self._compute)}
+            self._features.put(number, kept)
             self.computed += 1
-        self._features.move_to_end(number)
-        return self._features[number]
+        return kept["rows"]
 
     # ------------------------------------------------------------------ weights
 
@@ -140,9 +156,8 @@ class Tower:
         Raises:
             WeightUpdateFailed: it has another shape.
         """
-        shape = self._model.state_dict()[name].shape
-        if shape != tensor.shape:
-            raise WeightUpdateFailed(f"weights: {name} must be {list(shape)}, got {list(tensor.shape)}")
+        if self.shapes[name] != tensor.shape:
+            raise WeightUpdateFailed(f"weights: {name} must be {list(self.shapes[name])}, got {list(tensor.shape)}")
         if tensor.is_meta:
             return None
         new = tensor.detach().to(self._device, dtype).to(self._compute)
@@ -153,7 +168,7 @@ class Tower:
 
     def missing(self, delivered: Collection[str]) -> set[str]:
         """Names of weights that were not delivered, and are not there either."""
-        return set(self.names - self._weights.keys() - set(delivered))
+        return self.shapes.keys() - self._weights.keys() - set(delivered)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Takes new weights, if there are any, and drops the features that others have computed."""
@@ -170,7 +185,7 @@ class Tower:
         self._model.load_state_dict(asleep, assign=True)
 
 
-def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device: torch.device) -> nn.Module:
+def _without_text(config: Any, compute: torch.dtype, device: torch.device) -> nn.Module:
     """A model of transformers without decoder layers, all that weights will be on the meta device."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -178,9 +193,7 @@ def _without_text(config: Any, family: MediaFamily, compute: torch.dtype, device
     if getattr(text, "layer_types", None):
         text.layer_types = []
     with no_init_weights():
-        model: nn.Module = getattr(transformers, family.opened_by).from_config(
-            config, dtype=compute, trust_remote_code=False
-        )
+        model: nn.Module = AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
     for module in model.modules():  # those that are computed, and not loaded, such as frequencies of positions
         for name, buffer in module.named_buffers(recurse=False):

@@ -155,7 +155,9 @@ class AdaptedWeights(NamedWeights):
     def _write_adapter(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
         base = Base(self._config.path, self.base, self.adapter.terms.dtype)
-        write_adapter(folder / ADAPTER, tensors, self._config.lora, base, modules, classifier=HEAD in self._saved)
+        media, lora = self._model.media, self._config.lora
+        within = "" if media is None else f"{media.family.text_prefix}layers."
+        write_adapter(folder / ADAPTER, tensors, lora, base, modules, classifier=HEAD in self._saved, within=within)
 
     def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
         """A writer, as `NamedWeights.writer` says. The base, of which ranks have shards that none of them may gather beside

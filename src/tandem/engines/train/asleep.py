@@ -7,11 +7,10 @@ is what slept.
 """
 
 import ctypes
-import functools
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -74,15 +73,6 @@ class _Asleep(NamedTuple):
     copy: _Copy
 
 
-class _Begun(NamedTuple):
-    """The first sleepers of a part, which a thread reads while the caller does something else."""
-
-    first: int
-    """Their number."""
-
-    done: Future[int]
-
-
 class EngineMemory:
     """The parts of one engine."""
 
@@ -103,7 +93,6 @@ class EngineMemory:
         self._holder, self._optimizer, self._device, self._folder = holder, optimizer, device, folder
         self._trunk = trunk
         self._asleep: dict[TrainPart, list[_Asleep]] = {}
-        self._begun: dict[TrainPart, _Begun] = {}
         self._copies: dict[tuple[TrainPart, str], _Copy] = {}
         self._file: IO[bytes] | None = None
         self._stored: Mapping[str, Stored] | None = None
@@ -156,8 +145,6 @@ class EngineMemory:
             self._optimizer.zero_grad()
         for part in parts:
             if part == "gradients" or part in self._asleep:
-                for sleeper in self._finish(part):
-                    sleeper.region.storage.resize_(0)
                 continue
             self._asleep[part] = []
             if self._device.type != "cpu":
@@ -178,9 +165,9 @@ class EngineMemory:
             if self._device.type != "cpu":
                 self._move(part, self._device)
             else:
-                sleepers, there = self._asleep[part], len(self._finish(part))
+                sleepers = self._asleep[part]
                 with mapped_blocks(), ThreadPoolExecutor(READERS, "waking") as reader:  # while one is summed
-                    for sleeper, read in [(one, reader.submit(self._read, *one)) for one in sleepers[there:]]:
+                    for sleeper, read in [(one, reader.submit(self._read, *one)) for one in sleepers]:
                         self._moved += self._check(part, *sleeper, read.result)
                     if sleepers and part == "parameters":
                         for tensor in self._holder.copies():
@@ -188,42 +175,6 @@ class EngineMemory:
                         self._holder.publish()
             del self._asleep[part]
         return self._moved
-
-    def begin_onload(self, part: TrainPart, share: float) -> None:
-        """Implements `TrainEngine.begin_onload`, on a CPU: whole tensors, as many as fit into the share."""
-        if self._device.type != "cpu" or part in self._begun:
-            return
-        sleepers = self._asleep.get(part, [])
-        left, first = share * sum(one.copy.num_bytes for one in sleepers), list[_Asleep]()
-        for one in sleepers:
-            left -= one.copy.num_bytes
-            if left < 0:
-                break
-            first.append(one)
-        if not first:
-            return
-        with mapped_blocks():  # memory that nobody has touched costs nothing; in the thread this would reach into the stage
-            for one in first:
-                one.region.storage.resize_(one.region.start * one.region.dtype.itemsize + one.copy.num_bytes)
-
-        def read() -> int:
-            return sum(self._check(part, *one, functools.partial(self._fill, *one)) for one in first)
-
-        pool = ThreadPoolExecutor(1, "waking ahead")
-        self._begun[part] = _Begun(len(first), pool.submit(read))
-        pool.shutdown(wait=False)
-
-    def _finish(self, part: TrainPart) -> list[_Asleep]:
-        """The sleepers that were begun to wake, with their numbers; waits for them.
-
-        Raises:
-            WeightsChanged: see `onload`.
-        """
-        begun = self._begun.pop(part, None)
-        if begun is None:
-            return []
-        self._moved += begun.done.result()
-        return self._asleep[part][: begun.first]
 
     def _move(self, part: TrainPart, device: torch.device) -> None:
         (self._holder if part == "parameters" else self._optimizer).move(device)
@@ -325,9 +276,6 @@ class EngineMemory:
         """Takes memory, and brings the numbers back into it."""
         did()
         region.storage.resize_(region.start * region.dtype.itemsize + copy.num_bytes)
-        self._fill(region, copy)
-
-    def _fill(self, region: _Region, copy: _Copy) -> None:
         flat = region.flat
         if isinstance(copy.place, Stored):
             copy.place.read_into(flat, memory_of(flat))

@@ -43,22 +43,22 @@ def check_train_engine(
         prepare_classifier(folder, found, class_label)
     else:
         refuse_classifier(folder, found)
-    _check_media(config, folder, found, layout, head, key)
+    _check_media(config, folder, found, layout, key)
     if is_complete(folder):
         if head == "scalar":
             load_scalar_model(folder, device="meta", class_label=class_label)
         else:
             load_causal_lm(folder, device="meta")
-    _check_layout(config, layout, device, dtype, f"{key}={config.backend}")
-    refuse_uneven_heads(architecture, layout.tensor, 1, key)
-    if config.context_parallel == "all_to_all":
-        refuse_uneven_heads(architecture, layout.tensor, layout.context, key)
+    check_layout(config, layout, key, cpu=device.type == "cpu", rounded=dtype != torch.float32)
+    check_heads(config, layout, architecture.num_heads, architecture.num_kv_heads, key)
+    if layout.zero is not None:
+        import_deepspeed(device)
+    if config.compile:
+        refuse_without_compiler(device)
     return architecture
 
 
-def _check_media(
-    config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, head: str, key: str
-) -> None:
+def _check_media(config: TrainEngineConfig, folder: Path, found: PretrainedConfig, layout: Layout, key: str) -> None:
     """The part of models that see or hear."""
     family, written = family_of(folder, found), f"{key}={config.backend}"
     towers = {} if family is None else family.towers
@@ -70,11 +70,6 @@ def _check_media(
             )
     if family is None:
         return
-    if head == "scalar":
-        raise ConfigError(
-            f"{folder} reads {' and '.join(family.kinds)}, and transformers has no classifier of that kind for a critic or "
-            "reward model: critic.shared=true puts a value head on the actor; a reward model reads text"
-        )
     if layout.tensor > 1 or layout.context > 1 or layout.zero is not None:
         raise ConfigError(
             f"{folder} reads {' and '.join(family.kinds)}, and {written} does not divide what sees or hears: use "
@@ -82,24 +77,37 @@ def _check_media(
         )
 
 
-def _check_layout(config: TrainEngineConfig, layout: Layout, device: torch.device, dtype: torch.dtype, written: str) -> None:
-    """The part that the model does not matter to."""
+def check_heads(config: TrainEngineConfig, layout: Layout, heads: int, kv_heads: int, key: str) -> None:
+    """Passes if attention can be divided over the ranks.
+
+    Raises:
+        ConfigError: it cannot; says how many heads there are.
+    """
+    refuse_uneven_heads(heads, kv_heads, layout.tensor, 1, key)
+    if config.context_parallel == "all_to_all":
+        refuse_uneven_heads(heads, kv_heads, layout.tensor, layout.context, key)
+
+
+def check_layout(config: TrainEngineConfig, layout: Layout, key: str, *, cpu: bool, rounded: bool) -> None:
+    """Passes if the settings go with the layout, which ``key`` says, on such a device. ``rounded``: it computes in another
+    dtype than float32.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    written = f"{key}={config.backend}"
     for problem in layout_problems(layout, written, config):
         raise ConfigError(problem)
     if config.lora.rank is not None and (layout.tensor > 1 or layout.zero is not None):
         why = "DeepSpeed has no adapters here" if layout.zero is not None else "t cuts every matrix, but no adapter"
         raise ConfigError(f"lora does not go with {written}: {why}; use fsdp:d{layout.data}")
-    if config.offload and device.type == "cpu":
+    if config.offload and cpu:
         raise ConfigError(
             "actor.offload=true brings layers from host memory to a GPU as they are computed, and without a GPU there is no "
             "other memory than that: leave it out"
         )
-    if layout.zero == 1 and dtype != torch.float32:
+    if layout.zero == 1 and rounded:
         raise ConfigError(
             "stage 1 of DeepSpeed adds up gradients in another way where the model computes in bfloat16, which is not "
             f"supported: use deepspeed:zero2:d{layout.data}, or actor.dtype=float32"
         )
-    if layout.zero is not None:
-        import_deepspeed(device)
-    if config.compile:
-        refuse_without_compiler(device)

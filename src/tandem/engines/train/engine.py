@@ -220,8 +220,5 @@ class SpreadEngine(TrainEngine):
     def onload(self, parts: tuple[TrainPart, ...]) -> int:
         return self._memory.onload(parts)
 
-    def begin_onload(self, part: TrainPart, share: float) -> None:
-        self._memory.begin_onload(part, share)
-
     def num_bytes(self) -> dict[TrainPart, int]:
         return self._memory.num_bytes()

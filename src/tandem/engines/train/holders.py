@@ -124,7 +124,7 @@ class Holder(ABC):
             self._forget_features()
 
     def _forget_features(self) -> None:
-        """After frozen weights have changed, or their dtype: features of images and sounds are computed anew."""
+        """After frozen weights have changed: features of images and sounds are computed anew."""
         media = getattr(self.model, "media", None)
         if media is not None:
             media.forget()
@@ -333,10 +333,8 @@ class Replica(Holder):
         try:
             for parameter in parameters:
                 parameter.data = parameter.data.to(torch.float32)
-            self._forget_features()
             yield True
         finally:
-            self._forget_features()
             for parameter, before in zip(parameters, rounded, strict=True):
                 parameter.data = before
 

@@ -14,6 +14,10 @@ from tandem.engines.train.holders import Holder
 from tandem.engines.train.ranks import Ranks, sum_over_ranks
 from tandem.engines.train.schedule import learning_rate
 
+MOVED = "actor/update_ratio"
+LOOKED_AT = 4096
+"""Weights of each master by which it is measured how far a step moves them."""
+
 
 class Optimizer:
     """AdamW over the masters of a holder; matrices decay, vectors do not. The schedule counts calls, taken or skipped."""
@@ -78,8 +82,11 @@ class Optimizer:
                     gradient.mul_(options.max_grad_norm / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = rate
+            before = self._looked_at()
             self.adamw.step()
             self._holder.publish()
+            if before is not None:
+                report |= self._moved(before)
         self.adamw.zero_grad()
         return report
 
@@ -99,6 +106,21 @@ class Optimizer:
             raise ConfigError(f"the saved optimizer state is of another model, which has {unknown[0]!r}")
         self._step, self._skips_in_a_row = int(state["step"]), int(state["skips_in_a_row"])
         self._holder.take_moments(self.adamw, state["moments"])
+
+    def _looked_at(self) -> torch.Tensor | None:
+        """Some thousand weights of each of this rank's masters, always the same ones; None where they are rounded."""
+        masters = [x.to_local() if isinstance(x, DTensor) else x for x in self._holder.masters.values()]
+        if any(x.dtype != torch.float32 for x in masters):
+            return None
+        return torch.cat([x.detach().flatten()[:: x.numel() // LOOKED_AT + 1] for x in masters])
+
+    def _moved(self, before: torch.Tensor) -> dict[str, float]:
+        """The norm of what the step changed of these weights, over their own; empty where no rank has them."""
+        after = self._looked_at()
+        assert after is not None, "masters keep their type"
+        sums = torch.stack([(after - before).double().square().sum(), before.double().square().sum()])
+        moved, size = sum_over_ranks(sums.to(self._holder.device), self._ranks.group).tolist()
+        return {MOVED: math.sqrt(moved / size)} if size else {}
 
     def _gradient_norm(self) -> float:
         """Global L2 norm; on a CPU summed in float64, so that it does not depend on how parameters are cut."""

@@ -23,8 +23,8 @@ from tandem.models.context_parallel import divides_heads
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import ClassLabel, is_token_classifier
 from tandem.models.load import load_causal_lm, load_scalar_model
-from tandem.models.media.features import freeze_towers
 from tandem.models.lora import fill_adapters, put_adapters
+from tandem.models.media.features import freeze_towers
 from tandem.models.packed import PackedModel
 from tandem.models.streaming import PREFIX, Unfilled, open_unfilled
 from tandem.models.tensor_parallel import cut_matrices

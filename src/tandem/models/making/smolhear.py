@@ -36,7 +36,7 @@ QUESTIONS = (
     "Write down the digit that was said, and nothing else.",
 )
 TAKES = range(5, 15)
-"""Of the 50 takes of each digit and speaker; the first five are the data set's test split."""
+"""Takes that are learnt, of 50 of each digit and speaker; the first five are the data set's test split."""
 
 STEPS, SIZE = 80, 16
 RIDGE = 100.0

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 import transformers
 
-from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
-from tandem.models.foreign import UNREADABLE, error_words, no_progress_bars, no_report, read_hf_config
+from tandem.models.foreign import no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
 from tandem.models.media.idefics3 import Idefics3
+from tandem.models.media.qwen_audio import QwenAudio
+from tandem.models.media.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3,)
+FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL, QwenAudio)
 
 
 def media_types() -> tuple[str, ...]:
@@ -36,36 +37,26 @@ def family_of(folder: Path, config: Any = None) -> MediaFamily | None:
     return None if kind is None else kind(folder, config)
 
 
+def tower_sizes(config: Any) -> tuple[tuple[str, int], ...]:
+    """The towers of a configuration of transformers, and the parameters of each; none of a model that reads text alone."""
+    family = family_class(config)
+    if family is None:
+        return ()
+    with no_report(), torch.device("meta"):
+        model = transformers.AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return tuple(
+        (tower, sum(size for name, size in sizes.items() if name.startswith(prefixes)))
+        for tower, prefixes in family.towers.items()
+    )
+
+
 def opener(family: MediaFamily | None) -> tuple[Any, str | dict[str, str]]:
     """The class of transformers that opens a model, and the attention that it is opened with: packed in the language model
     alone."""
     if family is None:
         return transformers.AutoModelForCausalLM, NAME
-    return getattr(transformers, family.opened_by), {"text_config": NAME}
-
-
-def open_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """A media model of transformers for `MediaFamily.features` alone: its language model has no layers and one embedding.
-
-    Raises:
-        ConfigError: the weights cannot be read.
-    """
-    config = read_hf_config(folder)
-    family = family_class(config)
-    assert family is not None, f"{folder} holds no media model"
-    text = text_config(config)
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
-    if getattr(text, "layer_types", None):
-        text.layer_types = []
-    kind = getattr(transformers, family.opened_by)
-    try:
-        with no_progress_bars(), no_report():
-            model = kind.from_pretrained(
-                folder, config=config, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True
-            )
-    except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
-    return model.to(device).eval()
+    return transformers.AutoModelForMultimodalLM, {"text_config": NAME}
 
 
 def text_config(config: Any) -> Any:

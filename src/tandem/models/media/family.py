@@ -26,11 +26,17 @@ class MediaFamily(ABC):
     towers: ClassVar[dict[str, tuple[str, ...]]]
     """Name that ``actor.freeze`` knows → prefixes of weights, such as ``{"vision": ("model.vision_model.",), …}``."""
 
+    connector: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the weights that `connect` computes with."""
+
+    stored: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Beginnings of names of weights in files → those in transformers' model, where they differ."""
+
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of weights that are never trained, such as sinusoidal positions."""
+
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
-
-    opened_by: ClassVar[str] = "AutoModelForImageTextToText"
-    """The class of transformers that opens a folder."""
 
     folder: Path
     """The model folder that it was made of."""
@@ -38,6 +44,11 @@ class MediaFamily(ABC):
     @abstractmethod
     def __init__(self, folder: Path, config: Any):
         """Reads the processor's settings of a folder. Raises `ConfigError` for those that are not exact here."""
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """The name in transformers' model of a weight that a file calls ``name``."""
+        return next((own + name.removeprefix(there) for there, own in cls.stored if name.startswith(there)), name)
 
     @abstractmethod
     def marker(self, kind: MediaKind) -> str: ...
@@ -55,9 +66,17 @@ class MediaFamily(ABC):
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
         """The tower's inputs for one medium, read from the media store: pixels, grids, spectrograms and their masks."""
 
-    @abstractmethod
     def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """The rows of features ``[n, H]`` of each medium, as they stand among the embeddings. ``model``: of transformers."""
+        return self.connect(model, self.encode(model, inputs))
+
+    @abstractmethod
+    def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """The first part of `features`, with all weights of the towers but for those of `connector`."""
+
+    def connect(self, model: nn.Module, encoded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The second part of `features`, with the weights of `connector` alone."""
+        return list(encoded)
 
     def text_model(self, model: nn.Module) -> nn.Module:
         """The language model without its head, in a ``model`` of transformers."""

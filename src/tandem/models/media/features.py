@@ -1,7 +1,7 @@
 """The features of the media of a forward pass, computed once."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +17,28 @@ INPUT_BYTES = 2**28
 """Most host memory that processed pictures and sounds take."""
 
 
-class _Recent:
-    """What was used last, up to so many bytes of tensors."""
+class RecentTensors:
+    """The entries that were used last, up to so many bytes of tensors."""
 
     def __init__(self, max_bytes: int):
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._kept: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+        self._max_bytes, self.num_bytes = max_bytes, 0
+        self._kept: OrderedDict[Hashable, dict[str, torch.Tensor]] = OrderedDict()
 
-    def get(self, number: int) -> dict[str, torch.Tensor] | None:
+    def get(self, number: Hashable) -> dict[str, torch.Tensor] | None:
         found = self._kept.get(number)
         if found is not None:
             self._kept.move_to_end(number)
         return found
 
-    def put(self, number: int, made: dict[str, torch.Tensor]) -> None:
+    def put(self, number: Hashable, made: dict[str, torch.Tensor]) -> None:
         self._kept[number] = made
-        self._bytes += _bytes(made)
-        while self._bytes > self._max_bytes and len(self._kept) > 1:
-            self._bytes -= _bytes(self._kept.popitem(last=False)[1])
+        self.num_bytes += _bytes(made)
+        while self.num_bytes > self._max_bytes and len(self._kept) > 1:
+            self.num_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
     def clear(self) -> None:
         self._kept.clear()
-        self._bytes = 0
+        self.num_bytes = 0
 
 
 def _bytes(made: dict[str, torch.Tensor]) -> int:
@@ -46,39 +46,46 @@ def _bytes(made: dict[str, torch.Tensor]) -> int:
 
 
 class Features:
-    """The features of media by number, of one model. Those of a frozen tower are kept in host memory; those of one that is
-    trained are computed in each pass, with a graph."""
+    """The features of media by number, of one model. Those of a frozen tower are kept in host memory, before the connector
+    if that is trained; those of one that is trained are computed in each pass, with a graph."""
 
     def __init__(self, family: MediaFamily, model: nn.Module):
         """``model``: of transformers; what is not its language model is the tower."""
         self.family, self._model = family, model
         self._places = [
-            (module, key)
+            (f"{name}.{key}".startswith(family.connector), module, key)
             for name, module in model.named_modules()
             for key in module._parameters
             if is_tower(family, f"{name}.{key}")
         ]
-        self._inputs, self._kept = _Recent(INPUT_BYTES), _Recent(FEATURE_BYTES)
+        for name, parameter in model.named_parameters():
+            if name.startswith(family.fixed):
+                parameter.requires_grad_(False)
+        self._inputs, self._kept = RecentTensors(INPUT_BYTES), RecentTensors(FEATURE_BYTES)
         self.computed = 0
         """Media whose features were computed."""
 
     def of(self, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
         """The features of these media, one after another, ``[rows, H]``."""
-        if self._trained():
+        if self._trained(connector=False):
             self.computed += len(numbers)
             return torch.cat(self.family.features(self._model, [self._input(number) for number in numbers]))
+        compute = self.family.encode if self._trained() else self.family.features
         with torch.no_grad():
-            return torch.cat([self._frozen(number).to(device) for number in numbers])
+            kept = [self._frozen(number, compute).to(device) for number in numbers]
+        return torch.cat(kept if compute == self.family.features else self.family.connect(self._model, kept))
 
-    def _frozen(self, number: int) -> torch.Tensor:
+    def _frozen(self, number: int, compute: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
         """Computed alone: to the bit the same, whatever else is in the batch."""
-        kept = self._kept.get(number)
+        _, module, name = self._places[0]
+        key = number, getattr(module, name).dtype  # a moment in float32 gives others
+        kept = self._kept.get(key)
         if kept is None:
             self.computed += 1
-            (rows,) = self.family.features(self._model, [self._input(number)])
-            kept = {"rows": rows.cpu()}
-            self._kept.put(number, kept)
-        return kept["rows"]
+            (states,) = compute(self._model, [self._input(number)])
+            kept = {"states": states.cpu()}
+            self._kept.put(key, kept)
+        return kept["states"]
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:
         made = self._inputs.get(number)
@@ -88,17 +95,18 @@ class Features:
         return made
 
     def nothing(self) -> torch.Tensor | int:
-        """0, through which a trained tower gets gradients of 0 in a pass without media: ranks sum the same gradients, and the
-        optimizer sees the same parameters, whatever is in a micro-batch."""
+        """0, through which a trained tower gets gradients of 0 in a pass without media: ranks sum the same gradients, and
+        the optimizer sees the same parameters, whatever is in a micro-batch."""
         return sum(parameter.sum() * 0.0 for parameter in self._trained()) if torch.is_grad_enabled() else 0
 
-    def _trained(self) -> list[torch.Tensor]:
-        """The tower's parameters that are trained: those that the model has now, which sharding puts in the place of others."""
-        tower = (getattr(module, key) for module, key in self._places)
+    def _trained(self, *, connector: bool = True) -> list[torch.Tensor]:
+        """The tower's parameters that are trained, perhaps without the connector's. The model is asked anew: sharding puts
+        others in their place."""
+        tower = (getattr(module, key) for connects, module, key in self._places if connector or not connects)
         return [parameter for parameter in tower if parameter is not None and parameter.requires_grad]
 
     def forget(self) -> None:
-        """After weights of the tower have changed, or their dtype: nothing that is kept is used again."""
+        """After weights of a frozen tower have changed: nothing that is kept is used again."""
         self._kept.clear()
 
 

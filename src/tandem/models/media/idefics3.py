@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -26,27 +26,29 @@ class Idefics3(MediaFamily):
     model_types = ("idefics3", "smolvlm")
     kinds = ("image",)
     text_prefix = "model.text_model."
-    towers = {"vision": ("model.vision_model.",), "connector": ("model.connector.",)}
+    connector = ("model.connector.",)
+    towers: ClassVar = {"vision": ("model.vision_model.",), "connector": connector}
 
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
         self._image_token: int = config.image_token_id
         name = "Idefics3ImageProcessorPil" if config.model_type == "idefics3" else "SmolVLMImageProcessorPil"
-        self._processor = read_processor(name, folder)
+        self.processor = read_processor(name, folder)
         self._longest = self._edge("size")
         self._tile = self._edge("max_image_size")
-        side, scale = self._tile // config.vision_config.patch_size, config.scale_factor
+        patch, scale = config.vision_config.patch_size, config.scale_factor
+        side = self._tile // patch
         self._rows = (side // scale) ** 2
         wanted = settings_of(folder).get("image_seq_len", self._rows)
-        if side % scale or self._tile % config.vision_config.patch_size or wanted != self._rows:
+        if side % scale or self._tile % patch or wanted != self._rows:
             raise ConfigError(
-                f"the processor in {folder} cuts pictures into tiles of {self._tile} pixels and writes {wanted} placeholders "
-                f"for each, and the model gives {side / scale:g}² features (patches of {config.vision_config.patch_size}, "
-                f"scale_factor {scale}): set image_seq_len and max_image_size to what the model was trained with"
+                f"the processor in {folder} cuts pictures into tiles of {self._tile} pixels and writes {wanted} "
+                f"placeholders for each, and the model gives {side / scale:g}² features (patches of {patch}, scale_factor "
+                f"{scale}): set image_seq_len and max_image_size to what the model was trained with"
             )
 
     def _edge(self, setting: str) -> int:
-        found = getattr(self._processor, setting)
+        found = getattr(self.processor, setting)
         edge = found.get("longest_edge") if isinstance(found, dict) else getattr(found, "longest_edge", None)
         if edge is None:
             raise ConfigError(f"the processor in {self.folder} has {setting}={found}; only a longest_edge is exact here")
@@ -60,9 +62,9 @@ class Idefics3(MediaFamily):
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles of a picture, beside the whole of it; 0 and 0 where it is not cut."""
-        if not self._processor.do_image_splitting:
+        if not self.processor.do_image_splitting:
             return 0, 0
-        if self._processor.do_resize:
+        if self.processor.do_resize:
             width, height = _resized(width, height, self._longest)
         ratio = width / height
         if width >= height:
@@ -93,7 +95,7 @@ class Idefics3(MediaFamily):
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
         """``pixel_values [tiles, 3, E, E]``, float32."""
         picture = Image.fromarray(store.image(medium.number))
-        pixels = self._processor(images=[[picture]], return_tensors="pt")["pixel_values"][0]
+        pixels = self.processor(images=[[picture]], return_tensors="pt")["pixel_values"][0]
         if len(pixels) * self._rows != self.count(medium):
             raise DataFailure(
                 "media_mismatch",
@@ -102,13 +104,18 @@ class Idefics3(MediaFamily):
             )
         return {"pixel_values": pixels}
 
-    def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         parts: Any = model.model
         like = parts.vision_model.embeddings.patch_embedding.weight
         pixels = torch.cat([one["pixel_values"] for one in inputs]).to(like.device, like.dtype)
         # not transformers' get_image_features: it drops a tile whose numbers are all 0, as padding
-        states = parts.connector(parts.vision_model(pixel_values=pixels).last_hidden_state)  # [tiles, rows, H]
-        return [part.flatten(0, 1) for part in states.split([len(one["pixel_values"]) for one in inputs])]
+        states = parts.vision_model(pixel_values=pixels).last_hidden_state  # [tiles, patches, D]
+        return list(states.split([len(one["pixel_values"]) for one in inputs]))
+
+    def connect(self, model: nn.Module, encoded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts: Any = model.model
+        rows = parts.connector(torch.cat(list(encoded)))  # [tiles, rows, H]
+        return [part.flatten(0, 1) for part in rows.split([len(states) for states in encoded])]
 
 
 def _resized(width: int, height: int, longest: int) -> tuple[int, int]:

@@ -13,8 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.api.environment import StepResult
+from tandem.api.environment import Observation, StepResult
 from tandem.api.failures import DataFailure
+from tandem.api.media import unwritten
 from tandem.config.cores import usable_cores
 from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
 
@@ -250,13 +251,13 @@ class World:
         self.is_sound = True
         """False once it failed: nobody else gets it."""
 
-    async def reset(self, data: Mapping[str, Any], seed: int) -> str:
+    async def reset(self, data: Mapping[str, Any], seed: int) -> Observation:
         """Begins the episode; returns the first observation. Raises `DataFailure`."""
         message = await self._do(self._pool.limits.reset_timeout_s, operation="reset", data=dict(data), seed=seed)
         if "invalid" in message:
             self.is_sound = False
             raise DataFailure("environment_raised", f"{self._pool.name}: InvalidAction in reset: {message['invalid']}")
-        return str(message["observation"])
+        return unwritten(message["observation"])
 
     async def step(self, action: Any) -> StepResult | str:
         """Acts; a text is what the environment says of an invalid action. Raises `DataFailure`."""
@@ -264,7 +265,9 @@ class World:
         if "invalid" in message:
             return str(message["invalid"])
         info = {} if message["accuracy"] is None else {"accuracy": message["accuracy"]}
-        return StepResult(message["observation"], message["reward"], message["terminated"], message["truncated"], info)
+        return StepResult(
+            unwritten(message["observation"]), message["reward"], message["terminated"], message["truncated"], info
+        )
 
     async def _do(self, timeout_s: float, **call: Any) -> dict[str, Any]:
         is_sound, self.is_sound = self.is_sound, False  # also if this is cancelled in the middle of a call

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.api.environment import InvalidAction, StepResult
+from tandem.api.media import written
 from tandem.api.numbers import as_float
 from tandem.workers.child import Answering, failure_message, load_function, serve
 
@@ -91,7 +92,7 @@ class Player:
         named = {name: value for name, value in given.items() if name in self._reset_takes or takes_all}
         result = self._call(self._world.reset, **named)
         observation = result[0] if isinstance(result, tuple) and len(result) == 2 else result
-        return {"observation": _text(observation, "reset")}
+        return {"observation": _observation(observation, "reset")}
 
     def _step(self, action: Any) -> dict[str, Any]:
         result = self._call(self._world.step, action)
@@ -105,12 +106,22 @@ class Player:
         info = step.info if isinstance(step.info, Mapping) else {}
         accuracy = info.get("accuracy")
         return {
-            "observation": _text(step.observation, "step"),
+            "observation": _observation(step.observation, "step"),
             "reward": _number(step.reward, "the reward"),
             "terminated": _flag(step.terminated, "terminated"),
             "truncated": _flag(step.truncated, "truncated"),
             "accuracy": None if accuracy is None else min(max(_number(accuracy, "info['accuracy']"), 0.0), 1.0),
         }
+
+
+def _observation(value: Any, where: str) -> str | list[dict[str, Any]]:
+    """A text, or content parts where there are images or sounds in it."""
+    if isinstance(value, str):
+        return _text(value, where)
+    from tandem.media.parts import shown_parts  # noqa: PLC0415 — heavy, and most observations are texts
+
+    parts = shown_parts(value, lambda text: _text(text, where))
+    return _text(value, where) if parts is None else written([{"content": parts}])[0]["content"]
 
 
 def _text(value: Any, where: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.environment import InvalidAction, StepResult
+from tandem.api.environment import InvalidAction, Observation, StepResult
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.samples import Sample, Trajectory
@@ -129,10 +129,10 @@ class EnvironmentWorkflow(RolloutWorkflow):
         parts += [data.get(EPOCH), data.get(INDEX)] if key is None else []
         return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
 
-    def _start(self, data: Mapping[str, Any], observation: str) -> Chat:
+    def _start(self, data: Mapping[str, Any], observation: Observation) -> Chat:
         """The chat: the row's messages, and the first observation at the end of what the user says."""
         *before, last = [dict(message) for message in data["messages"]]
-        if last["role"] == "user" and isinstance(last["content"], str):
+        if last["role"] == "user" and isinstance(last["content"], str) and isinstance(observation, str):
             before.append(last | {"content": "\n\n".join(text for text in (last["content"].strip(), observation) if text)})
         else:
             before += [last, *([{"role": "user", "content": observation}] if observation else [])]

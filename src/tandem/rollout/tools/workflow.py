@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure, InfrastructureFailure
+from tandem.api.media import reader_of
 from tandem.api.plugins import ends_the_task
 from tandem.api.requests import StopReason
 from tandem.api.samples import Sample
@@ -20,10 +21,11 @@ from tandem.api.workflow import GeneratesTokens, RewardFn
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.generation import GenerationConfig
 from tandem.config.terms import Term, read_term, spelled
+from tandem.media.parts import shown_parts
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus
 from tandem.rollout.deadlines import TOOL, left_for_play
-from tandem.rollout.tools.chat import ToolChat, ToolChatWorkflow
+from tandem.rollout.tools.chat import Result, ToolChat, ToolChatWorkflow
 from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure, UnwritableResult, as_text
 
 Stop = Literal["answer", "length", "turns", "calls", "tokens", "seconds"]
@@ -136,7 +138,7 @@ class Talk:
             **stops,
         }
 
-    async def _results(self, calls: Sequence[Call]) -> dict[str, str]:
+    async def _results(self, calls: Sequence[Call]) -> dict[str, Result]:
         """Returns what the model is told of each call, by its id."""
         began = time.monotonic()
         left = self.workflow.max_calls - self.calls
@@ -152,7 +154,7 @@ class Talk:
         self.seconds += time.monotonic() - began
         return {call.call_id: text for call, text in zip(calls, texts, strict=True)}
 
-    async def _result(self, call: Call) -> str:
+    async def _result(self, call: Call) -> Result:
         if call.status != CallStatus.OK:
             known = call.status in (CallStatus.UNKNOWN_TOOL, CallStatus.WRONG_ARGUMENTS)
             return self._fault(str(call.status) if known else "malformed", call.why)
@@ -160,7 +162,7 @@ class Talk:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return as_text(await self.tools[call.name].run(call.arguments), self.workflow.max_result_characters)
+                return await self._told(await self.tools[call.name].run(call.arguments))
         except InfrastructureFailure:
             raise  # the sandbox or a server: no fault of the model's, so the episode is run again
         except UnwritableResult as failure:
@@ -174,6 +176,13 @@ class Talk:
             if limit.expired():
                 return self._fault("tool_timeout", f"Error: {call.name} was not done after {seconds:.3g} s.")
             return self._fault("tool_raised", f"Error: {kind_and_text(error)}")
+
+    async def _told(self, result: Any) -> Result:
+        """A result as the model reads it: a text, or parts where there are images or sounds in it."""
+        most = self.workflow.max_result_characters
+        reader = reader_of(self.workflow.tokenizer)
+        parts = None if reader is None else await asyncio.to_thread(shown_parts, result, partial(as_text, most=most))
+        return as_text(result, most) if parts is None else parts
 
     def _fault(self, name: str, words: str) -> str:
         self.faults[name] += 1

@@ -34,6 +34,7 @@ STATISTICS_TIMEOUT_S = 2.0
 """A server that says nothing of itself within this time is counted with what it said before."""
 
 HELD = frozenset({"running", "waiting", "shared_prompt_tokens", "kv_reserved_tokens", "kv_budget_tokens", "kv_held_bytes"})
+HELD |= {"media_held_bytes"}
 """Statistics that say what is, not what was done so far."""
 
 

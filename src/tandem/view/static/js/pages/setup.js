@@ -26,6 +26,7 @@ export async function setupPage(view, state) {
       h("section", {}, h("h3", {}, "environment"), environment(facts)),
       h("section", {}, h("h3", {}, "cost"), cost(facts, curves)),
     ),
+    facts.health?.length ? h("section", {}, h("h3", {}, "health"), table(["step", "sickness", "sign", "what to do"], facts.health.map((one) => [one.step, one.name, one.sign, one.remedy]))) : null,
     !isReport && h("h3", {}, "models and stages of a step"), !isReport && h("button", { title: "executes the reward files that the run's configuration names, as a training does", on: { click: draw } }, "draw the traced graph"), graph,
     h("div", { class: "tools" }, h("h3", {}, "configuration"), !isReport && against),
     other ? await differencesView(run, other) : null,

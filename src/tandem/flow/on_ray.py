@@ -1,0 +1,446 @@
+"""`runner=ray`: the roles of each pool live in actors of Ray, and the step calls them from here.
+
+A call returns at once with a reference for each field that the stage declares. What travels to a worker are the fields that
+its stage reads, by Ray's object store; the controller holds the batch that it collected, and reads of the rest only what is
+asked for. Order is that of `tandem.flow.order`, and a pool's calls run one at a time.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.activity import waiting
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import RankFailed, TandemError, WaitTimeout
+from tandem.api.team import Team
+from tandem.config.cores import usable_cores
+from tandem.config.errors import ConfigError, kind_and_text
+from tandem.config.experiment import TrainConfig
+from tandem.config.extras import install_extra
+from tandem.flow.conductor import Around, LocalConductor
+from tandem.flow.critic import FOLDER, Models
+from tandem.flow.order import Order, memory_of
+from tandem.flow.plan import RunPlan
+from tandem.flow.pool import PoolMember, PoolPart, Spent, homes_of, part_of, pools_by_role
+from tandem.flow.process import Process
+from tandem.flow.promised import Promised, added_by
+from tandem.flow.residency import Residency
+from tandem.flow.stages import Stage
+from tandem.launch.local import LAUNCHER
+from tandem.launch.place import Place, free_port
+from tandem.models.tokenizer import save_classifier_tokenizer
+
+log = logging.getLogger(__name__)
+
+READY_S = 600.0
+"""Seconds that the cluster may take to give the cores."""
+
+CLOSE_S = 10.0
+REPLACED = 3
+"""Times that Ray starts the process of a model that never changes again."""
+
+ALONE = Place(0, 1, 1, 0, 1, "", 0)
+MIB = 2**20
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of several calls that fail, the first is told
+    try:
+        import ray  # noqa: PLC0415 an extra
+        import ray.util.scheduling_strategies  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"runner=ray needs Ray, which is not installed here ({error}): {install_extra('ray')}") from error
+    return ray
+
+
+def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
+    """Passes if the roles of this run can be in workers of Ray.
+
+    Raises:
+        ConfigError: they cannot; says why.
+    """
+    _ray()
+    why = {
+        "memory_limit_gib, under which models of one process take turns": config.memory_limit_gib is not None,
+        "rollout.balance, which moves threads of one process": config.rollout.balance is not None,
+        f"rollout.weights.channel={config.rollout.weights.channel}": config.rollout.weights.channel in ("collective", "ipc"),
+        f"rewards of models in the middle of an episode ({', '.join(plan.awaited)})": bool(plan.awaited),
+        "GPUs (device=cpu computes without them)": device != "cpu",
+    }
+    if wrong := next((what for what, there in why.items() if there), None):
+        raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
+
+
+class PoolActor(PoolMember):
+    """The actor."""
+
+    def __init__(self, part: PoolPart):
+        super().__init__(part)
+        if _ray().get_runtime_context().was_current_actor_reconstructed:  # it takes the place of one that died
+            self.enter(ALONE)
+
+    def machine(self, folder: str) -> tuple[str, str, int]:
+        """The node's name in Ray, its address, and a free port there. ``folder``: to work in."""
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        ray = _ray()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
+
+    def enter(self, place: Place) -> int:
+        """Opens the models as the rank of this place; the number of the process."""
+        os.environ.pop(LAUNCHER, None)  # the controller's, whom nobody here follows
+        os.environ.update(place.environment(0))
+        self.open()
+        return os.getpid()
+
+    def asked(self) -> tuple[Any, ...]:
+        """Waits until something is asked of the inference engine."""
+        return self.engine.asked.get()
+
+    def answer(self, answer: Any) -> None:
+        """The answer to that: what it returned, or its failure."""
+        self.engine.answers.put(answer)
+
+
+@dataclass(frozen=True)
+class Away:
+    """Stands for a role that is in a worker."""
+
+    name: str
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{self.name} is in a worker of Ray; a step calls its stages, and nobody else anything of it")
+
+
+@dataclass
+class Pool:
+    """The actors of a pool, rank 0 first."""
+
+    group: Any
+    members: list[Any] = field(default_factory=list)
+    processes: list[int] = field(default_factory=list)
+    last: list[Any] = field(default_factory=list)
+    """The newest call of each member."""
+
+
+class Pools(Models):
+    """The workers of a run, and so its models: each pool writes its own."""
+
+    def __init__(
+        self, config: TrainConfig, plan: RunPlan, engine: InferenceEngine | None, tokenizer: PreTrainedTokenizerBase
+    ):
+        super().__init__(None, None, tokenizer)
+        self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
+        self.of_role = pools_by_role(plan)
+        self.pools: dict[str, Pool] = {}
+        self._names: dict[str, str] = {}
+        self._started = self._closing = False
+        self.records = config.tracking.trajectories_per_step != 0
+        """True if batches are read when a step is done, to be written down."""
+
+    @property
+    def roles(self) -> dict[str, Any]:
+        """Stand-ins here for the roles of the plan that are elsewhere."""
+        return {role.name: Away(role.name) for role in self._plan.roles if role.name in self.of_role}
+
+    @property
+    def residents(self) -> dict[str, Any]:
+        """Stand-ins here for the models that are elsewhere."""
+        return dict.fromkeys(homes_of(self._plan))
+
+    def start(self, process: Process, steps: int, run: str) -> None:
+        """Starts an actor for each rank of each pool; they open their models at the same time.
+
+        Raises:
+            WaitTimeout: the cluster does not give the cores.
+            TandemError: a model cannot be opened, or a worker died.
+        """
+        assert self._engine is not None, "the controller generates"
+        parts = {name: part_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
+        sizes = {name: max(len(one.ranks) for one in part.residents) for name, part in parts.items()}
+        self._connect(process.threads * sum(sizes.values()))
+        reads = self._engine.capabilities
+        if not reads & {"shared_memory", "disk"}:
+            reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
+        for name, ranks in sizes.items():
+            told = (process.threads, steps, run, reads, self._engine.version)
+            part = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
+            self._start(part, again=ranks == 1 and not any(one.changes for one in parts[name].residents))
+        entering = [self._enter(pool) for pool in self.pools.values()]
+        self.all([one for pool in entering for one in pool], "the workers to open their models")
+        for pool, begun in zip(self.pools.values(), entering, strict=True):
+            pool.processes = [self.get(one) for one in begun]
+        threading.Thread(target=self._serve, args=(self.pools["actor"].members[0],), name="engine-desk", daemon=True).start()
+
+    def _connect(self, cores: int) -> None:
+        """To the cluster of `RAY_ADDRESS`, or to one that is made here and ends with the run."""
+        if self.ray.is_initialized():
+            return
+        address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
+        paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        even = {"worker_niceness": 0}  # Ray's workers give way to others, and the engine is one of these
+        made = {"num_cpus": max(cores, usable_cores()), "include_dashboard": False, "_system_config": even}
+        own: dict[str, Any] = {} if address else made
+        self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning", **own)
+        self._started = True
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
+
+    def _start(self, part: PoolPart, *, again: bool) -> None:
+        """The actors of a pool. ``again``: Ray may start one again, with the calls that it did not end."""
+        group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
+        pool = self.pools[part.pool] = Pool(group)
+        with waiting("cores of the Ray cluster"):
+            if not group.wait(READY_S):
+                raise WaitTimeout(
+                    f"Ray has not given {part.ranks} × {part.threads} core(s) for the pool {part.pool} within "
+                    f"{READY_S:.0f} s; the cluster has {self.ray.cluster_resources()}"
+                )
+        actor = self.ray.remote(concurrency_groups={"desk": 2})(PoolActor)
+        place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if again else {}
+        for rank in range(part.ranks):
+            member = actor.options(num_cpus=part.threads, scheduling_strategy=place(group, rank), **how).remote(part)
+            pool.members.append(member)
+            self._names[member._actor_id.hex()] = f"{part.pool} (rank {rank} of {part.ranks})"
+
+    def _enter(self, pool: Pool) -> list[Any]:
+        machines = self.all([one.machine.remote(os.getcwd()) for one in pool.members], "the workers to start")
+        nodes = [node for node, *_ in machines]
+        places = [
+            Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
+            for rank, node in enumerate(nodes)
+        ]
+        return [member.enter.remote(place) for member, place in zip(pool.members, places, strict=True)]
+
+    def _serve(self, member: Any) -> None:
+        """In a thread: does what the publisher asks of the engine, which is here."""
+        asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
+        with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
+            while not self._closing:
+                name, *arguments = self.ray.get(asked.remote())
+                try:
+                    found = getattr(self._engine, name)(*arguments)
+                except Exception as error:  # boundary: the publisher decides what becomes of it
+                    found = Team().portable(error)
+                self.ray.get(answer.remote(found))
+
+    def all(self, references: Sequence[Any], what: str) -> list[Any]:
+        """Waits for all of them, which are ``what``; the first failure counts, also of one that others wait for."""
+        pending = list(references)
+        with waiting(what):
+            while pending:
+                done, pending = self.ray.wait(pending, num_returns=1)
+                self.get(done[0])
+        return [self.get(one) for one in references]
+
+    def get(self, reference: Any) -> Any:
+        """The result behind a reference.
+
+        Raises:
+            TandemError: the worker's.
+            RankFailed: a worker died, or its machine; says whose.
+        """
+        failures = self.ray.exceptions
+        try:
+            return self.ray.get(reference)
+        except failures.RayError as error:
+            log.info("cause", exc_info=error)
+            cause: Any = error
+            while isinstance(cause, failures.RayTaskError) and cause.cause is not None:
+                cause = cause.cause
+            if isinstance(cause, TandemError):
+                raise cause from None
+            if not isinstance(cause, failures.RayActorError):
+                raise RankFailed(f"a worker on Ray failed: {kind_and_text(cause)}") from error
+            who, words = self._names.get(getattr(cause, "actor_id", None) or "", "a pool"), str(cause)
+            if "creation task" in words:
+                raise RankFailed(f"the worker of {who} cannot start: {words.splitlines()[-1]}") from error
+            raise RankFailed(
+                f"the worker of {who} died, and the run with it; the same command goes on from the newest checkpoint"
+            ) from error
+
+    def noticed(self, pool: Pool, process: int) -> bool:
+        """True if a call was done by a process that has taken the place of one that died."""
+        replaced = process != pool.processes[0]
+        if replaced:
+            log.warning("process %d of a model on Ray died; process %d has taken its place", pool.processes[0], process)
+            pool.processes[0] = process
+        return replaced
+
+    def everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        """Has every worker do it."""
+        members = [member for pool in self.pools.values() for member in pool.members]
+        return self.all([getattr(one, method).remote(*arguments) for one in members], f"the workers: {method}")
+
+    def save(self, folder: Path) -> None:
+        self.everywhere("save", folder)
+
+    def digests(self, team: Team) -> dict[str, str]:
+        return {name: digest for found in self.everywhere("digests") for name, digest in found.items()}
+
+    def save_tokenizer(self, folder: Path) -> None:
+        super().save_tokenizer(folder)
+        if (folder / FOLDER).is_dir():
+            save_classifier_tokenizer(self.tokenizer, folder / FOLDER)
+
+    def late_writer(self, states: Mapping[str, Any]) -> None:
+        """Training waits for each save."""
+
+    def write(self, folder: Path) -> None:
+        """Implements `Elsewhere.write`."""
+        self.everywhere("write", folder)
+
+    def load(self, folder: Path, unsaved: Mapping[str, Any]) -> None:
+        """Implements `Elsewhere.load`."""
+        self.everywhere("load", folder, unsaved)
+
+    def history(self) -> Any:
+        """The versions published so far."""
+        return self.get(self.pools["actor"].members[0].history.remote())
+
+    def close(self) -> None:
+        """Ends all workers, and the cluster if it was started here. Idempotent."""
+        self._closing = True
+        members = [member for pool in self.pools.values() for member in pool.members]
+        if members:
+            self.ray.wait([one.close.remote() for one in members], num_returns=len(members), timeout=CLOSE_S)
+        for member in members:
+            self.ray.kill(member)
+        for pool in self.pools.values():
+            self.ray.util.remove_placement_group(pool.group)
+        self.pools = {}
+        if self._started:
+            self.ray.shutdown()
+            self._started = False
+
+
+@contextlib.contextmanager
+def open_pools(
+    config: TrainConfig,
+    plan: RunPlan,
+    process: Process,
+    steps: int,
+    run: str,
+    engine: InferenceEngine | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Pools]:
+    """The workers of a run, for a block. ``steps`` and ``run``: of the run, and its name. ``engine``: generates here."""
+    pools = Pools(config, plan, engine, tokenizer)
+    try:
+        pools.start(process, steps, run)
+        yield pools
+    finally:
+        pools.close()
+
+
+class RayConductor(LocalConductor):
+    """Calls stages in the workers of their pools. What makes a batch, judges or keeps runs here."""
+
+    def __init__(self, pools: Pools, around: Around, residency: Residency, plan: RunPlan):
+        super().__init__(around, residency, plan)
+        self._pools, self._memory = pools, memory_of(plan.residents)
+        self._order: Order[Any] = Order(self._memory)
+        self._begun: list[tuple[Stage, Pool, list[Any]]] = []
+        self._costs: list[tuple[Stage, list[Spent], float]] = []
+        self._replaced = 0
+
+    def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
+        """Calls the method that a stage is: in a pool it begins, and references come back. The model of a reward is waited
+        for, for what is chosen depends on it."""
+        if stage.role not in self._pools.of_role:
+            return super().run(stage, of, *arguments, **named)
+        if stage.kind == "score":
+            _, scores = self._begin(stage, ("score",), list(arguments[0].items()), (), {})
+            self._finish()
+            return self._pools.get(scores)
+        batch = next((one for one in (*arguments, *named.values()) if isinstance(one, Promised)), None)
+        plain = [one for one in arguments if one is not batch]
+        plain_named = {name: one for name, one in named.items() if one is not batch}
+        fields = None if batch is None else list(batch.read_by(stage.declared))
+        added = added_by(stage.declared)
+        metrics, *outputs = self._begin(stage, added, fields, plain, plain_named)
+        if added and batch is not None:
+            return batch.with_output(stage.declared, dict(zip(added, outputs, strict=True)))
+        return {metrics: stage.name}
+
+    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Calls it here, when all that was begun is done. Of a batch the object store has the fields from then on."""
+        self._finish()
+        found = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
+        if stage.kind != "collect":
+            return found
+        return Promised({str(name): (self._pools.ray.put(field),) for name, field in found.items()}, self._pools.get)
+
+    def _begin(
+        self, stage: Stage, added: Sequence[str], fields: Sequence[tuple[str, Any]] | None, plain: Any, named: Any
+    ) -> list[Any]:
+        """References of a call's metrics and of the fields that it adds. It waits for its fields, for earlier calls that it
+        is to follow, and for the one before it in its pool."""
+        pool = self._pools.pools[self._pools.of_role[stage.role]]
+        names = None if fields is None else [name for name, _ in fields]
+        values, earlier = [one for _, one in fields or ()], self._order.before(stage)
+        outputs = []
+        for rank, member in enumerate(pool.members):
+            returns = 1 if rank else 1 + len(added)
+            waits = [*earlier, *pool.last[rank : rank + 1]]
+            begin = member.run.options(num_returns=returns)
+            found = begin.remote(stage.role, stage.call, added, names, plain, named, *values, *waits)
+            outputs.append(found if returns > 1 else [found])
+        pool.last = [one[0] for one in outputs]
+        self._order.add(stage, pool.last[0])
+        self._begun.append((stage, pool, pool.last))
+        return list(outputs[0])
+
+    def value(self, promised: Any) -> Any:
+        """Reads a whole batch, or the metrics of a stage."""
+        if isinstance(promised, Promised):
+            return promised.batch()
+        return self._metrics(promised) if isinstance(promised, dict) else promised
+
+    def _metrics(self, promised: Mapping[Any, Any]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, value in promised.items():
+            found |= {name: value} if isinstance(name, str) else self._pools.get(name)[0]
+        return found
+
+    def _finish(self) -> None:
+        """Waits for all calls that were begun; the first failure counts, also of one that others wait for."""
+        begun, self._begun, self._order = self._begun, [], Order(self._memory)
+        pending = [one for _, _, outputs in begun for one in outputs]
+        for stage, pool, outputs in begun:
+            began = time.monotonic()
+            with self._around(stage), waiting(f"{stage.name}, in a worker on Ray"):
+                while any(one in pending for one in outputs):
+                    done, pending = self._pools.ray.wait(pending, num_returns=1)
+                    self._pools.get(done[0])
+            costs = [self._pools.get(one)[1] for one in outputs]
+            self._replaced += self._pools.noticed(pool, costs[0].process)
+            self._costs.append((stage, costs, time.monotonic() - began))
+
+    def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
+        """Waits for all calls of the step. The batch stays where it is, and can be asked for its fields.
+
+        Raises:
+            TandemError: of the first call that failed.
+        """
+        self._finish()
+        calls, self._costs = self._costs, []
+        found = self._metrics(metrics)
+        found["remote/read_mib"] = sum(cost.read_bytes for _, costs, _ in calls for cost in costs) / MIB
+        found["remote/added_mib"] = sum(costs[0].added_bytes for _, costs, _ in calls) / MIB
+        found["remote/wait_s"] = sum(waited for *_, waited in calls)
+        found["remote/replaced"] = float(self._replaced)
+        for stage, costs, _ in calls:
+            name = "remote/busy_s/" + stage.name.replace(": ", "_").replace(" ", "_")
+            found[name] = found.get(name, 0.0) + costs[0].seconds
+        return batch, found

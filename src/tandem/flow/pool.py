@@ -1,0 +1,213 @@
+"""The roles of one pool, in a process of their own: it opens their models, and runs their stages when it is told to.
+
+A pool is the models that share a memory. The run's controller decides what is called; the process of a rank knows its part
+of the plan, and has no rows, no rewards and no inference engine.
+"""
+
+import contextlib
+import os
+import queue
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.state import Stateful
+from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.state import RecoverConfig
+from tandem.engines.inference.controlled import Controlled
+from tandem.flow.critic import Models
+from tandem.flow.order import CONTROLLER, memory_of, pools_of
+from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.process import start_process
+from tandem.flow.residency import Residency
+from tandem.flow.residents import open_model
+from tandem.flow.roles import open_roles
+from tandem.flow.session import SAVED
+from tandem.models.catalog import resolve
+from tandem.models.tokenizer import load_tokenizer
+from tandem.roles.critic import Critic
+from tandem.state.random_state import RandomStates
+from tandem.state.tree import load_part, read_parts, write_tree
+from tandem.tracking.statistics import PhaseTimer
+
+
+def homes_of(plan: RunPlan) -> dict[str, str]:
+    """The pool of each model in a training engine: the one in whose memory it is; a reference that takes over the actor's
+    weights is with it. What generates is with the controller."""
+    memory = memory_of(plan.residents)
+    there = (one for one in plan.residents if one.engine is not None and one.head != "text")
+    return {one.name: "actor" if one.refresh_every_steps else memory[one.name] for one in there}
+
+
+def pools_by_role(plan: RunPlan) -> dict[str, str]:
+    """The pool of each role that has one, and of each reward's model."""
+    homes = homes_of(plan)
+    scores = {one.name: homes[one.resident] for one in plan.scores if one.resident in homes}
+    return {role: homes.get(pool, pool) for role, pool in pools_of(plan).items() if pool != CONTROLLER} | scores
+
+
+def part_of(plan: RunPlan, pool: str) -> RunPlan:
+    """The plan with the models of a pool alone, whose ranks are counted from 0 in it."""
+    homes = homes_of(plan)
+    mine = tuple(
+        replace(one, engine=replace(one.engine, backend=one.engine.backend.partition("@")[0]))
+        for one in plan.residents
+        if one.engine is not None and homes.get(one.name) == pool
+    )
+    return replace(plan, residents=mine, scores=tuple(one for one in plan.scores if homes.get(one.resident) == pool))
+
+
+@dataclass(frozen=True)
+class PoolPart:
+    """All that a process of a pool is told."""
+
+    config: TrainConfig
+    planned: BaseConfig
+    """The configuration that the plan is of: another one where it distils."""
+
+    pool: str
+    ranks: int
+    threads: int
+    steps: int
+    run: str
+    capabilities: frozenset[str]
+    """The inference engine's, which the controller has."""
+
+    version: WeightVersion
+    """The one that it serves."""
+
+
+class Spent(NamedTuple):
+    """The cost of a call."""
+
+    process: int
+    """The number of the process that did it."""
+
+    seconds: float
+    read_bytes: int
+    """Fields that came to this process for it."""
+
+    added_bytes: int
+
+
+class EngineElsewhere(Controlled):
+    """The controller's inference engine, as the publisher of a pool sees it: what is asked of it, the controller does."""
+
+    def __init__(self, capabilities: frozenset[str], version: WeightVersion):
+        self._capabilities, self._version = capabilities, version
+        self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def control(self, name: str, *arguments: Any) -> dict[str, float]:
+        self.asked.put((name, *arguments))
+        answer = self.answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer or {})
+
+    async def agenerate(self, request: Any) -> Any:
+        raise NotImplementedError("episodes run where the engine is")
+
+    @property
+    def version(self) -> WeightVersion:
+        return self._version
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return self._capabilities
+
+    def prepare_weights(self, update: WeightUpdate) -> None:
+        self.control("prepare_weights", update)
+
+    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
+        report = self.control("commit_weights", version)
+        self._version = version
+        return report
+
+    def close(self) -> None:
+        self.control("close")
+
+
+class PoolMember:
+    """One rank of a pool."""
+
+    def __init__(self, part: PoolPart):
+        self.part, self._stack, self.roles = part, contextlib.ExitStack(), dict[str, Any]()
+        self.engine = EngineElsewhere(part.capabilities, part.version)
+
+    def open(self) -> None:
+        """Opens the models; the environment says which rank this is. Collective over the pool."""
+        part, plan = self.part, plan_run(self.part.planned)
+        as_ranks = {"threads": part.threads, "recover": RecoverConfig(), "runner": "local"}
+        actor = replace(part.config.actor, backend=f"fsdp:d{part.ranks}")
+        process = start_process(replace(part.config, actor=actor, **as_ranks))  # type: ignore[arg-type]
+        folder = resolve(part.config.actor.path)
+        told = (part.steps, part.run, folder, load_tokenizer(folder), self.engine if process.is_main else None)
+        residency = Residency(None, Path(), PhaseTimer(), open_model, process.team)
+        opened = open_roles(part.config, plan, process, *told, residency, self._stack, part_of(plan, part.pool))
+        self.roles, self.team = opened.objects | opened.scores, process.team
+        trainer, critic = getattr(self.roles.get("actor"), "engine", None), self.roles.get("critic")
+        self.models = Models(trainer, critic if isinstance(critic, Critic) else None, told[3])
+        parts = {"trainer": trainer, **self.roles, f"random of {part.pool}": RandomStates(process.device, process.team)}
+        self._saved = {name: parts[name] for name in (*SAVED, *parts) if isinstance(parts.get(name), Stateful)}
+
+    def run(
+        self, role: str, call: str, added: Sequence[str], names: Sequence[str] | None, plain: Any, named: Any, *values: Any
+    ) -> Any:
+        """Runs a stage: gives its metrics and its cost, and then the fields of ``added``, None where there is none.
+
+        ``names``: the fields of its batch, of which ``values`` has the tensors, and of several of one name the first counts
+        that is there; None: it takes no batch. Further ``values`` were only waited for.
+        """
+        batch: dict[str, torch.Tensor] = {}
+        for name, value in zip(names or (), values, strict=False):
+            batch |= {} if value is None or name in batch else {name: value}
+        began = time.monotonic()
+        given = () if names is None else (TensorDict(batch, batch_size=[]),)
+        found = getattr(self.roles[role], call)(*given, *plain, **named)
+        if isinstance(found, torch.Tensor):  # the scores of a reward's model
+            found = dict(zip(added, (found,), strict=True))
+        fields = [found[name] if name in found.keys() else None for name in added]
+        cost = Spent(os.getpid(), time.monotonic() - began, _bytes(batch.values()), _bytes(fields))
+        output = ({} if added else found, cost)
+        return (output, *fields) if added and self.team.main else output
+
+    def save(self, folder: Path) -> None:
+        """Writes the models of this pool that are trained. Collective."""
+        self.models.save(folder)
+
+    def digests(self) -> dict[str, str]:
+        """The digests of the weights of this pool's trained models. Collective."""
+        return self.models.digests(self.team)
+
+    def write(self, folder: Path) -> None:
+        """Writes the state of this pool into an empty folder. Collective."""
+        states = {name: part.state_dict() for name, part in self._saved.items()}
+        write_tree(self.team, folder / f"pool-{self.part.pool}", states, writes=self.team.main)
+
+    def load(self, folder: Path, unsaved: Mapping[str, Any]) -> None:
+        """Goes on from the state of a checkpoint, whoever wrote it. Collective. ``unsaved``: of parts that it may not
+        have."""
+        tree = {**unsaved, **read_parts(folder)}
+        for name, part in self._saved.items():
+            if name in tree or not name.startswith("random"):
+                load_part(name, part, tree, folder)
+
+    def history(self) -> dict[int, WeightVersion]:
+        """The versions published so far."""
+        found: dict[int, WeightVersion] = self.roles["publisher"].history
+        return found
+
+    def close(self) -> None:
+        """Gives back what others would miss."""
+        self._stack.close()
+
+
+def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

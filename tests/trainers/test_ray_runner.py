@@ -1,0 +1,134 @@
+"""Roles in workers of Ray: the same step, the same bits, checkpoints for either runner; a death is mended or named."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.api.failures import RankFailed
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.config.preference import DistillConfig
+from tandem.flow.plan import plan_run
+from tandem.flow.pool import part_of, pools_by_role
+from tandem.trainers import distill, rl
+from tandem.trainers.script import open_training
+from tests.trainers.calling import calling_model_folder
+
+TOOLS, REWARDS = Path(__file__).with_name("calling.py"), Path(__file__).with_name("small_rewards.py")
+KL = ("algorithm.kl.coefficient=0.1",)
+PPO = ("algorithm=ppo", *KL, "reference.backend=fsdp:d1")
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """A cluster of our own, which leaves no process behind."""
+    ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tandem-rl[ray]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
+        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+        yield ray
+        ray.shutdown()
+    assert not [child.name() for child in psutil.Process().children(recursive=True) if child.name().startswith("ray")]
+
+
+def items_of(overrides, runner, trial, *more):
+    given = [*overrides, "deterministic=true", "gconfig.max_new_tokens=6", f"runner={runner}", f"trial_name={trial}", *more]
+    return list({item.partition("=")[0]: item for item in given}.values())
+
+
+def trained(overrides, runner, trial, *more, module=rl, kind=TrainConfig, **how):
+    """The digests of all weights after each step, and the metrics that are no measurements."""
+    found = module.train(load_config(kind, None, items_of(overrides, runner, trial, *more)), **how)
+    weights = {}
+    for line in (found.folder / "weights.jsonl").read_text().splitlines():
+        weights[json.loads(line)["step"]] = json.loads(line)["tensors"]
+    measured = ("time/", "tokens_per_s/", "memory/", "remote/", "threads/")
+    return weights, {name: value for name, value in found.metrics.items() if not name.startswith(measured)}
+
+
+def cases(models):
+    return {
+        "grpo": ["actor.mini_batches=2"],
+        "ppo": [*PPO, "critic.warmup_steps=1", "rollout.verify.every_steps=1", "evaluate.every_steps=1"],
+        "refreshed": [*KL, "reference.refresh_every_steps=1", "placement=decoupled"],
+        "adapter": [*KL, "actor.lora.rank=4"],
+        "judge": [f"reward=0.5*model(path={models / 'judge'}, name=judge) + {REWARDS}:even"],
+        "tools": [
+            *("workflow=tools", f"workflow_args.tools=[{TOOLS}:double,{TOOLS}:halve]", "workflow_args.max_turns=3"),
+            *(f"gconfig.stop_token_ids={list(range(3, 300, 8))}", "gconfig.max_new_tokens=24", "rollout.batch_size=2"),
+        ],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "ppo", "refreshed", "adapter", "judge", "tools"])
+def test_roles_in_workers_of_ray_train_to_the_bits_of_a_local_run(ray, overrides, models, case, tmp_path):
+    more = cases(models)[case]
+    if case == "tools":
+        more = [f"actor.path={calling_model_folder(tmp_path)}", *more]
+    weights, metrics = trained(overrides, "local", "local", *more)
+    theirs, their_metrics = trained(overrides, "ray", "ray", *more)
+    assert weights == theirs and len(weights) == 3 and weights[1] != weights[3]
+    assert metrics == pytest.approx(their_metrics, nan_ok=True, rel=0, abs=0)
+
+
+@pytest.mark.slow
+def test_a_student_and_its_teacher_in_workers_of_ray_are_a_local_pair_to_the_bit(ray, overrides, models):
+    own = ("reward=", "gconfig.n_samples=")
+    keys = [f"teacher.path={models / 'tiny-llama-1'}", *(key for key in overrides if not key.startswith(own))]
+    local, theirs = (trained(keys, name, name, module=distill, kind=DistillConfig)[0] for name in ("local", "ray"))
+    assert local == theirs
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_the_other_runner(ray, overrides):
+    whole, _ = trained(overrides, "local", "whole", *PPO)
+    for first, then in (("ray", "local"), ("local", "ray")):
+        trained(overrides, first, first, *PPO, until=2)
+        assert trained(overrides, then, first, *PPO)[0] == whole
+
+
+@pytest.mark.slow
+def test_a_dead_worker_of_a_frozen_model_is_replaced_and_another_one_ends_the_run(ray, overrides):
+    whole, _ = trained(overrides, "local", "whole", *PPO)
+    config = load_config(TrainConfig, None, items_of(overrides, "ray", "killed", *PPO)).config
+    with open_training(config) as (_, session):
+        pools, replaced = session.pools.pools, []
+        for step in (1, 2, 3):
+            if step == 2:
+                os.kill(pools["reference"].processes[0], signal.SIGKILL)
+            batch, metrics = session.step()
+            session.end_step()
+            replaced.append(metrics["remote/replaced"])
+            assert session.models.digests(session.team) == whole[step]
+        assert replaced == [0.0, 1.0, 1.0] and batch["reference_logprobs"].shape == batch["input_ids"].shape
+        os.kill(pools["critic"].processes[0], signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"the worker of critic \(rank 0 of 1\) died, and the run with it"):
+            session.step()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_on_ray_is_refused_before_there_is_a_run_folder(ray, overrides, tmp_path):
+    for keys, words in (
+        (["memory_limit_gib=1"], "memory_limit_gib"),
+        (["rollout.balance=auto", "async_training=true"], "rollout.balance"),
+    ):
+        with pytest.raises(ConfigError, match=f"runner=ray does not go with {words}"):
+            trained(overrides, "ray", "refused", "deterministic=false", *keys)
+    assert not (tmp_path / "tandem" / "refused").exists()
+
+
+def test_models_that_share_a_memory_or_take_over_weights_are_in_one_pool(overrides):
+    plan = plan_run(load_config(TrainConfig, None, items_of(overrides, "ray", "planned", *PPO)).config)
+    pools = pools_by_role(plan)
+    assert {pools[name] for name in ("actor", "publisher")} == {"actor"} and "rollout" not in pools
+    assert pools["reference"] == "reference" and pools["critic"] == "critic"
+    refreshed = items_of(overrides, "ray", "planned", *KL, "reference.refresh_every_steps=1", "reference.backend=fsdp:d1")
+    plan = plan_run(load_config(TrainConfig, None, refreshed).config)
+    assert pools_by_role(plan)["reference"] == "actor"
+    assert [one.name for one in part_of(plan, "actor").residents] == ["actor", "reference"]
