@@ -93,8 +93,8 @@ class TrainEngine(ABC):
         """
 
     def moved(self) -> dict[str, float]:
-        """How far the last optimizer step moved the weights, as the metric ``actor/update_ratio``; empty if unknown. It is
-        estimated from some of the weights, which ones depends on the layout."""
+        """The metric ``actor/update_ratio``: the last optimizer step over the weights, by their norms; empty if unknown.
+        Estimated from some of the weights; which ones depends on the layout."""
         return {}
 
     @abstractmethod

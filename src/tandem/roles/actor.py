@@ -212,7 +212,7 @@ class Actor:
         for part in self.weighted(batch, only_policy=not has_other_terms):
             result = self.engine.train_batch(part, loss, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
-        metrics = step_metrics(steps) | self.engine.moved() if steps else {}
+        metrics = step_metrics(steps) if steps else {}
         metrics |= reward_metrics(batch, shaped=bool(self._credit.shaping)) | dropped_metrics(batch, self._drops(batch))
         metrics |= self._follow_kl(batch)
         self.version += 1

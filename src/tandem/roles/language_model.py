@@ -32,7 +32,7 @@ class LanguageModel:
         Raises:
             BatchError: no token is trained on.
         """
-        return _with_perplexity(self.engine.train_batch(_weighted(batch), _loss)) | self.engine.moved()
+        return _with_perplexity(self.engine.train_batch(_weighted(batch), _loss))
 
     @stage(reads=("input_ids", "loss_mask"), may_read=("temperature",), reads_state=("weights",))
     def evaluate_lm(self, batch: TensorDict) -> dict[str, float]:

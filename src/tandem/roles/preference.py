@@ -96,7 +96,7 @@ class PreferenceLearner:
         Raises:
             BatchError: a stage before this one was left out, sequences that are no pairs, or one without a trained token.
         """
-        return _derived(self.engine.train_batch(self._weighted(batch), self._objective)) | self.engine.moved()
+        return _derived(self.engine.train_batch(self._weighted(batch), self._objective))
 
     @stage(
         reads=("input_ids", "loss_mask", "chosen"),

@@ -32,7 +32,7 @@ class Optimizer:
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
         self.moved: dict[str, float] = {}
-        """How far the last step that was taken moved the weights, as a metric; empty if that is not known."""
+        """The last step over the weights, by their norms, as a metric; empty if that is not known."""
 
         self._step = 0
         self._skips_in_a_row = 0
