@@ -384,6 +384,8 @@ def _sinks(c: Conversion, name: str) -> None:
     said = c.read(name) or []
     names = said if isinstance(said, list) else [said]
     c.put("tracking.sinks", [n for n in names if n in ("wandb", "tensorboard", "trackio")], name)
+    if not {"wandb", "trackio"} & set(names):
+        c.idle("only wandb and trackio have projects", "project" if c.system == "TRL" else "trainer.project_name")
     if other := [str(n) for n in names if n not in ("wandb", "tensorboard", "trackio", "console", "none")]:
         c.left[name] = f"{', '.join(other)}: tracking.sinks has wandb, tensorboard and trackio, and my_file.py:Name"
 
@@ -395,8 +397,8 @@ def _verl(c: Conversion) -> None:
     sizes = ("data.train_batch_size", "actor.ppo_mini_batch_size")
     c.put("actor.mini_batches", number_of, *sizes, how=f"{prompts} / {mini} prompts")
     c.put("actor.epochs_per_batch", passes, "actor.ppo_epochs")
-    sizes = ("actor.ppo_micro_batch_size", "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu")
-    c.idle("memory only: actor.max_tokens_per_micro_batch is chosen by the plan", *sizes, "actor.use_dynamic_bsz")
+    memory = ("actor.ppo_micro_batch_size", "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu")
+    c.idle("memory only: actor.max_tokens_per_micro_batch is chosen by the plan", *memory, "actor.use_dynamic_bsz")
     if isinstance(betas := c.read("actor.optim.betas"), list):
         for key, beta in zip(("beta1", "beta2"), betas, strict=True):
             c.put(f"actor.optimizer.{key}", beta, "actor.optim.betas")
