@@ -16,6 +16,7 @@ PAGE = Path(__file__).with_suffix(".md")
 _CELLS = re.compile(r"(?<!\\) ?\| ?")
 _THEIRS = re.compile(r"`-{0,2}(\.?[a-z][\w.]*\*?)`(?: \(([^;,)]*))?")
 _OURS = re.compile(r"`([a-z_.0-9]+(?:=\w+)?)`(?: \([^)]*\))?")
+_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 _VALUES = re.compile(r"`(?:(\w+)=)?([\w+-]+)` is `([^`]+)`")
 
 
@@ -66,7 +67,7 @@ def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignNa
     """The names of one row: the n-th of theirs is the n-th of ours if there are as many, else all of ours. One that begins
     with a dot belongs to the section of the one before."""
     names, keys = _THEIRS.findall(theirs), tuple(_OURS.findall(ours))
-    told = differs.replace("`", "").replace("**", "").strip()
+    told = _LINK.sub(r"\1", differs).replace("`", "").replace("**", "").strip()
     alike, values = len(names) == len(keys), _VALUES.findall(differs)
     found: list[ForeignName] = []
     for i, (name, default) in enumerate(names):

@@ -18,11 +18,10 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 
 def script_values(text: str) -> dict[str, str]:
-    """Key → value, as text. A variable that the script does not set stays as it is, ``$HOME``; of those that an `if` or a
-    `case` sets in each branch, the first counts."""
+    """Key → value, as text. A variable that the script does not set stays as it is, ``$HOME``; an indented
+    line, of an `if` or a `case`, sets only what nothing has set before: of several branches the first counts."""
     variables: dict[str, str] = {}
     found: dict[str, str] = {}
-    branches: set[str] = set()
     for line in text.replace("\\\n", " ").splitlines():
         line = _expanded(line, variables)
         try:
@@ -30,9 +29,8 @@ def script_values(text: str) -> dict[str, str]:
         except ValueError:  # a quote that ends on another line
             words = [word.strip("\"'") for word in line.split()]
         if words and (setting := _SET.fullmatch(" ".join(words))) and len(words) <= 1 + line.lstrip().startswith("export "):
-            if not (inside := line[:1].isspace()) or setting[1] not in branches:
+            if not (line[:1].isspace() and variables.get(setting[1])):
                 variables[setting[1]] = setting[2]
-            branches |= {setting[1]} if inside else set()
         _collect(words, found)
     return found
 
