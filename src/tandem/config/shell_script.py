@@ -28,9 +28,10 @@ def script_values(text: str) -> dict[str, str]:
             words = shlex.split(line, comments=True)
         except ValueError:  # a quote that ends on another line
             words = [word.strip("\"'") for word in line.split()]
-        if words and (setting := _SET.fullmatch(" ".join(words))) and len(words) <= 1 + line.lstrip().startswith("export "):
-            if not (line[:1].isspace() and variables.get(setting[1])):
-                variables[setting[1]] = setting[2]
+        setting = _SET.fullmatch(" ".join(words))
+        one = len(words) <= 1 + line.lstrip().startswith("export ")
+        if setting and one and not (line[:1].isspace() and variables.get(setting[1])):
+            variables[setting[1]] = setting[2]
         _collect(words, found)
     return found
 
