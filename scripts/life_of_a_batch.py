@@ -105,7 +105,6 @@ BESIDE = {
         "engines/inference/stopping",
         "engines/train/asleep",
         "roles/critic",
-        "roles/reference",
         "rollout/ranks",
         "rollout/replay",
     ),

@@ -11,10 +11,11 @@ import yaml
 
 from tandem.cli.arguments import split_arguments
 from tandem.config.coming_from import PAGE
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.keys import all_keys
 from tandem.config.load import load_config, plain_data
 from tandem.config.parts import PARTS
+from tandem.config.preference import PreferenceConfig
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import METRICS
 from tandem.trainers.rl import train
@@ -120,12 +121,12 @@ def test_the_page_for_those_who_come_from_elsewhere_is_what_errors_are_made_from
 
 def test_our_column_for_those_who_come_from_elsewhere_has_our_keys_and_our_defaults():
     config = load_config(TrainConfig, None, ["train_dataset.path=addition"]).config
-    keys = set(all_keys(TrainConfig))
+    keys = {key for kind in (TrainConfig, SFTConfig, PreferenceConfig) for key in all_keys(kind)}
     knobs = {
-        f"algorithm.{part}.{knob}": rule.default
+        f"{'' if part == 'loss' else 'algorithm.'}{part}.{knob}": rule.default
         for part, choices in PARTS.items()
         for name, record in choices.items()
-        if name in ("grpo", "ppo_clip", "sequence_mean")
+        if name in ("grpo", "gae", "ppo_clip", "sequence_mean", "dpo")
         for knob, rule in record.knobs.items()
     }
     seen = 0

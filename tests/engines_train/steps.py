@@ -72,9 +72,3 @@ def weights_of(engine) -> dict[str, torch.Tensor]:
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Euclidean, over all weights."""
     return sum(float((a[name] - b[name]).detach().double().pow(2).sum()) for name in a) ** 0.5
-
-
-def exact(metrics):
-    """Without the metric that is estimated from some of the weights: another layout has others of them, and Adam's step for
-    a gradient near 0 is all rounding."""
-    return {name: value for name, value in metrics.items() if name != "actor/update_ratio"}

@@ -92,6 +92,11 @@ class TrainEngine(ABC):
         Raises `NonFinite` after too many skips in a row.
         """
 
+    def moved(self) -> dict[str, float]:
+        """The metric ``actor/update_ratio``: the last optimizer step over the weights, by their norms; empty if unknown.
+        Estimated from some of the weights; which ones depends on the layout."""
+        return {}
+
     @abstractmethod
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
         """The same without a step."""

@@ -66,6 +66,9 @@ COMMANDS = {
     "plan": SubCommand("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),
     "graph": SubCommand("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
     "config": SubCommand("tandem.cli.config", "show the resolved configuration and where each value comes from"),
+    "convert-config": SubCommand(
+        "tandem.cli.convert_config", "translate a configuration of TRL or verl into one of Tandem's"
+    ),
     "doctor": SubCommand("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }
 

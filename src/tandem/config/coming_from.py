@@ -14,8 +14,10 @@ from tandem.config.nearest import OTHER_WORDS
 PAGE = Path(__file__).with_suffix(".md")
 
 _CELLS = re.compile(r"(?<!\\) ?\| ?")
-_THEIRS = re.compile(r"`-{0,2}([a-z][\w.]*)`")
+_THEIRS = re.compile(r"`-{0,2}(\.?[a-z][\w.]*\*?)`(?: \(([^;,)]*))?")
 _OURS = re.compile(r"`([a-z_.0-9]+(?:=\w+)?)`(?: \([^)]*\))?")
+_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
+_VALUES = re.compile(r"`(?:(\w+)=)?([\w+-]+)` is `([^`]+)`")
 
 
 class ForeignName(NamedTuple):
@@ -32,26 +34,48 @@ class ForeignName(NamedTuple):
     differs: str
     """The difference in meaning."""
 
+    default: str = ""
+    """The default there, as the page writes it: `off`, `1e-6`; empty if it is not told."""
+
+    values: tuple[tuple[str, str], ...] = ()
+    """Value there → value of our key, or ``key=value``."""
+
+    alone: bool = True
+    """False if its row has other names for the same keys of ours, so that its value is not simply theirs."""
+
+    section: str = ""
+    """The class whose table it stands in, such as `SFTConfig`; empty in the table of the system."""
+
 
 @functools.cache
 def foreign_names() -> tuple[ForeignName, ...]:
     """All names of the page, in its order."""
-    found, system = [], ""
+    found: list[ForeignName] = []
+    system = section = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
-            system = line.removeprefix("## ")
+            system, section = line.removeprefix("## "), ""
+        elif line.startswith("### "):
+            section = line.removeprefix("### ").strip("`")
         cells = _CELLS.split(line.strip().removeprefix("|").removesuffix("|").strip(" "))
         if system and line.startswith("|") and len(cells) == 3 and "Tandem" not in cells[1]:
-            found += _of_row(system, *cells)
+            found += [f._replace(section=section) for f in _of_row(system, *cells)]
     return tuple(found)
 
 
 def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignName]:
-    """The names of one row: the n-th of theirs is the n-th of ours if there are as many, else all of ours."""
+    """The names of one row: the n-th of theirs is the n-th of ours if there are as many, else all of ours. One that begins
+    with a dot belongs to the section of the one before."""
     names, keys = _THEIRS.findall(theirs), tuple(_OURS.findall(ours))
-    told = differs.replace("`", "").replace("**", "").strip()
-    alike = len(names) == len(keys)
-    return [ForeignName(system, name, keys[i : i + 1] if alike else keys, told) for i, name in enumerate(names)]
+    told = _LINK.sub(r"\1", differs).replace("`", "").replace("**", "").strip()
+    alike, values = len(names) == len(keys), _VALUES.findall(differs)
+    found: list[ForeignName] = []
+    for i, (name, default) in enumerate(names):
+        last = name.rpartition(".")[2]
+        whole = found[-1].name.rpartition(".")[0] + name if name.startswith(".") else name
+        own = tuple((value, ours) for of, value, ours in values if of == last or (not of and len(names) == 1))
+        found.append(ForeignName(system, whole, keys[i : i + 1] if alike else keys, told, default, own, alike))
+    return found
 
 
 def hint(key: str, keys: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 PER_STEP = ("loss", "grad_norm")
-MOVED = "actor/update_ratio"
 
 
 def step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -15,10 +14,8 @@ def step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     taken = [step for step in steps if not step["skipped"]] or list(steps)
     found = {name: sum(step[name] for step in taken) / len(taken) for name in PER_STEP}
     found |= {"lr": steps[-1]["lr"], "skipped": sum(step["skipped"] for step in steps)}
-    moved = [step[MOVED] for step in taken if MOVED in step]
-    found |= {MOVED: sum(moved) / len(moved)} if moved else {}
     kept = sum(step["tokens"] * step.get("kept", 0.0) for step in steps)
-    own = set(found) | {"kept", "tokens", MOVED}
+    own = set(found) | {"kept", "tokens"}
     for name in dict.fromkeys(name for step in steps for name in step if name not in own):
         if name.endswith("/max"):
             found[name] = max(step[name] for step in steps if name in step)

@@ -95,6 +95,10 @@ class SpreadEngine(TrainEngine):
         metrics = self._gathered(totals)
         return metrics | self.optimizer.step(metrics["loss"])
 
+    def moved(self) -> dict[str, float]:
+        """Implements `TrainEngine.moved`."""
+        return dict(self.optimizer.moved)
+
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
         self._require("parameters")

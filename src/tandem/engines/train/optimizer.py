@@ -31,6 +31,9 @@ class Optimizer:
             (matrices if len(holder.shape(name)) >= 2 else vectors).append(p)
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
+        self.moved: dict[str, float] = {}
+        """The last step over the weights, by their norms, as a metric; empty if that is not known."""
+
         self._step = 0
         self._skips_in_a_row = 0
 
@@ -61,6 +64,7 @@ class Optimizer:
             NonFinite: too many steps in a row had a loss or gradient that was not finite.
         """
         did()
+        self.moved = {}
         self._holder.finish_gradients()
         options, norm = self._options, self._gradient_norm()
         rate = learning_rate(self._step, self._total_steps, options)
@@ -86,7 +90,7 @@ class Optimizer:
             self.adamw.step()
             self._holder.publish()
             if before is not None:
-                report |= self._moved(before)
+                self.moved = self._moved(before)
         self.adamw.zero_grad()
         return report
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from tandem.protocol.dialects import anthropic, chat, responses
@@ -47,9 +48,19 @@ class Dialect:
     failed: Callable[[Refusal], bytes] = chat.failed
     """The event of a refusal that comes when the stream has begun."""
 
+    read_media: Callable[[Mapping[str, Any]], Turn] | None = None
+    """`read` for a model that takes images or sounds; None: this dialect brings texts alone."""
+
 
 DIALECTS = (
-    Dialect("/v1/chat/completions", "OpenAI's chat completions", chat.read, chat.answer, chat.events),
+    Dialect(
+        "/v1/chat/completions",
+        "OpenAI's chat completions",
+        chat.read,
+        chat.answer,
+        chat.events,
+        read_media=partial(chat.read, media=True),
+    ),
     Dialect(
         "/v1/responses",
         "OpenAI's responses",

@@ -61,8 +61,8 @@ MAX_ARGUMENTS = 1 << 18
 """Longest arguments of a call: they are parsed in this process."""
 
 
-def read(body: Mapping[str, Any]) -> Turn:
-    """The turn that a body asks for.
+def read(body: Mapping[str, Any], media: bool = False) -> Turn:
+    """The turn that a body asks for. ``media``: as for `read_turn`.
 
     Raises:
         Refusal: 400 for what cannot be had, or would change the meaning.
@@ -71,7 +71,7 @@ def read(body: Mapping[str, Any]) -> Turn:
         if name in body and body[name] not in harmless:
             raise refused(name, f"it would change what a reply means; got {body[name]!r:.80}")
     overridden, ignored = FIELDS.sort(body)
-    return replace(read_turn(body), overridden=overridden, ignored=ignored)
+    return replace(read_turn(body, media), overridden=overridden, ignored=ignored)
 
 
 def read_turn(body: Mapping[str, Any], media: bool = False) -> Turn:

@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import special_ids
 from tandem.api.failures import DataFailure
+from tandem.api.media import MediaTokens, Medium, encode, media_of, prompt_key, reader_of
 from tandem.api.requests import LLMResponse, StopReason
+from tandem.media.parts import read_for
 from tandem.protocol.turns import Message, Reply
 from tandem.rollout.chat import SENTINEL, Tokens
 from tandem.rollout.recording.matching import digests, meaning, thought
@@ -91,6 +93,12 @@ class Asked:
     input_ids: tuple[int, ...]
     context: tuple[int, ...]
     """Those of them that are behind the path of the parent."""
+
+    media: tuple[int, ...]
+    """The media number of each of `input_ids`; empty where all is text."""
+
+    context_media: tuple[int, ...]
+    """That of each of `context`, or empty."""
 
     opening: bool
     """No turn of the session had ended when it came."""
@@ -175,7 +183,7 @@ class Forest:
     ):
         """``context``: most tokens that the engine takes, if known."""
         self._tokenizer, self.reader, self._kwargs = tokenizer, reader, dict(template_kwargs or {})
-        self._context = context
+        self._context, self.takes_media = context, reader_of(tokenizer) is not None
         self._special = frozenset(special_ids(tokenizer))
         self._ends: dict[bytes, list[Node]] = {}
         self.nodes: list[Node] = []
@@ -193,8 +201,9 @@ class Forest:
         Raises:
             Unrenderable: the template refuses the messages.
             TooLong: they cannot fit; known before all of them are tokenised.
+            DataFailure: an image or sound of theirs cannot be read.
         """
-        messages, (number, opening) = tuple(messages), arrival or self.arrival()
+        (number, opening), messages = arrival or self.arrival(), tuple(read_for(self._tokenizer, messages))
         paths = digests(messages)
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
@@ -205,8 +214,9 @@ class Forest:
             if nodes:
                 break
         text = self._render(messages, tools)
-        ids = tuple(self._encode(text))
-        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, opening, number, _digest(ids))
+        ids, media = map(tuple, self._encode(text, media_of(messages)))
+        seen = _digest(ids, media)
+        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, media, media, opening, number, seen)
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -221,7 +231,7 @@ class Forest:
         words = str(self._tokenizer.decode(output, skip_special_tokens=True))
         (path,) = digests([reply], asked.path)
         node = Node(
-            replace(asked, text="", input_ids=(), digest=b""),
+            replace(asked, text="", input_ids=(), media=(), digest=b""),
             reply,
             words,
             self._decode(output[:-1] if end else output),
@@ -248,9 +258,13 @@ class Forest:
             return None
         if addition is None:
             return None
-        context = tuple(self._encode(addition))
-        ids = (*_tokens(node), *context)
-        return Asked(node, tail, tools, full, Text.of(full), end, ids, context, False, number, _digest(ids))
+        context, shown = map(tuple, self._encode(addition, media_of(tail)))
+        before = _tokens(node)
+        ids, media = (*before.ids, *context), (*before.media, *(shown or (0,) * len(context)))
+        media = media if any(media) else ()
+        return Asked(
+            node, tail, tools, full, Text.of(full), end, ids, context, media, shown, False, number, _digest(ids, media)
+        )
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
         """Finds what the template writes behind a reply's tokens when ``tail`` follows; None if it changed the path.
@@ -281,7 +295,7 @@ class Forest:
         """Says whether what the template writes for a reply says what the model said."""
         if written.strip() == node.said.strip():
             return True
-        ids = self._encode(written)
+        ids = self._encode(written).ids
         read = self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP).shown().message()
         return meaning(read) == meaning(node.reply) and thought(read) == thought(node.reply)
 
@@ -342,9 +356,9 @@ class Forest:
             tokens: Tokens | None = None
             for node in leaf.line():
                 if tokens is None:
-                    tokens = Tokens(node.asked.context)
+                    tokens = Tokens(node.asked.context, node.asked.context_media)
                 else:
-                    tokens.add_context(node.asked.context)
+                    tokens.add_context(node.asked.context, node.asked.context_media)
                 tokens.add_completion(node.response, trained=node not in done)
                 done.add(node)
             assert tokens is not None
@@ -360,14 +374,14 @@ class Forest:
                 f"the chat template of this model refuses the messages: {error.__cause__ or error}"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, media: Sequence[Medium] = ()) -> MediaTokens:
         if self._context is not None and len(text) > (first := 8 * self._context):
             tokens = len(self._tokenizer(text[:first], add_special_tokens=False)["input_ids"])
             if tokens > 1.25 * self._context:  # a cut changes few tokens
                 raise TooLong(
                     f"the first {first} of {len(text)} characters have {tokens} tokens, and the context {self._context}"
                 )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode(self._tokenizer, text, media)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -392,10 +406,15 @@ def _is_used(node: Node, turns: Sequence[Node]) -> bool:
     return len(words) >= USED and any(words in str(message.get("content") or "") for message in later)
 
 
-def _tokens(node: Node) -> list[int]:
+def _tokens(node: Node) -> MediaTokens:
     """All tokens up to the end of a reply."""
-    return [i for one in node.line() for i in (*one.asked.context, *one.response.output_ids)]
+    tokens = MediaTokens([], [])
+    for one in node.line():
+        context, output = one.asked.context, one.response.output_ids
+        tokens.ids.extend((*context, *output))
+        tokens.media.extend((*(one.asked.context_media or (0,) * len(context)), *(0,) * len(output)))
+    return tokens
 
 
-def _digest(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+def _digest(ids: Sequence[int], media: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", prompt_key(ids, media)).tobytes(), digest_size=16).digest()

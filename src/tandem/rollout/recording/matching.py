@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tandem.api.chat_template import text_of
+from tandem.api.media import Medium
 from tandem.protocol.turns import Message
 
 LONG = 1 << 16
@@ -18,13 +19,24 @@ def meaning(message: Message) -> str:
     Content that is absent, null or empty is one thing, and parts of text are their text. White space around a reply is no
     word of it. The ids of calls and results do not count, because their order agrees; nor does thinking, see `thought`.
     """
-    content = text_of(message.get("content"))
+    content = _words(message.get("content"))
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     if message["role"] == "assistant":
         content = content.strip()
     if len(content) > LONG:
         content = hashlib.blake2b(content.encode("utf-8", "surrogatepass")).hexdigest()
     return json.dumps([message["role"], content, calls], ensure_ascii=False, sort_keys=True)
+
+
+def _words(content: Any) -> str:
+    """The text of a content; the number of an image or sound stands in its place."""
+    if not isinstance(content, list | tuple):
+        return text_of(content)
+    media = (part.get("medium") if isinstance(part, Mapping) else None for part in content)
+    return "".join(
+        f"\0{medium.number}\0" if isinstance(medium, Medium) else text_of(part)
+        for part, medium in zip(content, media, strict=True)
+    )
 
 
 def thought(message: Message) -> str:

@@ -166,7 +166,8 @@ class RecordingSession:
         """The turn that a body of ``size`` bytes asks for, and its tokens; made beside the loop.
 
         Raises:
-            Refusal: too many are read already, the template refuses the messages, they are too long, or the session is over.
+            Refusal: too many are read already, the template refuses the messages, an image or sound cannot be read, they are
+                too long, or the session is over.
         """
         self._check_open()
         self._check_running(self._reading)
@@ -181,6 +182,8 @@ class RecordingSession:
             return await asyncio.get_running_loop().run_in_executor(_LONG if size > _LONG_BYTES else _SHORT, ask)
         except Unrenderable as error:
             raise Refusal(400, str(error), code=error.code, param="messages") from error
+        except DataFailure as error:
+            raise Refusal(400, str(error), code=error.reason, param="messages") from error
         finally:
             self._reading -= 1
 
@@ -279,7 +282,8 @@ class RecordingSession:
         try:
             answered = await self._sampled(attempt)
             attempt.ended, self.failure = time.monotonic(), None
-            attempt.asked = replace(attempt.asked, text="", input_ids=())  # the node knows its tokens by those before it
+            # the node knows its tokens by those before it
+            attempt.asked = replace(attempt.asked, text="", input_ids=(), media=())
             if not attempt.done.done():
                 attempt.done.set_result(answered)
         except Exception as error:  # the request boundary: whoever waits raises it, and a retry samples anew
@@ -296,7 +300,8 @@ class RecordingSession:
         stops = tuple(dict.fromkeys((*gconfig.stop, *turn.stops)))
         base = getattr(self._engine, "noise_key", None)
         key = None if base is None else base._replace(trajectory=attempt.noise)
-        request = LLMRequest(asked.input_ids, replace(gconfig, max_new_tokens=limit, stop=stops), noise_key=key)
+        gconfig = replace(gconfig, max_new_tokens=limit, stop=stops)
+        request = LLMRequest(asked.input_ids, gconfig, noise_key=key, media=asked.media)
         response = await self._engine.agenerate(request)
         if response.stop_reason == StopReason.CANCELLED:
             raise DataFailure("cancelled", "the request was cancelled, so the reply is not what the policy would have said")
