@@ -61,8 +61,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | Non
     for kind in () if reader is None else reader.kinds:
         if reader.placeholder(kind) in ids:
             raise ConfigError(
-                f"the prompt spells {reader.marker(kind)}, the place of an {kind} for this model, and there is none: leave it "
-                "out; images and sounds go through `tandem serve` (docs/serve.md)"
+                f"the prompt spells {reader.marker(kind)}, the place of an {kind} for this model, and there is none: leave "
+                "it out; images and sounds go through `tandem serve` (docs/serve.md)"
             )
     return tuple(ids)
 
