@@ -3,9 +3,11 @@
 import base64
 import binascii
 import hashlib
+import http.client
 import os
 import re
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,7 +30,7 @@ MAX_BYTES = 2**26
 """Bytes of a file, an answer or a data URL."""
 
 TIMEOUT_S = 20.0
-"""Seconds that a host may take."""
+"""Seconds that a host may take to answer, and then for its answer."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -328,10 +330,19 @@ def _allowed_url(url: str, hosts: Sequence[str]) -> str:
 
 
 def _fetched(url: str) -> bytes:
+    until, data = time.monotonic() + TIMEOUT_S, bytearray()
     try:
         with urllib.request.build_opener(_NoRedirect).open(url, timeout=TIMEOUT_S) as answer:
-            return _bounded(answer.read(MAX_BYTES + 1))
-    except (OSError, ValueError) as error:
+            while piece := answer.read1(MAX_BYTES + 1):
+                data += piece
+                if len(data) > MAX_BYTES:
+                    raise _too_long()
+                if time.monotonic() > until:
+                    raise TimeoutError(f"it takes more than {TIMEOUT_S:g} s")
+            if answer.length:
+                raise OSError(f"it was cut off, {answer.length} bytes are missing")
+            return bytes(data)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise DataFailure("media_missing", f"{url:.200} cannot be had: {error}") from error
