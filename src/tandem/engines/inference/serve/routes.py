@@ -138,15 +138,8 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
     )
     if media:
         told = "An image or sound for `/generate`, which names it by the number in the answer"
-        add(
-            "POST",
-            "/media",
-            told,
-            partial(keep_medium, service),
-            body=medium_schema(media),
-            answer=MEDIUM_ANSWER,
-            max_bytes=large,
-        )
+        keep, taken = partial(keep_medium, service), medium_schema(media)
+        add("POST", "/media", told, keep, body=taken, answer=MEDIUM_ANSWER, max_bytes=large)
     routes.extend(_control(control, limits.max_body_bytes, limits.max_weights_body_bytes))
     return tuple(routes)
 
