@@ -30,7 +30,7 @@ MAX_BYTES = 2**26
 """Bytes of a file, an answer or a data URL."""
 
 TIMEOUT_S = 20.0
-"""See `Allowed`."""
+"""Seconds of `Allowed` where nothing else is said."""
 
 Messages = Sequence[Mapping[str, Any]]
 

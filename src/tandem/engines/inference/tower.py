@@ -94,7 +94,7 @@ class Tower:
         return medium
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:
-        """What the tower reads of a medium; once made it does not ask the media store, which may lose it meanwhile."""
+        """The inputs of the tower for a medium; once made it does not ask the media store, which may lose it meanwhile."""
         made = self._inputs.get(number)
         if made is None:
             made = self.family.inputs(store.medium(number))

@@ -123,7 +123,7 @@ class Tokenizers:
 
 @contextlib.contextmanager
 def _reading(param: str) -> Iterator[None]:
-    """What is wrong with media of a client is the client's fault; that they cannot be kept here is the server's."""
+    """Refuses media that are wrong as the fault of the client; that they cannot be kept here is the fault of the server."""
     try:
         yield
     except DataFailure as failure:
