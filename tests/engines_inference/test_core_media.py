@@ -212,6 +212,16 @@ def test_towers_sleep_with_the_weights_and_must_come_back_with_them(folder):
     assert run(core, {0: request})[0].logprobs == before.logprobs
 
 
+def test_a_store_that_is_emptied_ends_no_request_that_was_taken(folder, media_store, tmp_path):
+    other = dict(FolderSource(tiny_idefics3(tmp_path, seed=1)).tensors())
+    core = make_core(folder, prefill_chunk_tokens=5)
+    core.add(0, asking(folder, QUESTION, [picture(0)]))
+    core.step()
+    shutil.rmtree(tmp_path / "media")
+    core.swap(core.stage(other.items()), WeightVersion(1))
+    assert len(drain(core)[0].output_ids) == 8
+
+
 def test_media_that_are_not_there_or_do_not_fit_their_tokens_are_refused(folder, tmp_path):
     core, request = make_core(folder), asking(folder, QUESTION, [picture(0)])
     ids, media = request.input_ids, request.media

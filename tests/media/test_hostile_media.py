@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import random
 import resource
+import socket
 import threading
+import time
 import tracemalloc
 import zipfile
 import zlib
@@ -224,6 +226,15 @@ def test_names_that_stay_inside_are_read_and_a_second_folder_may_be_allowed(plac
 
 class Server(BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/garbage":
+            self.wfile.write(b"no answer\r\n")
+            return
+        if self.path == "/cut":
+            self.send_response(200)
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            self.wfile.write(saved(PIXELS))
+            return
         if self.path == "/moved":
             self.send_response(302)
             self.send_header("Location", "/image")
@@ -249,11 +260,33 @@ def test_a_host_that_is_allowed_is_asked_within_bounds_and_sends_nobody_elsewher
         address = f"http://127.0.0.1:{server.server_port}"
         assert Source("image", f"{address}/image", allowed).read().size == (20, 12)
         assert reason(Source("image", f"{address}/moved", allowed).read).startswith("media_missing")
+        for path in "/garbage", "/cut", "/a b", "/a\r\nX: y":
+            assert reason(Source("image", address + path, allowed).read).startswith("media_missing"), path
+        assert reason(Source("image", "http://127.0.0.1:port/x", allowed).read).startswith("media_missing")
         assert reason(Source("image", f"{address}/endless", allowed).read).startswith("media_too_large")
         assert reason(Source("image", f"{address}/image").read).startswith("media_refused")
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_host_that_sends_drop_by_drop_is_given_up(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                for _ in range(100):
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        began = time.monotonic()
+        assert "it takes more than 0.5 s" in reason(Source("image", url, Allowed(hosts=("127.0.0.1",), timeout_s=0.5)).read)
+        assert time.monotonic() - began < 3
 
 
 def test_a_data_url_of_hundreds_of_megabytes_is_refused_before_it_is_decoded():

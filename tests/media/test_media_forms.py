@@ -159,6 +159,17 @@ def keep_often(_):
     return [keep("image", rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).number for _ in range(40)]
 
 
+@pytest.mark.parametrize("left", [0, 8, -1])
+def test_a_file_of_the_store_that_was_cut_off_is_written_again(store, left):
+    for kind, data in ("image", np.zeros((4, 5, 3), np.uint8)), ("audio", np.zeros(9, np.int16)):
+        keep(kind, data)
+        (file,) = store.glob("*.png" if kind == "image" else "*.wav")
+        whole = file.read_bytes()
+        file.write_bytes(whole[:left])
+        keep(kind, data)
+        assert file.read_bytes() == whole
+
+
 def test_processes_that_keep_the_same_media_at_once_agree(store):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         found = pool.map(keep_often, range(4))

@@ -177,6 +177,15 @@ def test_values_that_cannot_be_are_refused(argv, words):
         serve.check(parsed(serve, "m", *argv))
 
 
+def test_a_media_host_is_a_name_as_urls_spell_it(capsys):
+    given = [word for host in ("Images.Example.org", "::1", "[::1]") for word in ("--media-host", host)]
+    assert parsed(serve, "m", *given).media_host == ["images.example.org", "::1", "::1"]
+    for wrong in ("http://images.example.org", "images.example.org:80", "a/b", ""):
+        with pytest.raises(SystemExit):
+            parsed(serve, "m", "--media-host", wrong)
+    assert "give the name alone" in capsys.readouterr().err
+
+
 def test_a_new_token_is_long_and_readable_by_its_owner_only(tmp_path):
     token = token_from(tmp_path / "token")
 

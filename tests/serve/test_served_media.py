@@ -17,7 +17,7 @@ from tandem.engines.inference.remote.tandem_server import TandemServer, start_ta
 from tandem.media import store
 from tandem.models.tokenizer import load_tokenizer
 from tests.serve.served import Served, one_by_one, request_of, tiny_engine
-from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio, tiny_qwen_vl
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,6 +156,33 @@ def test_bodies_sounds_and_numbers_that_do_not_fit_are_refused(seeing, seeing_fo
     for media, code in ([-5 if n else 0 for n in request.media], "media_missing"), (request.media[1:], "media_mismatch"):
         body = {"input_ids": request.input_ids, "media": media}
         assert seeing.json("POST", "/generate", body, status=400)["error"]["code"] == code
+
+
+def test_placeholders_of_one_picture_that_stand_apart_do_not_end_the_server(tmp_path):
+    folder, shown = tiny_qwen_vl(tmp_path), picture(0, 48, 48)
+    family = load_tokenizer(folder).media
+    ids, media = [family.placeholder("image"), 7] * 144, [shown.number, 0] * 144
+    assert len(ids) % family.count(shown) == 0
+    with Served(folder) as server:
+        answer = server.json("POST", "/generate", {"input_ids": ids, "media": media}, status=400)
+        assert answer["error"]["code"] == "media_mismatch"
+        server.json("POST", "/generate", {"input_ids": [7, 8], "sampling": {"max_new_tokens": 2}})
+
+
+def test_a_media_store_that_cannot_be_written_is_the_fault_of_the_server(seeing, tmp_path, monkeypatch):
+    chat = {"model": "tiny", "messages": asking(picture(0)), "max_tokens": 1}
+    medium = {"kind": "image", "data": data_url(picture(0)).partition(",")[2]}
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "a file"))
+    for path, body in ("/v1/chat/completions", chat), ("/media", medium):
+        assert seeing.json("POST", path, body, status=503)["error"]["code"] == "media_store"
+    monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "another"))
+    seeing.json("POST", "/v1/chat/completions", chat)
+
+
+def test_a_model_that_sees_is_not_given_sounds(seeing):
+    data = base64.b64encode(store.packed(sound(0).number)).decode()
+    seeing.json("POST", "/media", {"kind": "audio", "data": data}, status=400)
 
 
 def test_a_model_of_text_refuses_pictures(served):

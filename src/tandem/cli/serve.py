@@ -11,6 +11,8 @@ need the admin token. See docs/serve.md.
 """
 
 import argparse
+import contextlib
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--media-host",
+        type=_host,
         action="append",
         default=[],
         metavar="HOST",
@@ -59,6 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-timeout", type=float, default=DEFAULTS.request_timeout_s, metavar="S", help="default: 3600"
     )
     bounds.add_argument("--shutdown-timeout", type=float, default=DEFAULTS.shutdown_s, metavar="S", help="default: 30")
+
+
+def _host(name: str) -> str:
+    """A host as URLs are compared with it."""
+    with contextlib.suppress(ValueError):
+        bare = f"[{name}]" if ":" in name and not name.startswith("[") else name
+        host = urllib.parse.urlsplit(f"//{bare}").hostname
+        if host and host == name.lower().strip("[]"):
+            return host
+    raise argparse.ArgumentTypeError(f"{name!r} is no host: give the name alone, such as images.example.org")
 
 
 def _add_engine_arguments(engine: Any) -> None:

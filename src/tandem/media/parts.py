@@ -3,9 +3,11 @@
 import base64
 import binascii
 import hashlib
+import http.client
 import os
 import re
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,7 +30,7 @@ MAX_BYTES = 2**26
 """Bytes of a file, an answer or a data URL."""
 
 TIMEOUT_S = 20.0
-"""Seconds that a host may take."""
+"""Seconds of `Allowed` where nothing else is said."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -59,6 +61,9 @@ class Allowed:
     hosts: tuple[str, ...] = ()
     """Hosts that ``http`` and ``https`` URLs may name."""
 
+    timeout_s: float = TIMEOUT_S
+    """Seconds that a host may take to answer, and then for its answer."""
+
 
 NOWHERE = Allowed()
 
@@ -82,7 +87,7 @@ class Source:
                     with _opened(found) as file:
                         found = _bounded(file.read(MAX_BYTES + 1))
                 elif isinstance(found, str):
-                    found = _fetched(found)
+                    found = _fetched(found, self.allowed.timeout_s)
                 self._medium = keep(self.kind, read_image(found) if self.kind == "image" else read_sound(found))
             return self._medium
 
@@ -327,11 +332,21 @@ def _allowed_url(url: str, hosts: Sequence[str]) -> str:
     return url
 
 
-def _fetched(url: str) -> bytes:
+def _fetched(url: str, timeout_s: float) -> bytes:
+    data = bytearray()
     try:
-        with urllib.request.build_opener(_NoRedirect).open(url, timeout=TIMEOUT_S) as answer:
-            return _bounded(answer.read(MAX_BYTES + 1))
-    except (OSError, ValueError) as error:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=timeout_s) as answer:
+            until = time.monotonic() + timeout_s
+            while piece := answer.read1(MAX_BYTES + 1):
+                data += piece
+                if len(data) > MAX_BYTES:
+                    raise _too_long()
+                if time.monotonic() > until:
+                    raise TimeoutError(f"it takes more than {timeout_s:g} s")
+            if answer.length:
+                raise OSError(f"it was cut off, {answer.length} bytes are missing")
+            return bytes(data)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
         raise DataFailure("media_missing", f"{url:.200} cannot be had: {error}") from error

@@ -30,6 +30,10 @@ RATE = 16_000
 MAX_HELD_BYTES = 2**28
 """Decoded media that a process holds in memory; those that were asked for last stay."""
 
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+_WAV_HEADER = 44
+"""Bytes."""
+
 _ENDINGS: dict[MediaKind, str] = {"image": ".png", "audio": ".wav"}
 
 
@@ -62,7 +66,7 @@ _HELD = _Held()
 
 
 def keep(kind: MediaKind, data: np.ndarray) -> Medium:
-    """Keeps a medium, if it is not there yet. Several processes may keep the same one at once.
+    """Keeps a medium, if it is not there yet, or was cut off there. Several processes may keep the same one at once.
 
     Args:
         data: an image ``[H, W, 3]`` uint8, or a sound ``[n]`` int16 at `RATE`; not to be changed afterwards.
@@ -76,7 +80,7 @@ def keep(kind: MediaKind, data: np.ndarray) -> Medium:
     data.setflags(write=False)
     number = _number(kind, data)
     file = _file(kind, number)
-    if not file.is_file():
+    if not _whole(file, data):
         _write(file, lambda out: (_write_image if kind == "image" else write_sound)(out, data))
     _HELD.add(file, data)
     return Medium(kind, number, (data.shape[1], data.shape[0]) if kind == "image" else (len(data), RATE))
@@ -151,6 +155,18 @@ def _opening(number: int) -> Iterator[None]:
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError, wave.Error) as error:
         raise MediaMissing(f"medium {number} in the media store {media_folder()} cannot be read: {error}") from error
+
+
+def _whole(file: Path, data: np.ndarray) -> bool:
+    """True if the file is there to its end. A machine that failed may have left less of it."""
+    try:
+        if file.suffix == ".wav":
+            return file.stat().st_size == _WAV_HEADER + data.nbytes
+        with file.open("rb") as there:
+            there.seek(-len(_PNG_END), os.SEEK_END)
+            return there.read() == _PNG_END
+    except OSError:
+        return False
 
 
 def _write(file: Path, write: Callable[[IO[bytes]], None]) -> None:

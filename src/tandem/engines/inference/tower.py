@@ -6,6 +6,7 @@ depend on what comes beside it, and kept until an update brings other weights of
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -87,22 +88,34 @@ class Tower:
                     "media_mismatch", f"medium {number} is an {medium.kind}; this model takes {self.family.kinds}"
                 )
             if self._features.get(number) is None:
-                self._input(medium)
+                self._input(number)
         except store.MediaMissing as error:
             raise DataFailure("media_missing", str(error)) from error
         return medium
 
-    def _input(self, medium: Medium) -> dict[str, torch.Tensor]:
-        made = self._inputs.get(medium.number)
+    def _input(self, number: int) -> dict[str, torch.Tensor]:
+        """The inputs of the tower for a medium; once made it does not ask the media store, which may lose it meanwhile."""
+        made = self._inputs.get(number)
         if made is None:
-            made = self.family.inputs(medium)
-            self._inputs.put(medium.number, made)
+            made = self.family.inputs(store.medium(number))
+            self._inputs.put(number, made)
         return made
 
     def positions(self, request: LLMRequest) -> torch.Tensor | None:
-        """Rotary positions ``[S, 3]`` of a prompt; None where they are those of text."""
+        """Rotary positions ``[S, 3]`` of a prompt; None where they are those of text.
+
+        Raises:
+            DataFailure: ``media_mismatch``: placeholders of a medium stand apart from each other, so that positions would
+                grow beyond the prompt's tokens.
+        """
         if not request.media or not self.family.three_dimensional:
             return None
+        for number, run in groupby(request.media):
+            if number and (there := len(list(run))) % (rows := self.family.count(store.medium(number))):
+                raise DataFailure(
+                    "media_mismatch",
+                    f"medium {number} has {rows} rows of features; its placeholders must stand side by side, not {there}",
+                )
         found = [store.medium(number) for number in dict.fromkeys(filter(None, request.media))]
         return self.family.positions(torch.tensor(request.input_ids), torch.tensor(request.media), found)
 
@@ -135,7 +148,7 @@ class Tower:
         if kept is None:
             inputs = {
                 name: tensor.to(self._device, self._compute if tensor.is_floating_point() else None)
-                for name, tensor in self._input(store.medium(number)).items()
+                for name, tensor in self._input(number).items()
             }
             kept = {"rows": self.family.features(self._model, [inputs])[0].to(self._compute)}
             self._features.put(number, kept)

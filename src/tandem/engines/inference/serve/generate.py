@@ -1,10 +1,12 @@
 """`/generate`: token in, token out, with a log-probability and a version a token. What `TandemServer` speaks."""
 
 import secrets
+from collections.abc import Collection
 from typing import Any
 
 from aiohttp import web
 
+from tandem.api.media import MediaKind
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.service import EngineService
@@ -80,9 +82,12 @@ def request_schema(max_tokens: int, vocab_size: int, media: bool = False) -> Sch
     return record(fields, ("input_ids",))
 
 
-MEDIUM = record(
-    {"kind": {"enum": ["image", "audio"]}, "data": {"type": "string", "description": "base64 of a file"}}, ("kind", "data")
-)
+def medium_schema(kinds: Collection[MediaKind]) -> Schema:
+    """The body of `/media`; ``kinds``: those that the model takes."""
+    data = {"type": "string", "description": "base64 of a file"}
+    return record({"kind": {"enum": list(kinds)}, "data": data}, ("kind", "data"))
+
+
 MEDIUM_ANSWER = record({"number": {"type": "integer"}}, ("number",))
 
 

@@ -10,11 +10,11 @@ from tandem.engines.inference.serve import answers
 from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, ServiceControl, of_run
 from tandem.engines.inference.serve.generate import ANSWER as GENERATED
 from tandem.engines.inference.serve.generate import (
-    MEDIUM,
     MEDIUM_ANSWER,
     VERSION,
     generate,
     keep_medium,
+    medium_schema,
     request_schema,
 )
 from tandem.engines.inference.serve.metrics import Metrics
@@ -138,7 +138,8 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
     )
     if media:
         told = "An image or sound for `/generate`, which names it by the number in the answer"
-        add("POST", "/media", told, partial(keep_medium, service), body=MEDIUM, answer=MEDIUM_ANSWER, max_bytes=large)
+        keep, taken = partial(keep_medium, service), medium_schema(media)
+        add("POST", "/media", told, keep, body=taken, answer=MEDIUM_ANSWER, max_bytes=large)
     routes.extend(_control(control, limits.max_body_bytes, limits.max_weights_body_bytes))
     return tuple(routes)
 

@@ -1,7 +1,9 @@
 """Text from tokens as they come: whole characters only, and nothing that may turn out to be a stop string."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -10,9 +12,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import DataFailure
+from tandem.api.failures import DataFailure, NotWritten
 from tandem.api.media import PARTS, MediaKind, MediaTokens, encode, media_of, reader_of
-from tandem.config.errors import kind_and_text
+from tandem.config.errors import ConfigError, kind_and_text
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
 from tandem.media.parts import NOWHERE, Allowed, read_media
@@ -22,6 +24,8 @@ from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Turn
 
 T = TypeVar("T")
+
+LOG = logging.getLogger("tandem.serve")
 
 _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
@@ -76,18 +80,16 @@ class Tokenizers:
         """Tokens and text of a conversation with the model's turn opened. Its images and sounds go into the media store.
 
         Raises:
-            Refusal: 400, the template does not take these messages, with what it said; a medium cannot be read; and as
-                `encode`.
+            Refusal: 400, the template does not take these messages, with what it said; a medium cannot be read; 503, the
+                media store cannot be written; and as `encode`.
         """
 
         def tokens(encoder: _Encoder) -> tuple[MediaTokens, str]:
-            try:
+            with _reading("messages"):
                 own = replace(turn, messages=tuple(read_media(turn.messages, self._allowed))) if self.media else turn
                 text = encoder.render(own)
                 check_room(self._fewest(text), room, "messages")
                 return encoder.encode_media(text, own), text
-            except DataFailure as failure:
-                raise Refusal(400, str(failure), code=failure.reason, param="messages") from failure
 
         return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS or _has_media(turn), tokens)
 
@@ -95,10 +97,8 @@ class Tokenizers:
         """Puts a medium, base64 of a file, into the media store; its number. Raises `Refusal` as `encode_chat`."""
 
         def read(encoder: _Encoder) -> int:
-            try:
+            with _reading("data"):
                 (medium,) = media_of(read_media([{"content": [{"type": kind, "data": data}]}]))
-            except DataFailure as failure:
-                raise Refusal(400, str(failure), code=failure.reason, param="data") from failure
             return medium.number
 
         return await self._run(True, read)
@@ -119,6 +119,18 @@ class Tokenizers:
         """Ends the threads once they have done what they are doing."""
         self._short.close()
         self._long.close()
+
+
+@contextlib.contextmanager
+def _reading(param: str) -> Iterator[None]:
+    """Refuses media that are wrong as the fault of the client; that they cannot be kept here is the fault of the server."""
+    try:
+        yield
+    except DataFailure as failure:
+        raise Refusal(400, str(failure), code=failure.reason, param=param) from failure
+    except (ConfigError, NotWritten) as error:
+        LOG.error("%s", error)
+        raise Refusal(503, "the server cannot keep images and sounds now; its log says why", code="media_store") from error
 
 
 def check_room(num_tokens: int, room: int, param: str) -> None:
