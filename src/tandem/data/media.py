@@ -123,7 +123,7 @@ class _Placing:
             if not used and not any(source.kind == kind for source in self.sources):
                 in_front += map(self._shown, sources)
             elif used and used != len(sources):
-                raise DataFailure("media_mismatch", f"the row has {len(sources)} of {kind} and {used} places for them")
+                raise DataFailure("media_mismatch", f"the row has {len(sources)} {kind} media and {used} places for them")
         if in_front:
             _put_first(sides["messages"], in_front)
         return {**row, **sides}
@@ -158,7 +158,7 @@ class _Placing:
         """The part of the next medium of the row's columns."""
         sources = self._given[kind]
         if self._next[kind] == len(sources):
-            raise DataFailure("media_mismatch", f"the row has {len(sources)} of {kind} and more places for them")
+            raise DataFailure("media_mismatch", f"the row has {len(sources)} {kind} media and more places for them")
         self._next[kind] += 1
         return self._shown(sources[self._next[kind] - 1])
 

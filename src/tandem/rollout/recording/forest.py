@@ -98,7 +98,7 @@ class Asked:
     """The media number of each of `input_ids`; empty where all is text."""
 
     context_media: tuple[int, ...]
-    """That of each of `context`, or empty."""
+    """The media number of each of `context`, or empty."""
 
     opening: bool
     """No turn of the session had ended when it came."""
