@@ -65,7 +65,7 @@ def check_messages(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[st
             reads = f"reads text and {' and '.join(sorted(taken))}" if taken else "reads text alone"
             raise ConfigError(
                 f"{row.get(WHERE, 'a row')}: the row has media of the kind {kind!r}, and the model {reads}: take a model "
-                "that reads them (docs/media.md), or leave them out: media=false of the data set (train_dataset.media, valid_dataset.media)"
+                "that reads them (docs/media.md), or leave them out: media=false of train_dataset, of valid_dataset"
             )
         keys = {f"the key {key!r} of a message": key for message in messages for key in message if key not in known}
         for what, name in (keys | ({"the column 'tools'": "tools"} if row.get("tools") else {})).items():
