@@ -10,6 +10,7 @@ import socket
 import time
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import last_metrics
-from tandem.state.named import named_model, pins
+from tandem.state.named import named_model, named_run, pins
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import write_tree
 from tests.engines_train.steps import engine_on
@@ -399,3 +400,12 @@ def test_a_run_that_cannot_stand_for_a_model_says_what_there_is(name, words, roo
 def test_what_names_no_run_is_left_to_whoever_knows_models(name, root, monkeypatch):
     monkeypatch.chdir(root.parent)
     assert named_model(name) == name
+
+
+def test_a_models_folder_is_taken_where_a_run_has_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "sums/one", tmp_path / "runs/sums/one/checkpoints/step_1"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert named_model("sums/one") == "sums/one"
+    assert named_run("sums/one@1") == (Path("runs/sums/one"), "1")

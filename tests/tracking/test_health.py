@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.tracking import TrackingConfig
-from tandem.tracking.health import CHECKS, FILE, Curves, markdown
+from tandem.tracking.health import CHECKS, FILE, Curves, HealthWatch, markdown
 from tandem.tracking.tracker import Tracker
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data_files/health.json").read_text())
@@ -106,6 +106,13 @@ def test_a_run_that_goes_on_tells_again_only_what_came_later(checkpoint, times, 
                 tracker.log(step, {"lr": 1e-9, "actor/update_ratio": 2e-9})
     assert len([record for record in caplog.records if record.name == "tandem.tracking.health"]) == times
     assert [json.loads(line)["step"] for line in (tmp_path / FILE).read_text().splitlines()] == [3]
+
+
+def test_a_run_goes_on_where_a_kill_has_torn_a_line_of_its_health(tmp_path):
+    whole = json.dumps({"step": 1, "name": "truncation", "sign": "", "remedy": ""}) + "\n"
+    (tmp_path / FILE).write_text(whole + '{"step": 1, "name": "dead_gr\n3\n\n', encoding="utf-8")
+    HealthWatch(tmp_path).forget_after(2)
+    assert (tmp_path / FILE).read_text(encoding="utf-8") == whole
 
 
 def test_the_page_has_the_table():

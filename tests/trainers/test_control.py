@@ -14,8 +14,9 @@ from tandem.cli.main import main
 from tandem.config.changes import Change, changed_reward
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
+from tandem.config.load import load_config, to_yaml
 from tandem.state.control import FOLDER, JOURNAL, Mailbox, ask, changes, requests, take_answer
+from tandem.state.run_folder import RunFolder
 from tandem.trainers.rl import train
 from tests.trainers.colocated import keys_of, make_models
 
@@ -370,3 +371,11 @@ def test_models_of_rewards_come_and_go_with_a_stop_and_not_while_the_run_goes_on
     last = rows(folder)[-1]
     assert {name for name in last if name.startswith("rewards/")} == {"rewards/second", "rewards/many"}
     assert last["step"] == 4 and "control/changes" not in last
+
+
+def test_a_change_of_a_run_on_ray_is_refused_before_it_waits(tmp_path, capsys):
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", "reward=exact_number", "runner=ray"]).config
+    with RunFolder.open(tmp_path, "sums", "one", command="train", config_text=to_yaml(config)) as folder:
+        assert main(["control", str(folder.path), "reward.weight", "exact_number=2"]) == 2
+        assert "stop the run, and then: tandem continue" in capsys.readouterr().err
+        assert not list(folder.path.glob("control/*"))

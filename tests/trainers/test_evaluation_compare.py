@@ -63,6 +63,7 @@ def test_an_evaluation_against_itself_has_no_difference(tmp_path):
         ({"scores": [[1.0]]}, "2 rows"),
         ({"digests": ["row0", "changed"]}, "row 1 to begin with"),
         ({"reward": "gsm8k"}, "different rewards"),
+        ({"success": "reward >= 0"}, "the reward alone and --success 'reward >= 0'"),
     ],
 )
 def test_different_data_is_refused(tmp_path, other, words):

@@ -49,6 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not change.value:
         raise ConfigError(f"write: tandem control {arguments.run} {change.action} {ACTIONS[change.action]}")
     refuse_ended(folder)
+    if load_config(TrainConfig, folder / "config.yaml").config.runner == "ray":
+        raise ConfigError(
+            f"{folder} has runner=ray, under which the reward does not change while it trains; stop the run, and then: "
+            f"tandem continue {folder} reward=… --override"
+        )
     name = ask(folder, change)
     answer = take_answer(folder, name, arguments.timeout_s)
     if answer is None:

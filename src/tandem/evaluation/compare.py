@@ -166,6 +166,13 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
 
 def check_same_rows(first: Recorded, second: Recorded) -> None:
     """Raises `ConfigError` unless both asked the same rows of the same data sets."""
+    rules = [recorded.settings["config"].get("success") for recorded in (first, second)]
+    if len(set(rules)) > 1:
+        told = " and ".join(f"--success '{rule}'" if rule else "the reward alone" for rule in rules)
+        raise ConfigError(
+            f"a sample is right by different rules ({told}); repeat the command of one of them with the rule of the other: "
+            "it is counted anew, and nothing is generated"
+        )
     names = list(first.settings["data"]), list(second.settings["data"])
     if set(names[0]) != set(names[1]):
         raise ConfigError(

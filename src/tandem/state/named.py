@@ -59,14 +59,20 @@ def named_run(text: str) -> NamedRun | None:
         places = [Path(name).expanduser(), Path(RunConfig().root, name)]
     except (OSError, RuntimeError):  # a name too long, or a home folder that nobody has: no run's
         return None
+    if named and _is_model(places[0]):  # a folder as it is written, also where a run below the root has the same name
+        return None
     for place in places:
-        if existing_run(place) is not None and not (place / "config.json").is_file():
+        if existing_run(place) is not None and not _is_model(place):
             return NamedRun(place, step or None)
     if at:
         raise ConfigError(no_run(name))
-    if os.path.isdir(places[0]) and not (places[0] / "config.json").is_file() and (below := run_names(places[0])):
+    if os.path.isdir(places[0]) and not _is_model(places[0]) and (below := run_names(places[0])):
         raise ConfigError(f"{text} holds runs and is none: give one of them, such as {below[0]}")
     return None
+
+
+def _is_model(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.json")  # False also where the name is none that a folder can have
 
 
 def named_model(text: str) -> str:

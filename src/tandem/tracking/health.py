@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.api.lines import append_line
 
@@ -192,6 +192,16 @@ def _grown(values: Sequence[float]) -> float:
     return values[-1] - values[-WINDOW:][0] if values else 0.0
 
 
+def _record(line: str) -> dict[str, Any] | None:
+    """Reads what was told from a line; None where a kill has torn it."""
+    try:
+        one = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("step"), int)
+    return one if whole else None
+
+
 class HealthWatch:
     """The checks of one run; each sickness is told once."""
 
@@ -201,8 +211,8 @@ class HealthWatch:
     def forget_after(self, step: int) -> None:
         """Those told up to the step are not told again, those after it are."""
         if self._path.is_file():
-            told = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
-            kept = {one["name"]: json.dumps(one) + "\n" for one in told if one["step"] <= step}
+            told = map(_record, self._path.read_text(encoding="utf-8", errors="replace").splitlines())
+            kept = {one["name"]: json.dumps(one) + "\n" for one in told if one is not None and one["step"] <= step}
             self._told = set(kept)
             self._path.write_text("".join(kept.values()), encoding="utf-8")
 
