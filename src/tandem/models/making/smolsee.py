@@ -30,7 +30,7 @@ TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(
 EXPANSION = AROUND + WHOLE + IMAGE * PLACEHOLDERS + AROUND
 """A picture in the prompt, as Idefics3's processor writes one that is not cut into tiles."""
 
-KIND_STEPS, STEPS = 400, 150
+KIND_STEPS, STEPS = 400, 120
 OPEN, CLOSED = 12, 4
 """Questions of a step: with open answers, and with yes or no."""
 
@@ -98,7 +98,7 @@ def shows_object(pixels: Tensor) -> Tensor:
 
 
 def states(tower: nn.Module, pixels: Tensor) -> Tensor:
-    """What the tower makes of pictures of bytes, ``[N, patches, WIDTH]``."""
+    """The states of the tower over pictures of bytes, ``[N, patches, WIDTH]``."""
     with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16("cpu")):
         seen: Tensor = tower(normalised(pixels)).last_hidden_state
     return seen.float()
