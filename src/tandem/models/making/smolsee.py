@@ -30,8 +30,8 @@ TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(
 EXPANSION = AROUND + WHOLE + IMAGE * PLACEHOLDERS + AROUND
 """A picture in the prompt, as Idefics3's processor writes one that is not cut into tiles."""
 
-KIND_STEPS, STEPS = 400, 120
-OPEN, CLOSED = 12, 4
+KIND_STEPS, STEPS = 400, 240
+OPEN, CLOSED = 10, 6
 """Questions of a step: with open answers, and with yes or no."""
 
 SUFFIX = " Answer with one word."
