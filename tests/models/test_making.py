@@ -28,12 +28,12 @@ def test_the_seeing_model_reads_what_the_official_processor_writes(tmp_path, bas
         picture.paste(colour, (8, 8, 40, 40))
         picture.save(split / "images" / f"{number}.png")
     asked = [["what shape is present?", "circle"], ["is it red?", "yes"], ["is it blue?", "no"]]
-    questions = [[text, answer, i % 2] for text, answer in asked for i in range(24)]
+    questions = [[text, answer, i % 2] for text, answer in asked for i in range(12)]
     questions += [["what color is the shape?", colour, number] for number, colour in enumerate(["red", "blue"])]
     (split / "questions.json").write_text(json.dumps(questions))
     (folder := tmp_path / "made").mkdir()
 
-    smolsee.make(base, tmp_path / "data", folder, word_steps=2, steps=2)
+    smolsee.make(base, tmp_path / "data", folder, kind_steps=2, steps=2)
 
     model, info = Idefics3ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     processor = AutoProcessor.from_pretrained(folder)
@@ -49,18 +49,17 @@ def test_the_seeing_model_reads_what_the_official_processor_writes(tmp_path, bas
     assert model(**inputs).logits.isfinite().all()
 
 
-def test_parts_of_a_picture_get_the_words_of_their_largest_object():
-    pictures = torch.full((1, 2, 3, 64, 64), 250, dtype=torch.uint8)
-    pictures[0, 0, :, 16:32, :32] = 10  # two parts, of which the second object hides most of one
-    pictures[0, 1, :, 16:32, 20:32] = 90
-    words = torch.tensor([[[1.0], [2.0]]])
-    nothing = torch.tensor([0.0])
+def test_patches_show_an_object_where_it_covers_a_tenth_of_them():
+    picture = torch.full((1, 3, 64, 64), 250, dtype=torch.uint8)
+    picture[..., 16:25, 8:17] = 200  # one whole patch, and of three others a row, a column and a corner: 8, 8 and 1 of 64
+    assert smolsee.shows_object(picture).nonzero().tolist() == [[0, 17], [0, 18], [0, 25]]
 
-    scene, owner = smolsee.lay_together(pictures, torch.tensor([2]))
-    assert smolsee.words_of_parts(owner, words, nothing).flatten().tolist() == [0, 0, 0, 0, 1, 2, *[0] * 10]
-    assert scene[0, 0, 16, [0, 19, 20, 31, 32]].tolist() == [10, 10, 90, 90, 250]
-    _, alone = smolsee.lay_together(pictures, torch.tensor([1]))
-    assert smolsee.words_of_parts(alone, words, nothing).flatten().tolist() == [0, 0, 0, 0, 1, 1, *[0] * 10]
+
+def test_pictures_have_the_kinds_that_answers_tell(tmp_path):
+    asked = [["is it red?", "yes", 0], ["what shape?", "circle", 0], ["what color?", "red", 0], ["what shape?", "circle", 2]]
+    (tmp_path / "questions.json").write_text(json.dumps(asked))
+    kinds, words = smolsee.read_kinds(tmp_path, 3)
+    assert words == 2 and kinds.tolist() == [[1, 0], [smolsee.UNTOLD] * 2, [smolsee.UNTOLD, 0]]
 
 
 def ctranslate2(file, variables):

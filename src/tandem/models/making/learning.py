@@ -63,6 +63,12 @@ def answers_right(questions: Sequence[Lesson], logits: Tensor) -> list[bool]:
     return [tuple(tokens.tolist()) == question.answer for question, tokens in zip(questions, spelled, strict=True)]
 
 
+def rise_and_fall(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule by which the rates rise to the optimizer's own for a tenth of the steps and then fall to 0 by a cosine."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1, cycle_momentum=False)
+
+
 def learn(
     what: str,
     text: PreTrainedModel,
@@ -77,11 +83,10 @@ def learn(
 
     Args:
         features: rows ``[M, H]`` for the placeholders of some questions, computed by the learners.
-        learners: modules with their largest learning rate; it rises for a tenth of the steps and falls to 0 by a cosine.
+        learners: modules with their largest learning rate, see `rise_and_fall`.
     """
     optimizer = torch.optim.AdamW([{"params": list(module.parameters()), "lr": rate} for module, rate in learners])
-    rates = [rate for _, rate in learners]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps, pct_start=0.1, cycle_momentum=False)
+    schedule = rise_and_fall(optimizer, steps)
     began, right = time.monotonic(), []
     for step in range(1, steps + 1):
         questions = next(batches)

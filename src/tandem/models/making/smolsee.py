@@ -20,30 +20,30 @@ from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionCo
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from tandem.models.making.folder import chat_tokenizer, frozen_text_model, keep_new_tokens, question_tokens, write_folder
-from tandem.models.making.learning import LearnedTokens, Lesson, learn
-from tandem.models.precision import resolve_dtype
+from tandem.models.making.learning import LearnedTokens, Lesson, learn, rise_and_fall
+from tandem.models.precision import fast_bfloat16, resolve_dtype
 
-SIDE, PATCH, MERGE = 64, 8, 2
+SIDE, PATCH, MERGE, WIDTH = 64, 8, 2, 128
 PLACEHOLDERS = (SIDE // PATCH // MERGE) ** 2
 IMAGE, AROUND, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
 TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 EXPANSION = AROUND + WHOLE + IMAGE * PLACEHOLDERS + AROUND
 """A picture in the prompt, as Idefics3's processor writes one that is not cut into tiles."""
 
-WORD_STEPS, STEPS = 300, 150
-OPEN, CLOSED = 24, 8
+KIND_STEPS, STEPS = 400, 240
+OPEN, CLOSED = 10, 6
 """Questions of a step: with open answers, and with yes or no."""
 
 SUFFIX = " Answer with one word."
-MAX_OBJECTS = 4
-NOTHING = "nothing"
+SHAPES = ("circle", "rectangle", "triangle")
+UNTOLD = -100
 CONTRAST = 12
 """A pixel belongs to the object if a colour differs by more from the background, which is of one colour."""
 
 
 @torch.random.fork_rng(devices=[])  # the caller's random numbers stay as they are
 @torch.enable_grad()
-def make(base: Path, data: Path, folder: Path, word_steps: int = WORD_STEPS, steps: int = STEPS) -> None:
+def make(base: Path, data: Path, folder: Path, kind_steps: int = KIND_STEPS, steps: int = STEPS) -> None:
     """Writes the model into ``folder``. ``base``: SmolLM2-135M; ``data``: the folder ``data`` of the package easy-vqa."""
     torch.manual_seed(0)
     tokenizer = chat_tokenizer(base, [WHOLE, *TILES, AROUND, IMAGE, END], "image", IMAGE)
@@ -51,8 +51,8 @@ def make(base: Path, data: Path, folder: Path, word_steps: int = WORD_STEPS, ste
     placeholder = tokenizer.convert_tokens_to_ids(IMAGE)
     config = Idefics3Config(
         vision_config=Idefics3VisionConfig(
-            hidden_size=128,
-            intermediate_size=512,
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
             num_hidden_layers=4,
             num_attention_heads=4,
             image_size=SIDE,
@@ -68,99 +68,77 @@ def make(base: Path, data: Path, folder: Path, word_steps: int = WORD_STEPS, ste
     model.model.text_model.load_state_dict(text.model.state_dict())
     tower, connector = model.model.vision_model, model.model.connector
     pixels = read_pixels(data / "train")
-    shown, nothing = read_words(data / "train", tokenizer, text.get_input_embeddings().weight.float())
-    learn_words(tower, connector, pixels, shown, nothing, word_steps)
+    learn_kinds(tower, pixels, *read_kinds(data / "train", len(pixels)), kind_steps)
 
     def features(questions: Sequence[Lesson]) -> Tensor:
-        seen = tower(normalised(pixels[[question.medium for question in questions]])).last_hidden_state
-        return connector(seen).flatten(0, 1)
+        return connector(states(tower, pixels[[question.medium for question in questions]])).flatten(0, 1)
 
     new = LearnedTokens(text, tokenizer.convert_tokens_to_ids(WHOLE))
     batches = draw_batches(read_questions(data / "train", tokenizer))
-    learn("smolsee-135m", text, new, placeholder, batches, features, [(new, 1e-2), (connector, 3e-4), (tower, 1e-4)], steps)
+    learn("smolsee-135m", text, new, placeholder, batches, features, [(new, 1e-2), (connector, 2e-3), (tower, 1e-4)], steps)
     keep_new_tokens(model, new)
     write_folder(folder, model, make_processor(tokenizer))
 
 
-def read_words(split: Path, tokenizer: PreTrainedTokenizerBase, embeddings: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-    """Number of each picture whose colour and shape the answers tell → the sum ``[H]`` of the two words' embeddings; and the
-    embedding ``[H]`` of `NOTHING`."""
-    told: dict[int, set[str]] = {}
-    for _, answer, number in json.loads((split / "questions.json").read_text(encoding="utf-8")):
+def read_kinds(split: Path, pictures: int) -> tuple[Tensor, int]:
+    """The colour and the shape that each picture shows, as far as answers tell, ``[M, 2]``: numbers of words, or `UNTOLD`;
+    and how many words there are."""
+    kinds = torch.full((pictures, 2), UNTOLD)
+    words: dict[str, int] = {}
+    for _, answer, picture in json.loads((split / "questions.json").read_text(encoding="utf-8")):
         if answer not in ("yes", "no"):
-            told.setdefault(number, set()).add(answer)
-    told[-1] = {NOTHING}
-    means = {
-        word: embeddings[tokenizer(" " + word, add_special_tokens=False)["input_ids"]].mean(0)
-        for word in set().union(*told.values())
-    }
-    pictures = {number: words for number, words in told.items() if len(words) == 2}
-    return {number: means[words.pop()] + means[words.pop()] for number, words in pictures.items()}, means[NOTHING]
+            kinds[picture, int(answer in SHAPES)] = words.setdefault(answer, len(words))
+    return kinds, len(words)
 
 
-def learn_words(
-    tower: nn.Module,
-    connector: nn.Module,
-    pixels: Tensor,
-    words: dict[int, Tensor],
-    nothing: Tensor,
-    steps: int,
-    size: int = 64,
-) -> None:
-    """The first lesson, without the language model: the features of each part of a picture are to be the embeddings of the
-    words for what it shows. Up to `MAX_OBJECTS` are cut out of their pictures and laid into one.
+def shows_object(pixels: Tensor) -> Tensor:
+    """True for each patch ``[N, patches]`` of which the object covers a tenth."""
+    differs = ((pixels.int() - pixels[..., :1, :1].int()).abs() > CONTRAST).any(1)
+    return nn.functional.avg_pool2d(differs.float(), PATCH).flatten(1) > 0.1
+
+
+def states(tower: nn.Module, pixels: Tensor) -> Tensor:
+    """The states of the tower over pictures of bytes, ``[N, patches, WIDTH]``."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16("cpu")):
+        seen: Tensor = tower(normalised(pixels)).last_hidden_state
+    return seen.float()
+
+
+def learn_kinds(tower: nn.Module, pixels: Tensor, kinds: Tensor, words: int, steps: int, size: int = 32) -> None:
+    """The first lesson, without the language model: each patch tells the colour and the shape of the object that it shows a
+    part of, or that it shows none.
 
     Args:
         pixels: ``[M, 3, SIDE, SIDE]`` bytes.
-        words: number of a picture → ``[H]``.
+        kinds, words: see `read_kinds`.
     """
-    optimizer = torch.optim.AdamW([*tower.parameters(), *connector.parameters()])
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, cycle_momentum=False)
-    numbers, draw = list(words), random.Random(0)
+    for module in tower.modules():  # transformers' 0.02 is meant for wider layers: these would pass nearly nothing on
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
+    head = nn.Linear(WIDTH, 2 * (words + 1))
+    matrices = [weight for weight in tower.encoder.parameters() if weight.ndim == 2]
+    inside = set(matrices)
+    others = [weight for weight in (*tower.parameters(), *head.parameters()) if weight not in inside]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=2e-3),
+    ]
+    schedules = [rise_and_fall(optimizer, steps) for optimizer in optimizers]
     for step in range(1, steps + 1):
-        chosen = [draw.choices(numbers, k=MAX_OBJECTS) for _ in range(size)]
-        counts = torch.tensor([draw.randint(1, MAX_OBJECTS) for _ in range(size)])
-        scenes, owner = lay_together(pixels[torch.tensor(chosen)], counts)
-        wanted = words_of_parts(
-            owner, torch.stack([torch.stack([words[number] for number in row]) for row in chosen]), nothing
-        )
-        loss = (connector(tower(normalised(scenes)).last_hidden_state) - wanted).square().sum(-1).mean()
-        optimizer.zero_grad()
+        chosen = torch.randint(len(pixels), (size,))
+        shown = shows_object(pixels[chosen])
+        wanted = torch.where(shown[..., None], kinds[chosen][:, None], words)
+        logits = head(states(tower, pixels[chosen])).unflatten(-1, (2, -1))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=UNTOLD)
         loss.backward()
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
         if step % max(1, steps // 4) == 0:
-            wrong = f"{loss / wanted.var(dim=(0, 1)).sum():.0%} of the variance unexplained"
-            print(f"smolsee-135m: words, step {step} of {steps}, {wrong}", file=sys.stderr, flush=True)
-
-
-def words_of_parts(owner: Tensor, words: Tensor, nothing: Tensor) -> Tensor:
-    """For each part of a picture the words of the object that covers most of it, ``[N, PLACEHOLDERS, H]``.
-
-    Args:
-        owner: see `lay_together`.
-        words: ``[N, K, H]``, of each object.
-        nothing: ``[H]``, for parts of which no object covers a tenth.
-    """
-    side = PATCH * MERGE
-    covers = nn.functional.one_hot(owner, words.shape[1] + 1).unflatten(2, (-1, side)).unflatten(1, (-1, side))
-    most = covers.float().mean((2, 4)).flatten(1, 2)[..., 1:].max(-1)
-    found = words.gather(1, most.indices.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
-    return torch.where((most.values > 0.1).unsqueeze(-1), found, nothing)
-
-
-def lay_together(pictures: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Pictures ``[N, K, 3, SIDE, SIDE]`` → the objects of the first ``counts [N]`` of each on the first background,
-    ``[N, 3, SIDE, SIDE]``, and whose object each pixel shows, ``[N, SIDE, SIDE]``: 0 for the background, else 1 … K."""
-    backgrounds = pictures[..., :1, :1]
-    objects = ((pictures.int() - backgrounds.int()).abs() > CONTRAST).any(2)
-    scene = backgrounds[:, 0].expand_as(pictures[:, 0]).clone()
-    owner = torch.zeros_like(objects[:, 0], dtype=torch.long)
-    for k in range(pictures.shape[1]):
-        here = objects[:, k] & (k < counts)[:, None, None]
-        owner[here] = k + 1
-        scene = torch.where(here[:, None], pictures[:, k], scene)
-    return scene, owner
+            told = shown[..., None] & (wanted != UNTOLD)
+            right = (logits.argmax(-1) == wanted)[told].float().mean()
+            print(f"smolsee-135m: words, step {step} of {steps}, {right:.0%} right", file=sys.stderr, flush=True)
 
 
 def make_processor(tokenizer: PreTrainedTokenizerBase) -> Idefics3Processor:
