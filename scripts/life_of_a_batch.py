@@ -61,6 +61,7 @@ CONFIGURATION = [
         "src/tandem/config/load.py",
         "Defaults, preset, file and command line become one configuration (`tree.py`), which is checked (`check.py`).",
     ),
+    ("src/tandem/state/named.py", "Pins a run's name in the place of a model to the checkpoint that it stands for."),
     ("src/tandem/trainers/rl.py", "Says what a run of reinforcement learning is opened with."),
     ("src/tandem/trainers/loop.py", "Makes the plan of the run, prepares, opens, and loops; for every kind of training."),
     (
@@ -83,6 +84,7 @@ CONFIGURATION = [
     ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
     ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
     ("src/tandem/flow/residents.py", "Says if the models of the plan can be had here, and opens them."),
+    ("src/tandem/flow/roles.py", "Makes the roles on those of the models that this process has."),
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),

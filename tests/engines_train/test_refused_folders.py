@@ -12,9 +12,7 @@ from tandem.config.overlay import key_of
 from tandem.config.roles import CriticConfig
 from tandem.engines.train.folder import read_weights
 from tandem.engines.train.ranks import form_ranks
-from tandem.models.architecture import Architecture
 from tandem.models.context_parallel import refuse_uneven_heads
-from tests.tiny import tiny_config
 
 SHAPES = {"w": torch.Size([2])}
 
@@ -63,4 +61,4 @@ def test_a_layout_is_refused_under_the_key_where_it_was_written():
     with pytest.raises(ConfigError, match=r"^critic\.backend is 'fsdp:d2'"):
         form_ranks("fsdp:d2", None, torch.device("cpu"), "critic.backend")
     with pytest.raises(ConfigError, match=r"^reference\.backend with t1 and c3"):
-        refuse_uneven_heads(Architecture.from_config(tiny_config()), 1, 3, "reference.backend")
+        refuse_uneven_heads(4, 2, 1, 3, "reference.backend")

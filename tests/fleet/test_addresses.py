@@ -105,7 +105,7 @@ class TestCommand:
             (["list", "a", "RUN"], "tandem fleet list RUN"),
             (["add", "http://x", "RUN"], "KIND=URL"),
             (["remove", "embedded-7", "RUN"], "no server embedded-7; it has embedded-0, embedded-1"),
-            (["list", "/nowhere"], "not the folder of a run"),
+            (["list", "/nowhere"], "there is no run /nowhere"),
         ],
     )
     def test_what_cannot_be_done_says_what_to_write(self, run, capsys, arguments, words):

@@ -250,15 +250,3 @@ def test_a_users_score_has_the_time_of_all_its_samples_and_gives_a_value_for_eac
         role.score(pack(batch))
     with pytest.raises(UserCodeFailed, match=r"one score for each sequence, \[39\]; it gave \[40\]"):
         role.score(pack(batch * 39))
-
-
-def test_a_change_of_the_reward_closes_the_judges_that_go_and_those_alone():
-    score, _ = scorer("format + judge(model=folder)", lengths)
-    (planned,), closed = score.plan.staged, []
-    first, second = (SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("first", "second"))
-    score.roles[planned.name] = WritingRole(planned, first, Team.alone())
-    for engine, gone in ((first, []), (second, ["first"])):
-        score.change(score.plan, {planned.name: WritingRole(planned, engine, Team.alone())})
-        assert closed == gone and score.roles[planned.name].engine is engine
-    score.close()
-    assert closed == ["first", "second"]

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from tandem.cli import chat, serve
+from tandem.cli import chat, chatting, serve, serving
 from tandem.cli.listening import access_of
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
@@ -174,7 +174,7 @@ def test_a_server_whose_engine_was_killed_ends_and_says_so(folder, tmp_path):
 )
 def test_values_that_cannot_be_are_refused(argv, words):
     with pytest.raises(ConfigError, match=words):
-        serve.check(parsed(serve, "m", *argv))
+        serving.check(parsed(serve, "m", *argv))
 
 
 def test_a_media_host_is_a_name_as_urls_spell_it(capsys):
@@ -253,12 +253,12 @@ def conversation(partner, lines):
             raise EOFError from None
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        chat.converse(partner, line)
+        chatting.converse(partner, line)
     return said.getvalue()
 
 
 def test_a_chat_with_a_folder_only_appends(folder):
-    partner = chat.LocalPartner(parsed(chat, str(folder), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
+    partner = chatting.LocalPartner(parsed(chat, str(folder), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
     seen = []
     try:
         for text in ("What is 3 + 4?", "And 5 more?", "And then?"):
@@ -277,7 +277,7 @@ def test_a_chat_with_an_address_sends_what_was_said(folder, tmp_path):
     file.write_text(TOKEN)
     sampling = ["--greedy", "--max-new-tokens", "12", "--system", "Answer."]
     with Served(folder, token=TOKEN) as served:
-        partner = chat.partner_of(parsed(chat, f"{served.url}/v1", "--token-file", str(file), *sampling))
+        partner = chatting.partner_of(parsed(chat, f"{served.url}/v1", "--token-file", str(file), *sampling))
         first = conversation(partner, ["What is 3 + 4?", "", "And 5 more?", "/quit", "never said"])
         messages = [message["role"] for message in partner.messages]
         again = conversation(partner, ["/new", "What is 3 + 4?"])
@@ -290,4 +290,4 @@ def test_a_chat_with_an_address_sends_what_was_said(folder, tmp_path):
 @pytest.mark.parametrize("argv", [["--temperature", "0"], ["--top-p", "2"], ["--max-new-tokens", "0"], ["--threads", "0"]])
 def test_a_chat_cannot_have_these(argv):
     with pytest.raises(ConfigError, match=argv[0]):
-        chat.check(parsed(chat, "m", *argv))
+        chatting.check(parsed(chat, "m", *argv))

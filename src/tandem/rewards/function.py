@@ -13,7 +13,6 @@ from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.data import OURS
 from tandem.config.errors import ConfigError
-from tandem.media.parts import opened
 from tandem.rewards.outcome import MEDIA, WHOLE, Arguments, late, read_outcome, words_of
 from tandem.rewards.pool import WorkerPool
 
@@ -72,6 +71,8 @@ class FunctionReward(RewardFn):
         if WHOLE in self.arguments.names:
             given[WHOLE] = self.tokenizer.decode(list(completion_ids)) if self.tokenizer is not None else completion
         if MEDIA in self.arguments.names and MEDIA not in row:
+            from tandem.media.parts import opened  # noqa: PLC0415 — numpy, which a graph is drawn without
+
             given[MEDIA] = await asyncio.to_thread(opened, row.get("messages") or ())
         return await self._judge(self.arguments.select(given, row))
 

@@ -15,7 +15,6 @@ from tandem.api.failures import RewardFailure
 from tandem.api.media import Medium, media_of
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.media.parts import openai_part, read_media
 from tandem.protocol.rewards import plain_text
 from tandem.rewards.asking import AskedServer, finite_knobs, read_knob_file, token_of
 from tandem.rewards.engine_judge import EngineJudge
@@ -78,7 +77,11 @@ class ChatJudge:
 
     async def texts(self, prompt: str, media: Sequence[Medium] = ()) -> list[str]:
         """Its words, one text a vote; ``media`` are shown before the prompt. Raises `RewardFailure` as `AskedServer.ask`."""
-        content = [*(openai_part(one) for one in media), {"type": "text", "text": prompt}] if media else prompt
+        content: Any = prompt
+        if media:
+            from tandem.media.parts import openai_part  # noqa: PLC0415 — numpy, which a graph is drawn without
+
+            content = [*(openai_part(one) for one in media), {"type": "text", "text": prompt}]
         return await self._server.ask({**self._settings, "messages": [{"role": "user", "content": content}]}, _texts)
 
     def close(self) -> None:
@@ -177,7 +180,11 @@ class JudgeReward(RewardFn):
         """Implements `RewardFn.__call__`. Fails as ``judge_unreadable`` if no vote can be read, and as
         ``judge_off_schema`` if the last one has an object that the schema does not allow."""
         conversation = conversation_of(messages, row, prompt, completion)
-        media = media_of(await asyncio.to_thread(read_media, conversation)) if self.show_media else []
+        media: Sequence[Medium] = ()
+        if self.show_media:
+            from tandem.media.parts import read_media  # noqa: PLC0415 — as above
+
+            media = media_of(await asyncio.to_thread(read_media, conversation))
         texts = await self.judge.texts(self.prompt_of(conversation, completion, row.get("answer")), media)
         votes, wrong, reason = [], "", ""
         for text in texts:

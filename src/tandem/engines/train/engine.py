@@ -97,7 +97,7 @@ class SpreadEngine(TrainEngine):
 
     def moved(self) -> dict[str, float]:
         """Implements `TrainEngine.moved`."""
-        return dict(self.optimizer.moved)
+        return self.optimizer.moved()
 
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:

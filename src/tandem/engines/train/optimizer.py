@@ -31,8 +31,8 @@ class Optimizer:
             (matrices if len(holder.shape(name)) >= 2 else vectors).append(p)
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
-        self.moved: dict[str, float] = {}
-        """The last step over the weights, by their norms, as a metric; empty if that is not known."""
+        self._moved: torch.Tensor | None = None
+        """The sums behind `moved` of the last step, ``[2]``; None if it changed nothing, or nothing is known of it."""
 
         self._step = 0
         self._skips_in_a_row = 0
@@ -64,7 +64,7 @@ class Optimizer:
             NonFinite: too many steps in a row had a loss or gradient that was not finite.
         """
         did()
-        self.moved = {}
+        self._moved = None
         self._holder.finish_gradients()
         options, norm = self._options, self._gradient_norm()
         rate = learning_rate(self._step, self._total_steps, options)
@@ -90,7 +90,7 @@ class Optimizer:
             self.adamw.step()
             self._holder.publish()
             if before is not None:
-                self.moved = self._moved(before)
+                self._moved = self._squares(before)
         self.adamw.zero_grad()
         return report
 
@@ -118,13 +118,18 @@ class Optimizer:
             return None
         return torch.cat([x.detach().flatten()[:: x.numel() // LOOKED_AT + 1] for x in masters])
 
-    def _moved(self, before: torch.Tensor) -> dict[str, float]:
-        """The norm of what the step changed of these weights, over their own; empty where no rank has them."""
+    def moved(self) -> dict[str, float]:
+        """The norm of what the last step changed of some weights, over their own; empty where no rank has them, or nothing
+        was changed."""
+        moved, size = (0.0, 0.0) if self._moved is None else self._moved.tolist()
+        return {MOVED: math.sqrt(moved / size)} if size else {}
+
+    def _squares(self, before: torch.Tensor) -> torch.Tensor:
+        """The two sums behind `moved`, ``[2]``; the host does not wait for them."""
         after = self._looked_at()
         assert after is not None, "masters keep their type"
         sums = torch.stack([(after - before).double().square().sum(), before.double().square().sum()])
-        moved, size = sum_over_ranks(sums.to(self._holder.device), self._ranks.group).tolist()
-        return {MOVED: math.sqrt(moved / size)} if size else {}
+        return sum_over_ranks(sums.to(self._holder.device), self._ranks.group)
 
     def _gradient_norm(self) -> float:
         """Global L2 norm; on a CPU summed in float64, so that it does not depend on how parameters are cut."""

@@ -156,7 +156,7 @@ class TandemServer(Controlled):
         return await self._client.post("/generate", body, deadline_s=patience)
 
     def _body(self, request: LLMRequest) -> dict[str, Any]:
-        refuse_unsupported(request, takes_media=True)  # a server of a text model refuses the field
+        refuse_unsupported(request, takes_media=bool(self._identity.get("media")))
         return {
             **({"media": list(request.media)} if request.media else {}),
             "input_ids": list(request.input_ids),

@@ -159,6 +159,7 @@ class EngineService:
             "version": {"number": version.number, "digest": version.digest, "run": version.run, "model": version.model},
             "capabilities": sorted(self.capabilities()),
             "max_tokens": self.limits.max_tokens,
+            "media": list(self.tokenizers.media),
             "under_way": self.under_way,
             "paused": self.paused,
             "draining": self.draining,
