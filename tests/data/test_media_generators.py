@@ -73,6 +73,7 @@ def cache(tmp_path, monkeypatch):
     (folder / "images").mkdir(parents=True)
     (folder / "images" / "4.png").write_bytes(b"four")
     questions = [["is it red?", "no", 4], ["what color is the shape?", "blue", 4]]
+    questions += [["is it red?", "no", 4], ["is it red?", "yes", 4], ["is it blue?", "yes", 4]]
     (folder / "questions.json").write_text(json.dumps(questions))
     for name in ("3_theo_4", "8_theo_4", "1_theo_5", "9_jackson_49"):
         (tmp_path / "spoken_digits").mkdir(exist_ok=True)
@@ -81,20 +82,19 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("cache")
 def test_easy_vqa_has_the_bytes_of_its_pictures_and_can_be_parted():
-    (row,) = easy_vqa_yes_no("test", size=10, seed=0)
-    assert row == {
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image", "image": b"four"},
-                    {"type": "text", "text": "is it red? Answer with one word."},
-                ],
-            }
-        ],
-        "answer": "no",
-    }
-    assert len(list(easy_vqa("test", size=10, seed=0))) == 2
+    rows = list(easy_vqa("test", size=10, seed=0, wanted=lambda answer: answer == "blue"))
+    shown = [{"type": "image", "image": b"four"}, {"type": "text", "text": "what color is the shape? Answer with one word."}]
+    assert rows == [{"messages": [{"role": "user", "content": shown}], "answer": "blue"}]
+    assert len(list(easy_vqa("test", size=10, seed=0))) == 5
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_wording_of_a_yes_or_no_question_tells_nothing_of_its_answer():
+    rows = list(easy_vqa_yes_no("test", size=10, seed=0))
+    assert sorted((row["messages"][0]["content"][1]["text"], row["answer"]) for row in rows) == [
+        ("is it red? Answer with one word.", "no"),
+        ("is it red? Answer with one word.", "yes"),
+    ]
 
 
 @pytest.mark.usefixtures("cache")
