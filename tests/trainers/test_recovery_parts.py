@@ -65,6 +65,8 @@ FORGOTTEN = {
     "trainer.holder.lent": "true within a verification, false between two steps",
     "trainer.holder._parameters": "what the model computes with, made from the masters",
     "critic.engine.holder._parameters": "likewise",
+    "trainer.optimizer._moved": "of the last step; its line is written",
+    "critic.engine.optimizer._moved": "likewise",
     "reference.engine.holder._parameters": "likewise",
     "rollout._scorer.conductor._residency._timer": "measures time",
     "rollout._scorer.conductor._residency._models": "the engines of models, which are parts or frozen",
