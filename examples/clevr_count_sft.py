@@ -1,6 +1,6 @@
 """A model that sees learns to count the things in a scene from answers; nothing here knows that there are pictures.
 
-    python examples/clevr_count_sft.py total_train_steps=20
+python examples/clevr_count_sft.py total_train_steps=20
 """
 
 from pathlib import Path
