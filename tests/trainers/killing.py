@@ -41,7 +41,7 @@ INSTANTS: dict[str, tuple[str, str, str]] = {
     "after the rename": ("tandem.state.checkpoint", "_publish", "after"),
     "between two prunings": ("tandem.state.checkpoint", "prune", "before"),
     "when recovery looks for a checkpoint": ("tandem.lifecycle.recovery", "newest_valid", "before"),
-    "when recovery has read the state": ("tandem.lifecycle.recovery", "read_tree", "after"),
+    "when recovery has read the state": ("tandem.state.tree", "read_tree", "after"),
     "between two parts of recovery": ("tandem.lifecycle.recovery", "load_part", "after"),
     "when recovery took the ledger back": ("tandem.state.ledger", "LedgerFile.roll_back", "after"),
     "when recovery delivers the weights": ("tandem.weights.publisher", "WeightPublisher.load_state_dict", "before"),
