@@ -23,8 +23,7 @@ WALK = [
     (
         "src/tandem/engines/inference/core.py",
         "One scheduling round: admit requests (`scheduler.py`), compute a piece of their prompts, decode one token of every "
-        "running sequence (`passes.py`), sample and stamp each token with the version that made it (`sequences.py`); images "
-        "and sounds become embeddings (`tower.py`).",
+        "running sequence (`passes.py`), sample and stamp each token with the version that made it (`sequences.py`).",
     ),
     (
         "src/tandem/rollout/collate.py",
@@ -104,6 +103,7 @@ BESIDE = {
         "roles/parts",
     ),
     "for an option": (
+        "engines/inference/tower",
         "engines/inference/stopping",
         "engines/train/asleep",
         "roles/critic",

@@ -66,7 +66,7 @@ def test_a_shuffled_data_set_has_the_pictures_of_other_rows():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """What the packages would bring."""
+    """Stands for the files of the packages."""
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     monkeypatch.delenv("TANDEM_SPOKEN_DIGITS", raising=False)
     folder = tmp_path / "packages" / "easy-vqa==1.0" / "easy_vqa" / "data" / "test"

@@ -77,7 +77,7 @@ def test_what_a_page_says_is_refused_is_refused(preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_keys_that_a_page_mentions_can_be_set(preset):
-    """What stands in backticks as key=value is a change of this preset that works; what is refused is said to be."""
+    """A key=value in backticks is a change of this preset that works; those that are refused are said to be."""
     text = re.sub(r"^- Refused: .*(\n  .*)*", "", section(preset), flags=re.M)
     for words in re.findall(r"`([a-z_.]+=[^`]+)`", text):
         assert load_config(TrainConfig, None, ["train_dataset.path=addition", f"algorithm={preset}", *words.split()])

@@ -43,7 +43,7 @@ def media_store(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module", params=MAKERS)
 def family_folder(request, tmp_path_factory):
-    """Of each family."""
+    """A tiny model of each family, as a folder."""
     return MAKERS[request.param](tmp_path_factory.mktemp("models"))
 
 

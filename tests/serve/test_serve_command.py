@@ -32,6 +32,7 @@ from tandem.protocol.server import Server
 from tandem.protocol.token_files import token_from
 from tests.serve.served import TOKEN, Served, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
+from tests.tiny_media import tiny_idefics3
 
 ENGINE = ["--threads", "1", "--device", "cpu", "--dtype", "float32", "--kv-cache-gib", "0.05"]
 
@@ -270,6 +271,17 @@ def test_a_chat_with_a_folder_only_appends(folder):
 
     assert len(seen[0]) < len(seen[1]) < len(seen[2])
     assert seen[1][: len(seen[0])] == seen[0] and seen[2][: len(seen[1])] == seen[1]
+
+
+def test_a_text_that_spells_the_mark_of_an_image_is_not_sent_and_the_chat_goes_on(tmp_path):
+    path = tiny_idefics3(tmp_path)
+    partner = chatting.LocalPartner(parsed(chat, str(path), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
+    try:
+        said = conversation(partner, ["What is in <image>?", "What is 3 + 4?"])
+    finally:
+        partner.close()
+    refused, answered = said.split("\n", 1)
+    assert refused.startswith("— not sent") and "<image>" in refused and answered.strip()
 
 
 def test_a_chat_with_an_address_sends_what_was_said(folder, tmp_path):

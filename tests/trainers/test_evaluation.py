@@ -430,6 +430,8 @@ def test_figures_of_known_answers():
     assert values["accuracy"] == [0.5, 0.0]
     assert values["pass@2"] == [pytest.approx(1 - 1 / 6), 0.0]
     assert values["maj@4"] == [0.5, 0.0]  # 2 and 2.0 are one answer: two against two
+    by_a_rule = row_values(judged_by(answers, "reward >= 1"), (2, 4), votes=False)
+    assert set(by_a_rule) == {"accuracy", "pass@2", "pass@4"}, "answers that succeed by a rule need not be alike"
     found = score_data(answers, (4,), confidence=0.95, seed=0)
     assert (found.truncated, found.extraction_failed, found.completion_length) == (0.5, 0.5, 4.0)
 

@@ -198,6 +198,7 @@ def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(override
         (["reward=MINE:NoPath(path=x)"], "must be a folder or a name, got None"),
         (["reward=EVEN + MINE:Even(path=POLICY)"], "'even' is the name of another reward"),
         (["reward=model(path=POLICY)"], "is no reward model, because it has no trained head"),
+        (["reward=judge(model=POLICY, show_media=true)"], "show_media=true, and .* reads text alone"),
     ],
 )
 def test_a_score_that_cannot_be_had_is_refused_before_the_run(overrides, models, keys, words):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.chat_template import ASKS
-from tandem.api.failures import ServerFailed
+from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.cli.sampling import device_of, require, sampling_of
@@ -134,16 +134,15 @@ class RemotePartner(ChatPartner):
         self.messages = []
 
     async def answer(self, text: str) -> AsyncGenerator[str, None]:
-        self.messages.append({"role": "user", "content": text})
-        said = []
-        body = {**self._sampling, "messages": self._opening + self.messages}
+        said, asked = [], [*self.messages, {"role": "user", "content": text}]
+        body = {**self._sampling, "messages": self._opening + asked}
         async with aclosing(stream_events(self._url, body, token=self._token, deadline_s=ANSWER_TIMEOUT_S)) as events:
             async for event in events:
                 for choice in event.get("choices", []):
                     delta = choice.get("delta", {})
                     said.append(delta.get("content") or "")
                     yield (delta.get("reasoning_content") or "") + said[-1]
-        self.messages.append({"role": "assistant", "content": "".join(said)})
+        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def close(self) -> None:
         """Closes the connection."""
@@ -188,7 +187,10 @@ def converse(partner: ChatPartner, read: Callable[[], str]) -> None:
             partner.begin()
             print("— a new conversation —", flush=True)
         elif text:
-            asyncio.run(_say(partner, text))
+            try:
+                asyncio.run(_say(partner, text))
+            except DataFailure as failure:  # such as a text that spells the model's mark for an image
+                print(f"— not sent, so say it otherwise: {failure.words}", flush=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

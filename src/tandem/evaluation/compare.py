@@ -148,7 +148,8 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
     found = []
     for data in first.settings["data"]:
         judged = [judged_by(one.answers[data], one.settings["config"].get("success")) for one in (first, second)]
-        pair, rewards = [row_values(one, ks) for one in judged], [mean_rewards(one) for one in judged]
+        votes = first.settings["config"].get("success") is None
+        pair, rewards = [row_values(one, ks, votes=votes) for one in judged], [mean_rewards(one) for one in judged]
         both = [row for row in rewards[0] if row in rewards[1]]  # those of which a sample was judged
         measures = {name: (pair[0][name], pair[1][name]) for name in pair[0] if name in pair[1]}
         if both:

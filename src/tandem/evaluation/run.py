@@ -366,7 +366,13 @@ def conclude(
     """(`results.json`, scores by data set, means over data sets)."""
     own = {one.name: [answer for answer in answers if answer.data == one.name] for one in questions}
     scores = {
-        name: score_data(judged_by(found, config.success), config.k, confidence=config.confidence, seed=config.seed)
+        name: score_data(
+            judged_by(found, config.success),
+            config.k,
+            confidence=config.confidence,
+            seed=config.seed,
+            votes=config.success is None,
+        )
         for name, found in own.items()
     }
     average = mean_over_data(scores) if len(own) > 1 else {}

@@ -101,12 +101,13 @@ def mean_rewards(answers: Sequence[Answer]) -> dict[int, float]:
     return {row: mean(found) for row, found in rewards.items() if found}
 
 
-def row_values(answers: Sequence[Answer], ks: Sequence[int]) -> dict[str, list[float]]:
+def row_values(answers: Sequence[Answer], ks: Sequence[int], *, votes: bool = True) -> dict[str, list[float]]:
     """Measure → one value a row, in the order of rows; ``answers`` are those of one data set.
 
     A sample is correct when its score is 1. ``accuracy`` is missing, and all else with it, where the reward gives no score;
-    ``maj@k`` where it looks for no answer. Correct answers vote together, because each equals the expected one; wrong
-    ones where they are written alike (`vote_key`); samples without an answer, or that failed, do not vote.
+    ``maj@k`` where it looks for no answer, or without ``votes``: under a rule of the user's, right answers may differ.
+    Correct answers vote together, because each equals the expected one; wrong ones where they are written alike
+    (`vote_key`); samples without an answer, or that failed, do not vote.
     """
     rows = by_row(answers)
     scores = {row: [score_of(answer) for answer in found] for row, found in rows.items()}
@@ -115,7 +116,7 @@ def row_values(answers: Sequence[Answer], ks: Sequence[int]) -> dict[str, list[f
     values = {"accuracy": [sum(s or 0.0 for s in scores[row]) / len(scores[row]) for row in rows]}
     fewest = min((len(found) for found in rows.values()), default=0)
     judged = [answer for answer in answers if answer.failed is None]
-    votes = bool(judged) and all(answer.extracted is not None for answer in judged)
+    votes = votes and bool(judged) and all(answer.extracted is not None for answer in judged)
     for k in (k for k in ks if k <= fewest):
         values[f"pass@{k}"] = [pass_at_k(_correct(scores[row]), len(scores[row]), k) for row in rows]
         if votes:
@@ -140,7 +141,10 @@ def _majority(answers: Sequence[Answer], scores: Sequence[float | None], k: int)
     return maj_at_k(correct, list(wrong.values()), silent, k)
 
 
-def score_data(answers: Sequence[Answer], ks: Sequence[int], *, confidence: float, seed: int) -> DataScores:
+def score_data(
+    answers: Sequence[Answer], ks: Sequence[int], *, confidence: float, seed: int, votes: bool = True
+) -> DataScores:
+    """The figures of one data set. ``votes``: as for `row_values`."""
     rows = by_row(answers)
     judged = [answer for answer in answers if answer.failed is None]
     looked = [answer.extracted for answer in judged if answer.extracted is not None]
@@ -149,7 +153,7 @@ def score_data(answers: Sequence[Answer], ks: Sequence[int], *, confidence: floa
         for name, value in answer.metrics.items():
             own[name].append(value)
     measures = {}
-    for name, values in row_values(answers, ks).items():
+    for name, values in row_values(answers, ks, votes=votes).items():
         found: Interval = interval(values, confidence=confidence, seed=seed)
         measures[name] = Estimate(mean(values), found.low, found.high, found.method)
     return DataScores(

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
+from tandem.api.media import reader_of
 from tandem.api.services import NOTHING
 from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
@@ -150,8 +151,8 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     """Passes if the rewards that need a model can be had where this run asks for them.
 
     Raises:
-        ConfigError: a reward with options is asked for in the middle of an episode; a model's is replaced by a vote; or a
-            model has no chat template.
+        ConfigError: a reward with options is asked for in the middle of an episode; a model's is replaced by a vote; a model
+            has no chat template; or a judge is to see media and reads text alone.
     """
     later = next((term.label for term in plan.later), None)
     if later is not None and reads_reward(config) == "midway":
@@ -178,7 +179,13 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         if resident.head == "text":
             embedded = replace(config.rollout, backend="embedded")
             check_inference_engine(embedded, describing(path), choose_device(config))
-        open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
+        reader = open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
+        shows_media = getattr(getattr(planned.score, "reward", None), "show_media", False)
+        if shows_media and reader_of(reader.tokenizer) is None:
+            raise ConfigError(
+                f"reward {planned.name!r}: show_media=true, and {path} reads text alone: give a model that reads images or "
+                "sounds (docs/media_models.md), or leave show_media out"
+            )
 
 
 def open_partner(config: TrainConfig, plan: RunPlan, process: Process, residency: Residency) -> WritingModel | None:

@@ -95,11 +95,7 @@ class Tower:
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:
         """The inputs of the tower for a medium; once made it does not ask the media store, which may lose it meanwhile."""
-        made = self._inputs.get(number)
-        if made is None:
-            made = self.family.inputs(store.medium(number))
-            self._inputs.put(number, made)
-        return made
+        return self._inputs.of(number, lambda: self.family.inputs(store.medium(number)))
 
     def positions(self, request: LLMRequest) -> torch.Tensor | None:
         """Rotary positions ``[S, 3]`` of a prompt; None where they are those of text.

@@ -36,6 +36,14 @@ class RecentTensors:
         while self.num_bytes > self._max_bytes and len(self._kept) > 1:
             self.num_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
+    def of(self, number: Hashable, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The entry, made if it is not kept."""
+        found = self.get(number)
+        if found is None:
+            found = make()
+            self.put(number, found)
+        return found
+
     def clear(self) -> None:
         self._kept.clear()
         self.num_bytes = 0
@@ -88,11 +96,7 @@ class Features:
         return kept["states"]
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:
-        made = self._inputs.get(number)
-        if made is None:
-            made = self.family.inputs(store.medium(number))
-            self._inputs.put(number, made)
-        return made
+        return self._inputs.of(number, lambda: self.family.inputs(store.medium(number)))
 
     def nothing(self) -> torch.Tensor | int:
         """0, through which a trained tower gets gradients of 0 in a pass without media: ranks sum the same gradients, and
