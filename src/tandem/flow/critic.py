@@ -63,6 +63,10 @@ class Models:
         if isinstance(self.critic, Critic):
             self.critic.engine.save(folder / FOLDER)
 
+    def moved(self) -> dict[str, float]:
+        """Implements `TrainEngine.moved` for the actor."""
+        return {} if self.actor is None else self.actor.moved()
+
     def late_writer(self, states: Mapping[str, Any]) -> Callable[[Path], None] | None:
         """A late writer, as `TrainEngine.late_writer` says; ``states``: of all parts of a run (`recovery.parts_of`)."""
         actor = None if self.actor is None else self.actor.late_writer(states["trainer"])

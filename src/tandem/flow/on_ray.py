@@ -285,6 +285,10 @@ class Pools(Models):
     def save(self, folder: Path) -> None:
         self.everywhere("save", folder)
 
+    def moved(self) -> dict[str, float]:
+        first, *_ = self.all([one.moved.remote() for one in self.pools["actor"].members], "the actor's workers: moved")
+        return dict(first)
+
     def digests(self, team: Team) -> dict[str, str]:
         return {name: digest for found in self.everywhere("digests") for name, digest in found.items()}
 

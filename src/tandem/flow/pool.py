@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
+from tandem.api.failures import WaitTimeout
 from tandem.api.state import Stateful
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -99,14 +100,20 @@ class Spent(NamedTuple):
 class EngineElsewhere(Controlled):
     """The controller's inference engine, as the publisher of a pool sees it: what is asked of it, the controller does."""
 
-    def __init__(self, capabilities: frozenset[str], version: WeightVersion):
-        self._capabilities, self._version = capabilities, version
+    def __init__(self, capabilities: frozenset[str], version: WeightVersion, patience_s: float):
+        """``patience_s``: for the controller's answer."""
+        self._capabilities, self._version, self._patience_s = capabilities, version, patience_s
         self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def control(self, name: str, *arguments: Any) -> dict[str, float]:
         self.asked.put((name, *arguments))
-        answer = self.answers.get()
+        try:
+            answer = self.answers.get(timeout=self._patience_s)
+        except queue.Empty:
+            raise WaitTimeout(
+                f"the controller's engine has not answered {name} within {self._patience_s:g} s (rollout.wait_timeout_s)"
+            ) from None
         if isinstance(answer, Exception):
             raise answer
         return dict(answer or {})
@@ -139,7 +146,7 @@ class PoolMember:
 
     def __init__(self, part: PoolPart):
         self.part, self._stack, self.roles = part, contextlib.ExitStack(), dict[str, Any]()
-        self.engine = EngineElsewhere(part.capabilities, part.version)
+        self.engine = EngineElsewhere(part.capabilities, part.version, part.config.rollout.wait_timeout_s)
 
     def open(self) -> None:
         """Opens the models; the environment says which rank this is. Collective over the pool."""
@@ -181,6 +188,10 @@ class PoolMember:
     def save(self, folder: Path) -> None:
         """Writes the models of this pool that are trained. Collective."""
         self.models.save(folder)
+
+    def moved(self) -> dict[str, float]:
+        """Implements `Models.moved` in its own process."""
+        return self.models.moved()
 
     def digests(self) -> dict[str, str]:
         """The digests of the weights of this pool's trained models. Collective."""

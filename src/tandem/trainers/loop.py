@@ -142,7 +142,7 @@ def loop(
         progress.keep_accuracy(number, found)
         metrics |= found | timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
         metrics |= control.metrics() if control is not None else {}
-        metrics |= session.models.actor.moved() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= session.models.moved() | {"memory/peak_gib": peak_memory_gib()}
         made = session.made(batch)
         saving.persist(partial(tracker.log, number, metrics, *made) if tracker is not None else None)
         del batch, made
