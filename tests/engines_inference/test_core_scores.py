@@ -1,4 +1,4 @@
-"""Grammars, the most probable tokens and the log-probabilities of prompts: against the model itself, and beside plain requests."""
+"""Grammars, the most probable tokens, log-probabilities of prompts: against the model itself, and beside plain requests."""
 
 import json
 
@@ -50,15 +50,14 @@ def run(core, *requests):
 
 def request(sample=0, prompt=PROMPT, grammar="", top=0, scores=False, **sampling):
     gconfig = GenerationConfig(**{"max_new_tokens": 300} | sampling)
-    return LLMRequest(
-        prompt, gconfig, NoiseKey(3, sample=sample), grammar=grammar, top_logprobs=top, scores_prompt=scores
-    )
+    return LLMRequest(prompt, gconfig, NoiseKey(3, sample=sample), grammar=grammar, top_logprobs=top, scores_prompt=scores)
 
 
 def logprobs_of_model(folder, ids, temperature=1.0):
     """[T, V]: of what follows each token."""
     with torch.no_grad():
-        return torch.log_softmax(AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0].float() / temperature, -1)
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0]
+    return torch.log_softmax(logits.float() / temperature, -1)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
@@ -79,7 +78,7 @@ def test_what_is_drawn_fits_the_schema_and_is_as_probable_as_the_model_says(fold
 
 def test_a_draw_under_a_grammar_is_that_of_the_model_without_the_forbidden_tokens(folder):
     grammar = json_grammar({"enum": ["a", "b"]})
-    quote = load_tokenizer(folder)("\"", add_special_tokens=False)["input_ids"]
+    quote = load_tokenizer(folder)('"', add_special_tokens=False)["input_ids"]
     letters = [load_tokenizer(folder)(letter, add_special_tokens=False)["input_ids"][0] for letter in "ab"]
     responses = run(make(folder, max_running=64), *[request(i, grammar=grammar) for i in range(400)])
     share = sum(response.output_ids[1] == letters[0] for response in responses) / len(responses)

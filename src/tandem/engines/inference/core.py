@@ -179,7 +179,7 @@ class EngineCore:
         return self._end([(sequence, StopReason.CANCELLED) for sequence in late])
 
     def _end(self, ended: list[tuple[Sequence, StopReason]]) -> Finished:
-        finished = []
+        finished: Finished = []
         for sequence, reason in ended:
             if sequence.slot >= 0:
                 response = self.slots.response(sequence, reason)

@@ -15,7 +15,7 @@ from tandem.models.tokenizer import load_tokenizer
 MAX_LENGTH = 1 << 18
 """Longest grammar; one of this length is compiled in half a second at most."""
 
-_WHITE_SPACE = r"( |\n {0,32})?"
+WHITE_SPACE = r"( |\n {0,32})?"
 """Between two marks of JSON: a small model that may write any amount never comes to an end."""
 
 
@@ -24,7 +24,7 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     _library()
     from llguidance import LLMatcher  # noqa: PLC0415 — a library that only grammars need
 
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _WHITE_SPACE})
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITE_SPACE})
     check_grammar(grammar)
     return grammar
 

@@ -38,9 +38,9 @@ class Passes:
     def prefill(
         self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan], shown: Shown | None = None
     ) -> list[tuple[Prefill, torch.Tensor]]:
-        """Computes one piece of each job; gives the jobs that are done now with the hidden state ``[1, hidden]`` of their last
-        token, and those that are scored with the states of all tokens of the piece. ``shown``: features of media among the
-        tokens of all pieces."""
+        """Computes one piece of each job; gives the jobs that are done now with the hidden state ``[1, hidden]`` of their
+        last token, and those that are scored with the states of all tokens of the piece. ``shown``: features of media among
+        the tokens of all pieces."""
         if not jobs:
             return []
         tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])

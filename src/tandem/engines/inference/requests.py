@@ -8,11 +8,13 @@ def refuse_unsupported(request: LLMRequest, takes_media: bool = False, embedded:
     """Passes a request that asks for nothing which its engine cannot do. ``takes_media``: its model sees or hears.
 
     Raises:
-        WrongWorkflow: it has ``media`` for a model of text, names a ``model``, or asks for what only the embedded engine does.
+        WrongWorkflow: it has ``media`` for a model of text, names a ``model``, or asks for what the embedded engine alone does.
     """
     for name in () if embedded else ("grammar", "top_logprobs", "scores_prompt"):
         if getattr(request, name):
-            raise WrongWorkflow(f"LLMRequest.{name} is set, and only the embedded engine (rollout.backend=embedded) does that")
+            raise WrongWorkflow(
+                f"LLMRequest.{name} is set, and only the embedded engine (rollout.backend=embedded) does that"
+            )
     if request.media and not takes_media:
         raise WrongWorkflow("LLMRequest.media is set, and this engine, or its model, reads text alone: send tokens alone")
     if request.model:

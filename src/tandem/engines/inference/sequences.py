@@ -401,8 +401,8 @@ class Slots:
     def drawn_since(self, sequence: Sequence, start: int) -> NewTokens:
         """Tokens from number ``start`` on, and their log-probabilities."""
         new = slice(start, int(self._known[sequence.slot]))
-        lists = (table[sequence.slot, new].tolist() for table in (self._tokens, self._logprobs))
-        return NewTokens(*map(tuple, lists), tuple(sequence.top[new]))
+        tokens, logprobs = (table[sequence.slot, new].tolist() for table in (self._tokens, self._logprobs))
+        return NewTokens(tuple(tokens), tuple(logprobs), tuple(sequence.top[new]))
 
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
         count = int(self._known[sequence.slot])

@@ -18,11 +18,13 @@ from tandem.engines.inference.serve.generate import (
     request_schema,
 )
 from tandem.engines.inference.serve.metrics import Metrics
-from tandem.engines.inference.serve.questions import chat_schema, completion_schema
+from tandem.engines.inference.serve.questions import chat_schema, completion_schema, turn_schema
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.token_route import ANSWER as TOKENS_GENERATED
 from tandem.engines.inference.serve.token_route import request_schema as token_route_schema
 from tandem.engines.inference.serve.token_route import token_route
+from tandem.engines.inference.serve.turns import answer_turn, count_tokens
+from tandem.protocol.dialects import DIALECTS
 from tandem.protocol.openapi import document
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, record, text
@@ -120,6 +122,15 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         answer=answers.ANSWER,
         max_bytes=large,
     )
+    for dialect in DIALECTS[1:]:  # chat completions have routes of their own
+        for act, path, summary in (
+            (answer_turn, dialect.path, f"{dialect.summary}: a turn in, a turn out"),
+            (count_tokens, dialect.count_path, "Tokens of such a turn's prompt"),
+        ):
+            handler, body = partial(act, service, dialect), turn_schema(service.name)
+            routes.append(
+                Route("POST", path or "", "data", summary, handler, body, _OBJECT, limits.max_body_bytes, dialect.refused)
+            )
     add(
         "POST",
         "/generate",

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import template_of
 from tandem.api.failures import DataFailure, NotWritten
 from tandem.api.media import PARTS, MediaKind, MediaTokens, encode, media_of, reader_of
 from tandem.config.errors import ConfigError, kind_and_text
@@ -71,23 +72,28 @@ class Tokenizers:
         check_room(await asyncio.to_thread(self._fewest, text) if long else self._fewest(text), room, "prompt")
         return await self._run(long, lambda encoder: encoder.encode(text))
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included; in the thread that `decoder` is of."""
+        return str(self.decoder.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     @cached_property
     def reader(self) -> CallReader:
         """Reads replies, for the thread that `decoder` is of."""
         return CallReader(self.decoder)
 
-    async def encode_chat(self, turn: Turn, room: int) -> tuple[MediaTokens, str]:
+    async def encode_chat(self, turn: Turn, room: int, options: Mapping[str, Any] | None = None) -> tuple[MediaTokens, str]:
         """Tokens and text of a conversation with the model's turn opened. Its images and sounds go into the media store.
+        ``options``: `chat_template_kwargs`.
 
         Raises:
-            Refusal: 400, the template does not take these messages, with what it said; a medium cannot be read; 503, the
-                media store cannot be written; and as `encode`.
+            Refusal: 400, the template does not take these messages, with what it said, or does not read an option; a medium
+                cannot be read; 503, the media store cannot be written; and as `encode`.
         """
 
         def tokens(encoder: _Encoder) -> tuple[MediaTokens, str]:
             with _reading("messages"):
                 own = replace(turn, messages=tuple(read_media(turn.messages, self._allowed))) if self.media else turn
-                text = encoder.render(own)
+                text = encoder.render(own, options or {})
                 check_room(self._fewest(text), room, "messages")
                 return encoder.encode_media(text, own), text
 
@@ -174,10 +180,15 @@ class _Encoder:
         """Tokens of a rendered conversation; the template has put special ones there."""
         return encode(self._tokenizer, text, media_of(turn.messages))
 
-    def render(self, turn: Turn) -> str:
+    def render(self, turn: Turn, options: Mapping[str, Any]) -> str:
         """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
+        known = template_of(self._tokenizer).variables
+        for name in options:  # the template's own alone: another could name a template, and that is a program
+            if name not in known:
+                message = f"the model's chat template reads no {name!r}; it reads {', '.join(sorted(known)) or 'no options'}"
+                raise Refusal(400, message, param=f"chat_template_kwargs.{name}")
         try:
-            return self._reader.render(turn.messages, turn.tools)
+            return self._reader.render(turn.messages, turn.tools, **options)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
             message = f"the model's chat template does not take these messages: {kind_and_text(error.__cause__ or error)}"
             raise Refusal(400, message, param="messages") from error
