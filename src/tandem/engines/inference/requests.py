@@ -8,7 +8,8 @@ def refuse_unsupported(request: LLMRequest, takes_media: bool = False, embedded:
     """Passes a request that asks for nothing which its engine cannot do. ``takes_media``: its model sees or hears.
 
     Raises:
-        WrongWorkflow: it has ``media`` for a model of text, names a ``model``, or asks for what the embedded engine alone does.
+        WrongWorkflow: it has ``media`` for a model of text, names a ``model``, or asks another engine for what the
+            ``embedded`` one alone does.
     """
     for name in () if embedded else ("grammar", "top_logprobs", "scores_prompt"):
         if getattr(request, name):
