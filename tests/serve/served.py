@@ -38,8 +38,8 @@ def tiny_engine(folder, **settings):
 class Served:
     """A running server: ``with Served(folder) as served: served.json("GET", "/health")``."""
 
-    def __init__(self, folder, *, token=None, run=None, roots=(), **limits):
-        self.folder, self.token = folder, token
+    def __init__(self, folder, *, token=None, run=None, roots=(), vocab_size=VOCAB_SIZE, **limits):
+        self.folder, self.token, self._vocab_size = folder, token, vocab_size
         self._run, self._roots, self._limits = run, tuple(root.resolve() for root in roots), limits
         self._ready, self._failure = threading.Event(), None
         self._thread = threading.Thread(target=self._main, name="served", daemon=True)
@@ -80,7 +80,7 @@ class Served:
             self._tokenizers,
             "tiny",
             self.folder,
-            VOCAB_SIZE,
+            self._vocab_size,
             limits,
             initial=WeightVersion(0),
             dtype="float32",
