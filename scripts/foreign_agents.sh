@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the environments of tests/foreign: agents that nobody here wrote, apart from Tandem's own environment.
 #
-#     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
+#     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 3 GB. TANDEM_FOREIGN names another folder to the tests
 #
 # envs/agents and envs/agents2 have the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
 # envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers

@@ -99,7 +99,7 @@ def test_what_the_schema_allows_is_answered(guarded, operations, path):
     ask()
 
 
-@pytest.mark.parametrize("path", COMPLETIONS)
+@pytest.mark.parametrize("path", [path for path in COMPLETIONS if path != "/v1/messages"])  # whose refusals have no param
 def test_what_the_schema_does_not_allow_is_refused(guarded, operations, path):
     @LOCAL
     @given(values(operations[path]), st.data())

@@ -82,7 +82,7 @@ def pick(value: Any, known: Mapping[Any, T], where: str) -> T:
 
 def read_format(form: Any, where: str, inner: str = "") -> AnswerFormat | None:
     """The format of an answer; None: any text. ``inner``: the field of a format that its schema lies in."""
-    given = as_object(form or {"type": "text"}, where)
+    given = as_object({"type": "text"} if form is None else form, where)
     kinds = ("text", "json_object", "json_schema")
     kind = pick(given.get("type"), dict(zip(kinds, kinds, strict=True)), f"{where}.type")
     if kind != "json_schema":

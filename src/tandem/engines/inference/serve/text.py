@@ -185,8 +185,8 @@ class _Encoder:
         known = template_of(self._tokenizer).variables
         for name in options:  # the template's own alone: another could name a template, and that is a program
             if name not in known:
-                message = f"the model's chat template reads no {name!r}; it reads {', '.join(sorted(known)) or 'no options'}"
-                raise Refusal(400, message, param=f"chat_template_kwargs.{name}")
+                where, reads = f"chat_template_kwargs.{name}", ", ".join(sorted(known)) or "no options"
+                raise Refusal(400, f"{where} has no effect: the model's chat template reads {reads}", param=where)
         try:
             return self._reader.render(turn.messages, turn.tools, **options)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
