@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem.api.failures import DataFailure
 from tandem.engines.inference.grammars import WHITE_SPACE, check_grammar, json_grammar
+from tandem.protocol.dialects.wire import as_object
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.tool_families import Family
 from tandem.protocol.turns import Turn
@@ -54,7 +55,7 @@ def _rules(tools: Sequence[Mapping[str, Any]], field: str) -> list[str]:
     rules = []
     for number, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "{field}": '
-        schema = {**tool["parameters"], "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+        schema = {**as_object(tool["parameters"], "tools.parameters"), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
         rules.append(f"call_{number}: {_text(head)} arguments_{number} {_text('}')}")
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     return rules
