@@ -118,7 +118,7 @@ def test_a_prompt_may_fill_the_whole_context_where_nothing_is_drawn(folder):
     assert len(response.prompt_logprobs) == 511 and response.output_ids == ()
 
 
-def test_a_prompt_that_is_half_computed_when_the_weights_change_is_scored_by_the_new_ones(folder, tmp_path):
+def test_weights_that_change_within_a_prompt_score_all_of_it(folder, tmp_path):
     other = tiny_model_folder(tmp_path, seed=1)
     core = make(folder)
     core.add(0, request(scores=True, max_new_tokens=0))

@@ -149,10 +149,10 @@ class LLMResponse:
     """For each generated token, the most probable ones in its place; empty where `LLMRequest.top_logprobs` is 0."""
 
     prompt_logprobs: tuple[float, ...] = ()
-    """Of each prompt token but the first, given those before it; empty without `LLMRequest.scores_prompt`."""
+    """Log-probabilities of the prompt tokens but the first, each given those before it; empty without `LLMRequest.scores_prompt`."""
 
     prompt_top: tuple[TopTokens, ...] = ()
-    """As `top`, for `prompt_logprobs`."""
+    """The most probable tokens in the places of `prompt_logprobs`; empty where `top` is."""
 
     timing: RequestTiming | None = field(default=None, compare=False)
     """When it was queued, began and ended; None where the engine does not say."""

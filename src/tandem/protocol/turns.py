@@ -111,7 +111,7 @@ class Turn:
     """The tool that must be called where `tool_choice` is required; empty: any."""
 
     answer_format: AnswerFormat | None = None
-    """None: any text."""
+    """The shape of a reply that must be JSON; None: any text."""
 
     stops: tuple[str, ...] = ()
     """Texts that end the turn."""

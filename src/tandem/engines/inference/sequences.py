@@ -81,7 +81,7 @@ class Sequence:
 
     top: list[TopTokens] = field(default_factory=list)
     prompt_scores: list[tuple[float, TopTokens]] = field(default_factory=list)
-    """Of each token of its prompt that was computed, but the first."""
+    """Log-probability and most probable tokens for each prompt token that was computed, but the first."""
 
     def last_hidden(self) -> torch.Tensor:
         """Takes the hidden state of the last token of its prompt, which has been computed."""
