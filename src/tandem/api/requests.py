@@ -149,7 +149,8 @@ class LLMResponse:
     """For each generated token, the most probable ones in its place; empty where `LLMRequest.top_logprobs` is 0."""
 
     prompt_logprobs: tuple[float, ...] = ()
-    """Log-probabilities of the prompt tokens but the first, each given those before it; empty without `LLMRequest.scores_prompt`."""
+    """Log-probabilities of the prompt tokens but the first, each given those before it; empty without
+    `LLMRequest.scores_prompt`."""
 
     prompt_top: tuple[TopTokens, ...] = ()
     """The most probable tokens in the places of `prompt_logprobs`; empty where `top` is."""

@@ -21,7 +21,7 @@ class NewTokens(NamedTuple):
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[TopTokens, ...] = ()
-    """As in `LLMResponse`."""
+    """The most probable tokens, see `LLMResponse.top`."""
 
 
 _Settled = list[tuple[asyncio.Future[LLMResponse], LLMResponse | Exception]]

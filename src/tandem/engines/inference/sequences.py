@@ -77,7 +77,7 @@ class Sequence:
     """``[hidden]`` of the last token of its own prompt, once that is computed, until its first token is drawn from it."""
 
     matcher: Matcher | None = None
-    """What it may draw; None: anything."""
+    """The rules of its tokens; None: it may draw any."""
 
     top: list[TopTokens] = field(default_factory=list)
     prompt_scores: list[tuple[float, TopTokens]] = field(default_factory=list)
