@@ -122,15 +122,7 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         answer=answers.ANSWER,
         max_bytes=large,
     )
-    for dialect in DIALECTS[1:]:  # chat completions have routes of their own
-        for act, path, summary in (
-            (answer_turn, dialect.path, f"{dialect.summary}: a turn in, a turn out"),
-            (count_tokens, dialect.count_path, "Tokens of such a turn's prompt"),
-        ):
-            handler, body = partial(act, service, dialect), turn_schema(service.name)
-            routes.append(
-                Route("POST", path or "", "data", summary, handler, body, _OBJECT, limits.max_body_bytes, dialect.refused)
-            )
+    routes += _dialects(service)
     add(
         "POST",
         "/generate",
@@ -153,6 +145,19 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         add("POST", "/media", told, keep, body=taken, answer=MEDIUM_ANSWER, max_bytes=large)
     routes.extend(_control(control, limits.max_body_bytes, limits.max_weights_body_bytes))
     return tuple(routes)
+
+
+def _dialects(service: EngineService) -> list[Route]:
+    """Those of the dialects beside chat completions, which have a route of their own."""
+    routes, body, size = [], turn_schema(service.name), service.limits.max_body_bytes
+    for dialect in DIALECTS[1:]:
+        for act, path, summary in (
+            (answer_turn, dialect.path, f"{dialect.summary}: a turn in, a turn out"),
+            (count_tokens, dialect.count_path or "", "Tokens of such a turn's prompt"),
+        ):
+            handler = partial(act, service, dialect)
+            routes.append(Route("POST", path, "data", summary, handler, body, _OBJECT, size, dialect.refused))
+    return routes
 
 
 def _control(control: ServiceControl, small: int, large: int) -> list[Route]:
