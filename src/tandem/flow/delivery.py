@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.config.arithmetic import max_head_offpolicyness
@@ -53,7 +52,7 @@ def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel 
 
 
 def make_proof(
-    config: TrainConfig, process: Process, trainer: TrainEngine, tokenizer: PreTrainedTokenizerBase, model: Path
+    config: TrainConfig, process: Process, trainer: TrainEngine, model: Path
 ) -> tuple[VersionArchive | None, Verifier]:
     """The archive of the versions that will be scored again, on rank 0, and the verifier that scores them. Collective.
 
@@ -77,7 +76,6 @@ def make_proof(
             rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts),
         ),
         verify,
-        tokenizer,
         torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
         schedule=schedule,
         keeps_kv=config.rollout.engine.keep_kv_on_update,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.gap import Evidence, gap
 from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
@@ -20,7 +19,6 @@ from tandem.api.failures import DeliveryDisproved
 from tandem.config.delivery import VerifyConfig
 from tandem.proof.diagnosis import likely_cause, missing_update
 from tandem.proof.scoring import Scorer, Verified
-from tandem.proof.tokenisation import explained_by_tokenisation
 from tandem.roles.samples import trained_tokens
 
 log = logging.getLogger(__name__)
@@ -79,7 +77,6 @@ class Verifier:
         self,
         scorer: Scorer,
         config: VerifyConfig,
-        tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
         *,
         schedule: Schedule | None = None,
@@ -92,7 +89,7 @@ class Verifier:
         ``confirmations``: verifications that must agree that an update is missing. ``keeps_kv``: tokens after an update
         stand on keys and values of before, so they are not verified. ``hot_first_token``: nor is the first token of a reply,
         drawn at another temperature."""
-        self._scorer, self._config, self._tokenizer, self._dtype = scorer, config, tokenizer, dtype
+        self._scorer, self._config, self._dtype = scorer, config, dtype
         self._keeps_kv, self._hot_first_token, self._seed = keeps_kv, hot_first_token, seed
         self._warned = False
         self._version: Callable[[], int] = lambda: 0
@@ -153,13 +150,9 @@ class Verifier:
             return share
         rollout = found.batch["rollout_logprobs"]
         off = gap(found.stamped, rollout, found.known)
-        explained = explained_by_tokenisation(
-            found.batch, off, found.known, self.tolerance, self._tokenizer, lambda b: self._scorer.score(b, None)
-        )
         metrics = {
-            "gap/numeric": float((off - explained).sum()) / count,
+            "gap/numeric": float(off.sum()) / count,
             "gap/stale": float(gap(found.newest, found.stamped, found.known).sum()) / count,
-            "gap/tokenisation": float(explained.sum()) / count,
         }
         if self._is_off(found, off):
             cause = likely_cause(found, version, self.tolerance, self._scorer)

@@ -128,7 +128,6 @@ def verify_engine(
     verifier = Verifier(
         Scorer(trainer, archive, resolve_dtype(dtype, device), Team(), rounds=False),
         VerifyConfig(every_steps=1, trajectories=questions, tolerance=tolerance),
-        tokenizer,
         resolve_dtype(dtype, device),
         confirmations=1,
     )
