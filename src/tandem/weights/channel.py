@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from tandem.api.weights import WeightSource, tensor_digest
-from tandem.weights.pieces import digest_in
 
 DIGEST_THREADS = 2
 """Digests are computed beside the casting and copying."""
@@ -107,7 +106,7 @@ class NoChannel(Channel):
         for name, tensor in named_tensors:
             num_bytes += tensor.numel() * dtype.itemsize
             if self._digests:
-                digests[name] = digest_in(tensor, dtype, self.key)
+                digests[name] = tensor_digest(tensor.detach().to(dtype), self.key)
         return Delivery(LocalSource(()), digests, num_bytes, self.key)
 
     def close(self) -> None:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.weights import WeightSource
+from tandem.api.weights import WeightSource, tensor_digest
 from tandem.weights.channel import Channel, Delivery
-from tandem.weights.pieces import digest_in, pieces
 
 BUCKET_BYTES = 32 * 2**20
 POLL_S = 0.0005
@@ -127,7 +126,7 @@ class CollectiveChannel(Channel):
         for name, tensor in named_tensors:
             if name in digests:
                 raise ValueError(f"tensor {name!r} came twice")
-            digests[name] = digest_in(tensor, dtype, self.key)
+            digests[name] = tensor_digest(tensor.detach().to(dtype), self.key)
             announced.append(Announced(name, tuple(tensor.shape)))
         wait = timedelta(seconds=self._timeout_s)
         with socket.create_server((self._host, 0)) as listening:  # torch's own would listen at all addresses
@@ -193,14 +192,14 @@ class CollectiveChannel(Channel):
         device = _device(self._backend)
         bucket, filled = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device), 0
         for _, tensor in named_tensors:
-            for piece in pieces(tensor, dtype, device):
-                while len(piece):
-                    count = min(len(piece), self._bucket_bytes - filled)
-                    bucket[filled : filled + count] = piece[:count]
-                    piece, filled = piece[count:], filled + count
-                    if filled == self._bucket_bytes:
-                        yield bucket
-                        filled = 0
+            data = tensor.detach().to(device, dtype).contiguous().reshape(-1).view(torch.uint8)
+            while len(data):
+                count = min(len(data), self._bucket_bytes - filled)
+                bucket[filled : filled + count] = data[:count]
+                data, filled = data[count:], filled + count
+                if filled == self._bucket_bytes:
+                    yield bucket
+                    filled = 0
         if filled:
             yield bucket[:filled]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from safetensors.torch import save_file
+
+from tandem.api.weight_files import in_files, save_tensors
 
 BUCKET_BYTES = 256 << 20
 """One file of the folder; so much is held in memory besides it while it is written."""
@@ -41,17 +42,12 @@ class Spool:
         for file in self._model.iterdir():
             if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".gguf", ".pt"):
                 shutil.copyfile(file, folder / file.name)
-        bucket: dict[str, torch.Tensor] = {}
-        size = number = 0
-        for name, tensor in named_tensors:
-            bucket[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            size += tensor.nbytes
-            if size >= BUCKET_BYTES:
-                number, size = number + 1, 0
-                save_file(bucket, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
-                bucket.clear()
-        if bucket:
-            save_file(bucket, folder / f"model-{number + 1:05}.safetensors", metadata={"format": "pt"})
+        # the stream's own memory is used again for its next tensor
+        copies = (
+            (name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format)) for name, tensor in named_tensors
+        )
+        for number, group in enumerate(in_files(copies, BUCKET_BYTES), 1):
+            save_tensors(group, folder / f"model-{number:05}.safetensors", {"format": "pt"})
         return folder
 
     def keep_only(self, folder: Path | None) -> None:
