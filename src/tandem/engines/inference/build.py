@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -105,6 +105,26 @@ def _embedded(terms: ServerTerms, name: str) -> InferenceEngine:
     )
 
 
+def _started_by(terms: ServerTerms, name: str) -> dict[str, Any]:
+    """The arguments that a server of every kind is started with."""
+    fleet = terms.rollout.fleet
+    return {
+        "log_file": (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log",
+        "seat": terms.seat(name),
+        "options": option_words(fleet.options),
+        "startup_timeout_s": fleet.startup_timeout_s,
+        "request_timeout_s": fleet.request_timeout_s,
+        "progress": partial(logger.info, "%s"),
+    }
+
+
+def _attached_by(terms: ServerTerms) -> dict[str, Any]:
+    """The arguments that a server of every kind is attached with."""
+    fleet = terms.rollout.fleet
+    tokens = {key: read_token(getattr(fleet, f"{key}_file"), f"{key}_file") for key in ("token", "admin_token")}
+    return {"dtype": terms.dtype, "request_timeout_s": fleet.request_timeout_s, **tokens}
+
+
 def _start_tandem(terms: ServerTerms, name: str) -> InferenceEngine:
     if terms.weights_folder is not None:
         terms.weights_folder.mkdir(parents=True, exist_ok=True)
@@ -114,43 +134,25 @@ def _start_tandem(terms: ServerTerms, name: str) -> InferenceEngine:
         terms.dtype,
         terms.device,
         run=terms.version.run,
-        log_file=log_file(terms, name),
         weights_roots=() if terms.weights_folder is None else (terms.weights_folder,),
-        seat=terms.seat(name),
-        options=option_words(terms.rollout.fleet.options),
-        startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
-        request_timeout_s=terms.rollout.fleet.request_timeout_s,
-        progress=partial(logger.info, "%s"),
+        **_started_by(terms, name),
         place=terms.place(name),
     )
 
 
 def _attach_tandem(terms: ServerTerms, url: str) -> InferenceEngine:
-    fleet = terms.rollout.fleet
-    return TandemServer.attach(
-        url,
-        run=terms.version.run,
-        dtype=terms.dtype,
-        token=read_token(fleet.token_file, "token_file"),
-        admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
-        request_timeout_s=fleet.request_timeout_s,
-    )
+    return TandemServer.attach(url, run=terms.version.run, **_attached_by(terms))
 
 
 def _start_foreign(server: type[ForeignServer], kind: str, terms: ServerTerms, name: str) -> InferenceEngine:
     engine = server.start(
         terms.folder,
         python=python_of(terms.rollout, kind),
-        log_file=log_file(terms, name),
         dtype=terms.dtype,
         version=terms.version,
         device=terms.device,
         settings=terms.engine,
-        seat=terms.seat(name),
-        options=option_words(terms.rollout.fleet.options),
-        startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
-        request_timeout_s=terms.rollout.fleet.request_timeout_s,
-        progress=partial(logger.info, "%s"),
+        **_started_by(terms, name),
         place=None if terms.sleeps else terms.place(name),  # nobody could tell what of a server that is left sleeps
         sleeps=terms.sleeps,
     )
@@ -158,18 +160,8 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: ServerTerms, n
 
 
 def _attach_foreign(server: type[ForeignServer], terms: ServerTerms, url: str) -> InferenceEngine:
-    fleet = terms.rollout.fleet
-    engine = server.attach(
-        url,
-        folder=terms.folder,
-        dtype=terms.dtype,
-        version=terms.version,
-        token=read_token(fleet.token_file, "token_file"),
-        admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
-        request_timeout_s=fleet.request_timeout_s,
-        take=bool(terms.version.run),
-    )
-    return _able(engine, terms)
+    take, more = bool(terms.version.run), _attached_by(terms)
+    return _able(server.attach(url, folder=terms.folder, version=terms.version, take=take, **more), terms)
 
 
 def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -> ForeignServer:
@@ -246,11 +238,6 @@ def read_token(file: str | None, key: str) -> str | None:
     if not token:
         raise ConfigError(f"rollout.fleet.{key}={file} is empty; it must hold the token")
     return token
-
-
-def log_file(terms: ServerTerms, name: str) -> Path:
-    """The file of the output of a server that the run starts."""
-    return (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log"
 
 
 def python_of(rollout: RolloutConfig, kind: str) -> str:

@@ -16,19 +16,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 
 from tandem.api.failures import EpisodeFailure, InfrastructureFailure
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.keeper import is_private
-from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
 from tandem.engines.inference.threads import in_thread
 
 logger = logging.getLogger("tandem.fleet")
 
 S = TypeVar("S")
+
+
+class Server(Protocol):
+    """An engine over a server."""
+
+    process: ServerProcess | None
+
+
+E = TypeVar("E", bound=Server)
 
 LOOK_S = 0.05
 
@@ -142,6 +151,42 @@ def take_over(place: ServerPlace, settings: str, attach: Callable[[Mapping[str, 
     process.close()
     place.file.unlink(missing_ok=True)
     return None
+
+
+def start_or_take_over(
+    place: ServerPlace | None,
+    settings: str,
+    *,
+    start: Callable[..., ServerProcess],
+    attach: Callable[[], E],
+    take: Callable[[Mapping[str, Any], ServerProcess], E],
+    facts: Callable[[E], Mapping[str, Any]],
+    what: str,
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> E:
+    """The engine of the server that is kept at ``place``, by ``take``; or of a new one that has generated a token, which is
+    kept there from then on. Without a place it ends with this process.
+
+    ``start``: takes ``keep``, see `ServerProcess.start`. ``attach``: raises `InfrastructureFailure` until the server
+    answers. ``facts``: what ``take`` needs in another process. ``what``: the server in words, for messages.
+
+    Raises:
+        EngineDied: the new one ended before; with the end of its log.
+        WaitTimeout: it was not ready within ``timeout_s``; with the end of its log.
+    """
+    if place is not None and (server := take_over(place, settings, take)) is not None:
+        return server
+    process = start(keep=None if place is None else (place.pipe, place.file))
+    try:
+        server = wait_ready(process, attach, what=what, timeout_s=timeout_s, progress=progress)
+        if place is not None:
+            keep(place, process, settings, facts(server))
+    except BaseException:
+        process.close()
+        raise
+    server.process = process
+    return server
 
 
 def _in_time(attach: Callable[[], S]) -> S:

@@ -32,8 +32,8 @@ from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
-from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, keep, take_over
-from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, start_or_take_over
+from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port
 from tandem.protocol.client import HttpClient
 
 IN_SERVER = Path(__file__).with_name("in_server")
@@ -179,17 +179,17 @@ class ForeignServer(InferenceEngine):
             limit = request_timeout_s
             return cls.attach(url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=limit)
 
-        if place is not None:
-            found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
-            if found is not None:
-                return found
-        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if place is None else place.file)
-        command, environment = cls.command(replace(terms, cpus=cores), port)
-        if seat is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
-        environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
-        told = None if place is None else (place.pipe, place.file)
-        process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)
+        cores: tuple[int, ...] = ()
+
+        def begin(keep: tuple[int, Path] | None) -> ServerProcess:
+            nonlocal cores
+            cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if keep is None else keep[1])
+            command, environment = cls.command(replace(terms, cpus=cores), port)
+            if seat is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
+            environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
+            command += options
+            return ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=keep)
 
         def ask() -> S:
             server = attach(url, key)
@@ -200,16 +200,17 @@ class ForeignServer(InferenceEngine):
                 raise
             return server
 
-        try:
-            what = f"the {cls.protocol.maker} server"
-            server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
-            if place is not None:
-                keep(place, process, same, {"url": url, _KEY: key, CORES_WORD: cores})
-        except BaseException:
-            process.close()
-            raise
-        server.process = process
-        return server
+        return start_or_take_over(
+            place,
+            same,
+            start=begin,
+            attach=ask,
+            take=lambda facts, process: cls.attach_kept(facts, process, attach),
+            facts=lambda server: {"url": url, _KEY: key, CORES_WORD: cores},
+            what=f"the {cls.protocol.maker} server",
+            timeout_s=startup_timeout_s,
+            progress=progress,
+        )
 
     @classmethod
     def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[[str, str], Self]) -> Self:
