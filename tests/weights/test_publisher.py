@@ -369,9 +369,10 @@ def test_the_weights_that_training_begins_with_have_their_digest_too():
     assert publisher.history[2].digest != publisher.history[0].digest
 
 
-def test_a_run_that_kept_other_digests_is_resumed_with_its_weights_and_no_others():
+def test_a_run_that_kept_other_digests_is_resumed_with_its_weights_and_no_others(tmp_path):
     trainer = Weights()
-    before = WeightPublisher(trainer, (), run="test", dtype=torch.float32, digest="sha256")
+    folders = DiskChannel(tmp_path / "weights")  # which have SHA-256
+    before = WeightPublisher(trainer, (), run="test", dtype=torch.float32, channel=folders)
     before.publish()
     after = WeightPublisher(trainer, (), run="another", dtype=torch.float32)
     after.load_state_dict(before.state_dict())

@@ -1,5 +1,6 @@
 """The delivery of a run's weights, and the proof of their arrival: channel, publisher, archive, verifier."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,15 +41,15 @@ def make_disk_channel(config: TrainConfig, model: Path) -> DiskChannel:
 
 def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel | None:
     """The channel that `rollout.weights.channel` demands; None for what the engines read best, and on ranks other than 0."""
-    if not process.is_main or config.rollout.weights.channel == "auto":
-        return None
-    if config.rollout.weights.channel == "disk":
-        return make_disk_channel(config, model)
-    if config.rollout.weights.channel == "ipc":
-        return CudaIpcChannel(process.device)
-    if config.rollout.backend not in INSIDE:
+    makers: dict[str, Callable[[], Channel]] = {
+        "disk": lambda: make_disk_channel(config, model),
+        "ipc": lambda: CudaIpcChannel(process.device),
+        "collective": lambda: CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo"),
+    }
+    delivery = config.rollout.weights
+    if delivery.terms.by_group and config.rollout.backend not in INSIDE:
         return None  # the tensors lie in memory, from where each server's client broadcasts them
-    return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")
+    return makers[delivery.channel]() if process.is_main and delivery.channel in makers else None
 
 
 def make_proof(
@@ -105,5 +106,4 @@ def make_publisher(
         disk=lambda: make_disk_channel(config, model),
         archive=archive,
         team=process.team,
-        digest=config.rollout.weights.digest,
     )

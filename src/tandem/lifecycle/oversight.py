@@ -68,10 +68,10 @@ class Oversight:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of a run that may be started again, or whose saves may fail."""
-        found = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
+        metrics = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
         if self._run is not None and self._run.failed_saves:
-            found["checkpoint/failed"] = float(self._run.failed_saves)
-        return found
+            metrics["checkpoint/failed"] = float(self._run.failed_saves)
+        return metrics
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -118,8 +118,8 @@ class Oversight:
         """The words about a run that leaves after this step: what is kept."""
         if is_save_due(self._whole, ACTIVITY.step, 0, leaving=True):
             return "is saved"
-        there = checkpoints(self._folder / "checkpoints")
-        newest = f"the newest checkpoint is {there[-1]}" if there else "there is no checkpoint"
+        saved = checkpoints(self._folder / "checkpoints")
+        newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
         return f"is abandoned, for `checkpoint` asks for no save on leaving: {newest}"
 
     def _lose_patience(self, number: int) -> None:
@@ -136,10 +136,10 @@ class Oversight:
         """On a thread of its own; time counts only between looks close to each other, for a machine may sleep."""
         seen, idle, before = None, 0.0, time.monotonic()
         while not self._ended.wait(LOOK_S):
-            now, told = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
+            now, activity_now = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
             idle, before = idle + min(now - before, 2 * LOOK_S), now
-            if told != seen or ACTIVITY.waits == OTHER_RANKS:
-                seen, idle = told, 0.0
+            if activity_now != seen or ACTIVITY.waits == OTHER_RANKS:
+                seen, idle = activity_now, 0.0
             elif idle > limit:
                 self._stalled(idle)
                 return

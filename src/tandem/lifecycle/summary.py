@@ -96,7 +96,7 @@ def announce_absent(resolved: Resolved[Any], plan: RunPlan, model: str, *, every
 
 
 def tell_limit(config: BaseConfig, num_rows: int) -> None:
-    """Says which limit ends the run where both are set; the dry run says so in its arithmetic."""
+    """If two limits are set, warns which of them ends the run. (The dry run prints it with its arithmetic.)"""
     limit = first_limit(config, num_rows)
     if limit:
         log.warning("%s", limit)
@@ -161,11 +161,6 @@ def telling_step(number: int) -> Iterator[None]:
         yield
     except UserCodeFailed as error:
         raise UserCodeFailed(f"step {number}: {error}") from error
-
-
-def run_id(team: Team, run: RunFolder | None) -> str:
-    """The run's own name, as rank 0 has it, on all ranks. Collective."""
-    return team.share(lambda: run.id if run is not None else "")
 
 
 def save_if_due(

@@ -131,5 +131,5 @@ def verify_engine(
         resolve_dtype(dtype, device),
         confirmations=1,
     )
-    found = verifier.verify(pack(rows), model.number)
-    return found | {"version": float(engine.version.number), "tokens": float(sum(len(r.output_ids) for r in responses))}
+    metrics = verifier.verify(pack(rows), model.number)
+    return metrics | {"version": float(engine.version.number), "tokens": float(sum(len(r.output_ids) for r in responses))}

@@ -25,7 +25,7 @@ JOURNAL = "control.jsonl"
 
 @dataclass(frozen=True)
 class Request:
-    """A change that somebody asks for, or asked for before the run was killed."""
+    """A request for a change; it may be older than the last kill of the run."""
 
     id: str
     change: Change | None
@@ -36,7 +36,7 @@ class Request:
 
     @property
     def recorded(self) -> bool:
-        """True if it was made before."""
+        """True if the change was made before the run was killed."""
         return self.step is not None
 
 
@@ -59,8 +59,8 @@ def requests(folder: Path) -> list[Request]:
 
 def _read(file: Path) -> Change | None:
     try:
-        asked = json.loads(file.read_text(encoding="utf-8"))
-        return Change(str(asked["action"]), str(asked["value"]))
+        change = json.loads(file.read_text(encoding="utf-8"))
+        return Change(str(change["action"]), str(change["value"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # also a ConfigError: nothing of that name
         return None
 
@@ -115,8 +115,8 @@ class Mailbox:
             NotWritten: the disk refuses.
         """
         assert request.change is not None, "what cannot be read is refused"
-        asked = {"action": request.change.action, "value": request.change.value}
-        row = {"step": step, "id": request.id, "run": self._run, "of": self._reward, **asked, "reward": reward}
+        change = {"action": request.change.action, "value": request.change.value}
+        row = {"step": step, "id": request.id, "run": self._run, "of": self._reward, **change, "reward": reward}
         row["time"] = round(time.time(), 3)
         path = self._folder / JOURNAL
         append_line(path, json.dumps(row, ensure_ascii=False))

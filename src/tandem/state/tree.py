@@ -81,13 +81,13 @@ POOLS = "pool-*"
 
 
 def read_parts(folder: Path) -> dict[str, Any]:
-    """The parts of a run, whoever wrote them. Raises as `read_tree`."""
+    """All parts of a run, also those that other processes wrote. Raises as `read_tree`."""
     trees = [read_tree(folder), *map(read_tree, sorted(folder.glob(POOLS)))]
     return {name: part for tree in trees for name, part in tree.items()}
 
 
 def _split(value: Any, name: str, tensors: dict[str, torch.Tensor | Parted]) -> Any:
-    """The plain part; tensors go into ``tensors`` under their path."""
+    """Returns the plain data; puts each tensor into ``tensors`` under its path."""
     if isinstance(value, (torch.Tensor, Parted)):
         tensors[name] = value.detach() if isinstance(value, torch.Tensor) else value
         return {MARK: name}

@@ -32,10 +32,10 @@ from tandem.lifecycle.summary import (
     telling_step,
     to_be_fetched,
 )
-from tandem.lifecycle.weight_record import record_weights
 from tandem.planning.drawing import drawing
 from tandem.rollout.failure_budget import NoBatch
 from tandem.state.resuming import may_go_on
+from tandem.state.weight_digests import record_weights
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.trainers.control import Control
 from tandem.trainers.opening import Run, start_run

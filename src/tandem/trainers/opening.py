@@ -16,7 +16,7 @@ from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process, keep_kernels, start_process
 from tandem.flow.training import TrainingSession
-from tandem.lifecycle.summary import open_run, run_id, save_if_due, tell_limit
+from tandem.lifecycle.summary import open_run, save_if_due, tell_limit
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.tracker import Tracker
@@ -100,4 +100,5 @@ def start_run(
     with contextlib.ExitStack() as stack:
         folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
         keep_kernels(config, process, folder)
-        yield Run(config, plan, rows, steps, process, folder, tracker, run_id(process.team, folder))
+        name = process.team.share(lambda: "" if folder is None else folder.id)
+        yield Run(config, plan, rows, steps, process, folder, tracker, name)

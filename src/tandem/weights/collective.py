@@ -66,9 +66,9 @@ class CollectiveSource(WeightSource):
             raise OSError(f"the stream of weights from {self.host}:{self.port} broke off: {error}") from error
 
     def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.version != (own := version_of(self.backend)):
+        if self.version != (version := version_of(self.backend)):
             raise OSError(
-                f"the trainer has NCCL {self.version}, and this engine has {own}: install the same version for both"
+                f"the trainer has NCCL {self.version}, and this engine has {version}: install the same version for both"
             )
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
         rank = store.add(JOINED, 1)

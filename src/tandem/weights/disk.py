@@ -146,8 +146,8 @@ class DiskChannel(Channel):
                 shutil.copyfile(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text())
         name = str(dtype).removeprefix("torch.")
-        told = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(told, name), indent=2))
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, name), indent=2))
 
     def _explain(self, folder: Path, num_bytes: int, error: Exception) -> str:
         try:
@@ -162,7 +162,7 @@ class DiskChannel(Channel):
 
 
 class OwnFolder:
-    """A folder of this process among those of other runs; removes the folders of runs that are no more.
+    """A folder of this process beside those of other runs. Making one removes the folders that killed runs have left.
 
     The folder's lock ends with its process, however that happens.
     """
@@ -177,7 +177,7 @@ class OwnFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self, *, keep_parent: bool) -> None:
-        """With everything in it; and the parent, if it was the last one there."""
+        """Removes the folder, and its parent if no other folder is left there."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
         if keep_parent:
@@ -190,7 +190,7 @@ class OwnFolder:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Removes it if nobody holds its lock."""
+    """Removes the folder of a run that has ended: nobody holds its lock."""
     try:
         with (folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,7 +202,7 @@ def _remove_if_left(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """The folder, made if it is missing, while no other process makes or removes folders in it. Raises `OSError`."""
+    """Makes ``parent`` if it is missing, and locks it against others that make or remove folders in it. Raises `OSError`."""
     with _lock_of(parent):
         yield
 

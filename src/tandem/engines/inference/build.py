@@ -170,10 +170,11 @@ def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -
     try:
         ranks = () if terms.devices is None else terms.devices.ranks
         trainer = ranks[0].devices if ranks else ()
-        if terms.rollout.weights.channel == "collective" and terms.version.run:
+        needs = terms.rollout.weights.terms
+        if needs.by_group and terms.version.run:
             backend = group_backend(terms.device, trainer, () if seat is None else seat.devices)
             engine.take_by_group(backend, f"cuda:{trainer[0]}" if backend == "nccl" else "cpu")
-        if terms.rollout.weights.channel == "ipc" and terms.version.run:
+        if needs.on_gpu and terms.version.run:
             engine.take_by_handles(f"cuda:{trainer[0]}" if trainer else terms.device)
         if terms.rollout.engine.keep_kv_on_update:
             engine.keep_kv()
@@ -208,10 +209,11 @@ def attached(terms: ServerTerms, kind: str, url: str) -> ServerOrigin:
     attach = KINDS[kind].attach if kind in KINDS else None
     if attach is None:
         raise ConfigError(f"{kind}={url}: a run cannot attach to servers of kind {kind}")
-    if terms.rollout.weights.channel == "collective" and kind not in JOINING:
-        raise ConfigError(f"{kind}={url} joins no process group; leave rollout.weights.channel=collective out")
-    if terms.rollout.weights.channel == "ipc":
-        raise ConfigError(f"{kind}={url} was not started by this run; leave rollout.weights.channel=ipc out")
+    needs, remedy = terms.rollout.weights.terms, f"leave rollout.weights.channel={terms.rollout.weights.channel} out"
+    if needs.by_group and kind not in JOINING:
+        raise ConfigError(f"{kind}={url} joins no process group; {remedy}")
+    if needs.on_gpu:
+        raise ConfigError(f"{kind}={url} was not started by this run; {remedy}")
     return ServerOrigin(f"{kind}={url}", lambda: attach(terms, url), owned=False)
 
 
@@ -350,8 +352,7 @@ def fleet_capabilities(rollout: RolloutConfig, *, sleeps: bool = False) -> froze
     kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}
-    reads = {"collective": "shared_memory", "ipc": "ipc"}.get(rollout.weights.channel, "disk")
-    return frozenset({reads, *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
+    return frozenset({rollout.weights.terms.reads, *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
 
 
 def folder_update(folder: Path, version: WeightVersion) -> WeightUpdate:

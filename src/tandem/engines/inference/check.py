@@ -55,9 +55,10 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         ConfigError: a reward model, an architecture or a size that is not there, a library or a token that is missing.
     """
     servers = parse_backend(rollout.backend)
-    if rollout.weights.channel == "ipc" and device == "cpu":
+    if rollout.weights.terms.on_gpu and device == "cpu":
         raise ConfigError(
-            "rollout.weights.channel=ipc hands over memory of a GPU, and this run has none; leave it out: by folders"
+            f"rollout.weights.channel={rollout.weights.channel} hands over memory of a GPU, and this run has none; "
+            "leave it out: by folders"
         )
     config = read_hf_config(folder)
     refuse_classifier(folder, config)

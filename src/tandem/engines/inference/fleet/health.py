@@ -60,7 +60,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Health:
-    """The knowledge about a server. Every method returns the knowledge after an event; nothing is changed in place."""
+    """What is known of a server. Each method returns the knowledge after an event; nothing is changed in place."""
 
     since: float
     """When it came into its state."""
@@ -151,7 +151,7 @@ class Health:
         return replace(self._to(ServerState.SUSPECT, now, why), tokens=0) if self.state == ServerState.HEALTHY else self
 
     def slept(self, seconds: float) -> "Health":
-        """So much time does not count: nobody asked it for tokens, or the fleet itself stood still."""
+        """Leaves ``seconds`` out of its silence: nobody asked it for tokens, or the fleet itself stood still."""
         return replace(self, progress=self.progress + max(0.0, seconds))
 
     def outdated(self, now: float, target: int) -> "Health":

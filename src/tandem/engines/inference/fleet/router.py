@@ -124,6 +124,6 @@ class Router:
         return min(places, key=lambda place: (place.work * place.pace, place.stamp), default=None)
 
     def _touch(self, place: _RoutedServer) -> None:
-        """Its work has changed: of servers with equal work the others come first."""
+        """Puts the server behind all others with equal work."""
         self._stamps += 1
         place.stamp = self._stamps

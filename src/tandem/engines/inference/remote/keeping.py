@@ -31,13 +31,13 @@ logger = logging.getLogger("tandem.fleet")
 S = TypeVar("S")
 
 
-class Server(Protocol):
+class ServerClient(Protocol):
     """An engine over a server."""
 
     process: ServerProcess | None
 
 
-E = TypeVar("E", bound=Server)
+E = TypeVar("E", bound=ServerClient)
 
 LOOK_S = 0.05
 
@@ -46,7 +46,7 @@ CALM_S = 15.0
 
 
 TAKE_OVER_S = 60.0
-"""All in all. A server whose engine hangs may be why the ranks were ended; it must not hold them up again."""
+"""Limit for a whole take-over. A server that hangs may be why the ranks were ended; it must not hold them up again."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Keeping:
     """The folder of this run alone; made with the first server."""
 
     pipe: int
-    """With its end they end."""
+    """Read end of a pipe; the servers end when its other end closes."""
 
     def place(self, name: str) -> "ServerPlace":
         return ServerPlace(name, self.folder / f"{name}.json", self.pipe)
@@ -79,7 +79,7 @@ class Stranger:
         self.pid, self._file = pid, file
 
     def poll(self) -> int | None:
-        """It has its file's path among its words, so a number that was given away since is not taken for it."""
+        """Looks for the file's path in the command line, so another process of that number is not taken for it."""
         with contextlib.suppress(psutil.Error):
             if any(str(self._file) in word for word in psutil.Process(self.pid).cmdline()):
                 return None
@@ -190,7 +190,7 @@ def start_or_take_over(
 
 
 def _in_time(attach: Callable[[], S]) -> S:
-    """The result of the call; it is left to itself if it takes too long, and its server is ended then."""
+    """The result of the call. If it takes longer than `TAKE_OVER_S`, its thread is abandoned and its server ended."""
     try:
         return in_thread("take-over", attach).result(TAKE_OVER_S)
     except TimeoutError:

@@ -149,8 +149,8 @@ class TandemServer(Controlled):
         for number in dict.fromkeys(filter(None, request.media)):
             data = base64.b64encode(await asyncio.to_thread(store.packed, number)).decode()
             medium = {"kind": store.medium(number).kind, "data": data}
-            kept = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
-            if kept["number"] != number:
+            stored = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
+            if stored["number"] != number:
                 raise ServerFailed(f"{self.url} reads medium {number} as another; is it of another release?", url=self.url)
         return await self._client.post("/generate", body, deadline_s=patience)
 
@@ -174,8 +174,8 @@ class TandemServer(Controlled):
 
     def _patience(self, request: LLMRequest) -> float:
         """The server ends a request at its deadline, so its answer comes a little after that."""
-        own = self._request_timeout_s
-        return own if request.deadline_s is None else min(own, request.deadline_s + CONTROL_TIMEOUT_S)
+        limit = self._request_timeout_s
+        return limit if request.deadline_s is None else min(limit, request.deadline_s + CONTROL_TIMEOUT_S)
 
     @property
     def version(self) -> WeightVersion:
@@ -277,7 +277,7 @@ def _version(identity: dict[str, Any]) -> WeightVersion:
 
 
 def _response(request: LLMRequest, answer: dict[str, Any], run: str) -> LLMResponse:
-    """Checked: a server that says half a thing must not train anybody.
+    """Reads and checks an answer, so that nobody trains on half of one.
 
     Raises:
         KeyError, TypeError, ValueError: it is not what `/generate` gives, or belongs to another run.

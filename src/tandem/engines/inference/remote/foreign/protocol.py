@@ -299,8 +299,8 @@ class ServerProtocol(ABC):
 
     def check_routes(self, name: str) -> None:
         """Raises `ConfigError` where a route that is needed is not there."""
-        there = self._listed()
-        missing = sorted(self.routes - there)
+        listed = self._listed()
+        missing = sorted(self.routes - listed)
         if missing:
             raise ConfigError(f"{name} at {self.http.base_url} has no route {', '.join(missing)}; {self.remedy}")
 

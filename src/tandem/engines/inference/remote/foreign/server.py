@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
@@ -23,12 +24,10 @@ from tandem.config.devices import Seat, visible
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.foreign.completions import Completions
-from tandem.engines.inference.remote.foreign.counters import Counters
+from tandem.engines.inference.remote.foreign.completions import Completions, Counters, Labels
 from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, InPlaceUpdates
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import own_address
-from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
@@ -92,7 +91,7 @@ class ForeignServer(InferenceEngine):
             cannot=self._cannot,
         )
         dtype: torch.dtype = getattr(torch, facts.dtype)
-        self.updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version, dtype=dtype)
+        self.updates = InPlaceUpdates(protocol, labels, self._counters, version=version, dtype=dtype)
 
     # ------------------------------------------------------------------ how it comes about
 
@@ -175,10 +174,7 @@ class ForeignServer(InferenceEngine):
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
-        def attach(url: str, key: str) -> S:
-            limit = request_timeout_s
-            return cls.attach(url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=limit)
-
+        attach = partial(cls.attach, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
         cores: tuple[int, ...] = ()
 
         def begin(keep: tuple[int, Path] | None) -> ServerProcess:
@@ -192,7 +188,7 @@ class ForeignServer(InferenceEngine):
             return ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=keep)
 
         def ask() -> S:
-            server = attach(url, key)
+            server = attach(url, token=key)
             try:
                 server._protocol.check_locked(server.name)
             except BaseException:
@@ -213,14 +209,14 @@ class ForeignServer(InferenceEngine):
         )
 
     @classmethod
-    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[[str, str], Self]) -> Self:
+    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[..., Self]) -> Self:
         """Attaches to one that was kept, by its address and key. What it has of the process that is gone is ended first."""
         http = HttpClient(facts["url"], token=facts[_KEY])
         try:
             cls.protocol(http).abort_all()
         finally:
             http.close()
-        server = attach(facts["url"], facts[_KEY])
+        server = attach(facts["url"], token=facts[_KEY])
         server.process = process
         return server
 
@@ -230,7 +226,7 @@ class ForeignServer(InferenceEngine):
         raise TypeError(f"{cls.__name__} names no command")
 
     def _begin(self, take: bool) -> None:
-        """Checks what can only be seen by trying."""
+        """Makes the checks that need a token from the server."""
         self._taken = take
         (self.updates.begin if take else self.updates.look)()
         if take:

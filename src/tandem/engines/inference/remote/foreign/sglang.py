@@ -1,12 +1,18 @@
 """SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
 
-from collections.abc import Mapping, Sequence, Set
+import base64
+import io
+import itertools
+import pickle
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
-from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
@@ -203,7 +209,7 @@ class SGLangProtocol(ServerProtocol):
         ranks = self.call("/weights_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["ranks"]
         if len(ranks) == 1:
             return dict(ranks[0]["checksums"])
-        return {f"{rank}:{name}": value for rank, one in enumerate(ranks) for name, value in one["checksums"].items()}
+        return {f"{rank}:{name}": value for rank, sums in enumerate(ranks) for name, value in sums["checksums"].items()}
 
 
 class SGLangServer(ForeignServer):
@@ -236,3 +242,33 @@ class SGLangServer(ForeignServer):
             bound = ",".join(str(cpu) for cpu in terms.cpus)
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
         return words, environment
+
+
+class _OnTheGpu:
+    """Pickled as what makes the tensor where it is read."""
+
+    def __init__(self, handle: Sequence[Any], shape: Sequence[int], dtype: torch.dtype, offset: int):
+        """``handle``: of its bucket, in JSON's words. ``offset``: bytes."""
+        _, *others = (base64.b64decode(part) if isinstance(part, str) else part for part in handle)
+        memory, num_bytes, start, counter, count, event, wait = others
+        stride = tuple(torch.empty(tuple(shape), device="meta").stride())
+        layout = (torch.Tensor, torch.Size(shape), stride, offset // dtype.itemsize, torch.storage.TypedStorage, dtype)
+        # 0: the only GPU that the server sees
+        self._terms = (*layout, 0, memory, num_bytes, start, False, counter, count, event, wait)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild_cuda_tensor, self._terms
+
+
+def handle_payloads(handles: Sequence[Sequence[Any]], tensors: Iterable[Sequence[Any]]) -> list[str]:
+    """One payload a bucket; see `WeightSource.place` for the arguments."""
+    payloads = []
+    for bucket, entries in itertools.groupby(tensors, key=lambda entry: entry[3]):
+        named = [
+            (name, _OnTheGpu(handles[bucket], shape, getattr(torch, dtype), offset))
+            for name, shape, dtype, _, offset in entries
+        ]
+        written = io.BytesIO()
+        pickle.dump(named, written)
+        payloads.append(base64.b64encode(written.getvalue()).decode())
+    return payloads

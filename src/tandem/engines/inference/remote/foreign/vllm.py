@@ -102,14 +102,14 @@ class VllmProtocol(ServerProtocol):
         (choice,) = answer["choices"]
         tokens = tuple(int(token) for token in choice["token_ids"] or ())
         content = (choice.get("logprobs") or {}).get("content") or ()
-        logprobs = tuple(float(one["logprob"]) for one in content)
+        logprobs = tuple(float(entry["logprob"]) for entry in content)
         if len(logprobs) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
         return ServerReply(tokens, logprobs, labels_of(choice.get("weight_versions") or (), len(tokens)))
 
     def top(self, answer: Any) -> dict[int, float]:
         first = answer["choices"][0]["logprobs"]["content"][0]
-        return {int(one["token_id"]): float(one["logprob"]) for one in first["top_logprobs"]}
+        return {int(entry["token_id"]): float(entry["logprob"]) for entry in first["top_logprobs"]}
 
     async def abort(self, number: str) -> None:
         """The server puts a word before the name that it was given."""
@@ -224,8 +224,8 @@ class VllmProtocol(ServerProtocol):
 
     def checksums(self) -> dict[str, str]:
         """Empty tensors are left out. Names begin with the rank, kept only where there are several."""
-        found = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
-        held = {name: digest for name, digest in found.items() if digest != _EMPTY}
+        sums = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
+        held = {name: digest for name, digest in sums.items() if digest != _EMPTY}
         ranks = {name.rpartition(":")[0] for name in held}
         return {name.rpartition(":")[2] if len(ranks) == 1 else name: digest for name, digest in held.items()}
 
@@ -271,5 +271,5 @@ def _preload(python: str) -> dict[str, str]:
     """``LD_PRELOAD`` with the faster allocator and OpenMP, where they are installed and nobody else has set it."""
     openmp = Path(python).parent.parent / "lib/libiomp5.so"
     allocators = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
-    found = [str(file) for file in (*allocators[:1], openmp) if file.is_file()]
-    return {"LD_PRELOAD": ":".join(found)} if found and "LD_PRELOAD" not in os.environ else {}
+    libraries = [str(file) for file in (*allocators[:1], openmp) if file.is_file()]
+    return {"LD_PRELOAD": ":".join(libraries)} if libraries and "LD_PRELOAD" not in os.environ else {}

@@ -90,7 +90,7 @@ class WeightGroup:
         listening = socket.create_server((host, 0))  # torch's own socket would listen at all addresses of this machine
         port, wait = listening.getsockname()[1], timedelta(seconds=timeout_s)
         with ThreadPoolExecutor(1, "weight-group") as pool:
-            asked = pool.submit(join, host, port, self.name)
+            joining = pool.submit(join, host, port, self.name)
             store: dist.Store = dist.TCPStore(
                 host, port, size, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
             )
@@ -98,14 +98,14 @@ class WeightGroup:
             for prefix in (self.name, f"{self.name}/", f"{kind}/") if prefixes else ():
                 store = dist.PrefixStore(prefix, store)
             if not prefixes:
-                there = [key_of(rank) for rank in range(1, size)]
-                while not (store.check(there) or asked.done()):  # done: it has died or refused
+                keys = [key_of(rank) for rank in range(1, size)]
+                while not (store.check(keys) or joining.done()):  # done: it has died or refused
                     time.sleep(POLL_S)
-                if not store.check(there):
-                    asked.result()
+                if not store.check(keys):
+                    joining.result()
                 compare_versions(store, 0, range(1, size), backend)
             self.group = joined(store, 0, size, backend, host, timeout_s)
-            asked.result()
+            joining.result()
 
     def broadcast(self, tensor: torch.Tensor, taken: "Future[Any]") -> None:
         """To all ranks of the server. ``taken``: the call by which they take it; where it fails nobody waits for them."""
@@ -126,7 +126,7 @@ class WeightGroup:
             del work  # it holds the connections, and an exception holds this frame
 
     def close(self) -> None:
-        """This end of it, with what is under way; idempotent."""
+        """Closes this end of the group, and aborts what is under way; idempotent."""
         group, self.group = self.group, None
         if group is not None:
             group.abort()
@@ -166,7 +166,7 @@ class GroupDelivery:
             raise
 
     def close(self) -> None:
-        """This end; idempotent."""
+        """Closes this end of the group; idempotent."""
         if self.group is not None:
             self.group.close()
             self.group = None
