@@ -377,6 +377,7 @@ def test_a_run_that_kept_other_digests_is_resumed_with_its_weights_and_no_others
     after = WeightPublisher(trainer, (), run="another", dtype=torch.float32)
     after.load_state_dict(before.state_dict())
     assert after.version.number == 1 and after.version.digest != before.version.digest
+    before.close()
     trainer.become(1)
     with pytest.raises(ConfigError, match="are not version 1 as it was delivered"):
         WeightPublisher(trainer, (), run="test", dtype=torch.float32).load_state_dict(after.state_dict())
