@@ -138,7 +138,7 @@ class Roster:
         with self.changed:
             if self.members.get(member.name) is not member:
                 return
-            self.change(member, member.health.retires(time.monotonic(), why))
+            self.change(member, member.health.retires(why))
             del self.members[member.name]
             engine = member.engine
             if engine is not None:

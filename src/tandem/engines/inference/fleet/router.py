@@ -5,7 +5,7 @@ A request costs a dictionary look-up, or one pass over the servers, however many
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 MAX_AFFINITIES = 200_000
@@ -23,11 +23,11 @@ def work_of(prompt_tokens: int, max_new_tokens: int) -> int:
 class _RoutedServer:
     """A server as the router sees it. A server that leaves and joins again gets another place."""
 
-    __slots__ = ("live", "name", "pace", "requests", "stamp", "work")
+    __slots__ = ("live", "name", "pace", "stamp", "work")
 
     def __init__(self, name: str):
         self.name, self.live = name, True
-        self.work = self.requests = self.stamp = 0
+        self.work = self.stamp = 0
         self.pace = 1.0
 
 
@@ -60,9 +60,6 @@ class Router:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
     def add(self, name: str) -> None:
         """A server may be given work; one that is there already stays as it is."""
         if name not in self._places:
@@ -88,7 +85,6 @@ class Router:
         if affinity is not None:
             self._remember(affinity, place)
         place.work += work
-        place.requests += 1
         self._touch(place)
         return Lease(place, work)
 
@@ -96,7 +92,6 @@ class Router:
         """The request is over. Call it once."""
         place = lease.place
         place.work -= lease.work
-        place.requests -= 1
         if place.live:
             self._touch(place)
 
@@ -109,9 +104,6 @@ class Router:
 
     def work(self) -> Mapping[str, int]:
         return {name: place.work for name, place in self._places.items()}
-
-    def requests(self) -> Mapping[str, int]:
-        return {name: place.requests for name, place in self._places.items()}
 
     def _remember(self, affinity: str, place: _RoutedServer) -> None:
         self.affinities[affinity] = place

@@ -122,7 +122,7 @@ class Updates:
                     health = member.health.delivered(number).emptied(number)
                     roster.change(member, health.token(now, number, roster.rules))
             for member in roster.members.values():
-                roster.change(member, member.health.outdated(now, number))
+                roster.change(member, member.health.outdated(number))
         if not members:
             logger.warning("version %d: no server took it, it is kept for those that come; %s", number, roster.explain())
 

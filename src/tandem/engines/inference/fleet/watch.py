@@ -215,7 +215,7 @@ class Watcher:
     def take(self, member: Member, engine: InferenceEngine) -> None:
         """A member answers by this engine. Of one that is taken over nobody knows what it holds."""
         ran_before = taken_over(engine)
-        health = member.health.answers(time.monotonic(), "it was taken over as it runs" if ran_before else "it answers")
+        health = member.health.answers("it was taken over as it runs" if ran_before else "it answers")
         holds = None if ran_before else member.server.holds
         with self._roster.lock:
             member.engine, member.steps, member.seen, member.switching = engine, 0.0, {}, False
@@ -238,14 +238,14 @@ class Watcher:
         if member.server.owned:
             await self._restart(member)
         elif member.engine is None:
-            roster.change(member, member.health.starts(time.monotonic(), "another try"))
+            roster.change(member, member.health.starts("another try"))
         else:
             try:
                 await self.ask(member.engine, roster.config.suspect_after_s)
             except Exception:  # the worker boundary: it may be another process by now, which knows nothing of us
                 await self._connect_anew(member, member.engine)
             with roster.lock:
-                roster.change(member, member.health.answers(time.monotonic(), "it answers again"))
+                roster.change(member, member.health.answers("it answers again"))
 
     async def _connect_anew(self, member: Member, before: InferenceEngine) -> None:
         engine = await self._roster.threads.call(self.make, member.server)
@@ -286,7 +286,7 @@ class Watcher:
         member.engine = None
         with roster.lock:
             member.orphans.clear()
-            roster.change(member, member.health.starts(time.monotonic()))
+            roster.change(member, member.health.starts())
 
     async def _join(self, member: Member) -> None:
         """A stale member: current weights, an empty cache, and a token made with them."""

@@ -120,16 +120,6 @@ class TandemServer(Controlled):
     def url(self) -> str:
         return self._client.base_url
 
-    @property
-    def model(self) -> str:
-        """The name under which it serves its model."""
-        return str(self._identity["model"])
-
-    @property
-    def instance(self) -> str:
-        """Names the process that was attached to: a restarted server has another one."""
-        return str(self._identity["instance"])
-
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Raises `ServerFailed` for all that is no answer of this run's server."""
         answer = await self._ask(request)

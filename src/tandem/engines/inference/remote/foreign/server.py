@@ -29,7 +29,7 @@ from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, I
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import own_address
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
-from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
+from tandem.engines.inference.remote.foreign.trials import Whole, ask, try_logprobs
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
 from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, start_or_take_over
 from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port
@@ -332,11 +332,6 @@ class ForeignServer(InferenceEngine):
             if ended is not None:
                 raise EngineDied(f"{self.name} at {self.url}: {ended}") from error
             raise
-
-    async def probe(self, deadline_s: float) -> LLMResponse:
-        """One token of a fixed prompt, whoever else is served: proof that it generates, and with weights of ours."""
-        gconfig = GenerationConfig(n_samples=1, max_new_tokens=1, greedy=True)
-        return await self.agenerate(LLMRequest(PROBE_IDS, gconfig, deadline_s=deadline_s))
 
     def prepare_weights(self, update: WeightUpdate) -> None:
         """Prepares a folder that the server will read, verified; generation goes on."""
