@@ -53,7 +53,7 @@ def receive(pipe):
                 seen += tensor.nbytes
         pipe.send((peak_over(take), seen))
 
-channel = CollectiveChannel(1, bucket_bytes=4 * MIB, timeout_s=60)
+channel = CollectiveChannel(1, timeout_s=60)
 fork = multiprocessing.get_context("fork")
 ours, theirs = fork.Pipe()
 child = fork.Process(target=receive, args=(theirs,))

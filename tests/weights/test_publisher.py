@@ -388,7 +388,7 @@ def by_disk(tmp_path, folder):
 
 
 def by_process_group(tmp_path, folder):
-    return CollectiveChannel(1, bucket_bytes=4096, timeout_s=30)
+    return CollectiveChannel(1, timeout_s=30)
 
 
 @pytest.fixture(params=[by_disk, by_process_group])

@@ -33,9 +33,9 @@ def save_tensors(tensors: "Mapping[str, torch.Tensor]", path: Path, metadata: di
     path.chmod(mode)
 
 
-def in_files(stream: "Iterable[tuple[str, torch.Tensor]]", file_bytes: int) -> "Iterator[dict[str, torch.Tensor]]":
-    """The tensors of a stream in groups, one for each file: a group is full once it has ``file_bytes``. It is emptied when
-    the next one is asked for, so that no more is held.
+def in_groups(stream: "Iterable[tuple[str, torch.Tensor]]", num_bytes: int) -> "Iterator[dict[str, torch.Tensor]]":
+    """The tensors of a stream in groups, one for each file or message: a group is full once it has ``num_bytes``. It is
+    emptied when the next one is asked for, so that no more is held.
 
     Raises:
         ValueError: a name comes twice.
@@ -49,7 +49,7 @@ def in_files(stream: "Iterable[tuple[str, torch.Tensor]]", file_bytes: int) -> "
         names.add(name)
         group[name] = tensor
         size += tensor.nbytes
-        if size >= file_bytes:
+        if size >= num_bytes:
             yield group
             group.clear()
             size = 0

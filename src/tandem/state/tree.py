@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api.activity import did
 from tandem.api.state import Parted, Stateful
 from tandem.api.team import Team
-from tandem.api.weight_files import in_files, save_tensors
+from tandem.api.weight_files import in_groups, save_tensors
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
@@ -126,7 +126,7 @@ def _gathered(tensors: Mapping[str, torch.Tensor | Parted], *, all_of_them: bool
 
 
 def _write_tensors(folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for number, group in enumerate(in_files(stream, FILE_BYTES), 1):
+    for number, group in enumerate(in_groups(stream, FILE_BYTES), 1):
         places: set[int] = set()
         for name, tensor in group.items():
             storage = tensor.untyped_storage()

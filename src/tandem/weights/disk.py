@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.weight_files import INDEX, in_files, save_tensors
+from tandem.api.weight_files import INDEX, in_groups, save_tensors
 from tandem.api.weights import FolderSource, tensor_digest
 from tandem.weights.channel import Channel, Delivery
 
@@ -96,7 +96,7 @@ class DiskChannel(Channel):
             copies = (
                 (name, torch.empty(tensor.shape, dtype=dtype).copy_(tensor.detach())) for name, tensor in named_tensors
             )
-            for group in in_files(copies, self._shard_bytes):
+            for group in in_groups(copies, self._shard_bytes):
                 shard = {name: (tuple(tensor.shape), tensor_digest(tensor)) for name, tensor in group.items()}
                 file, size = temporary / FILE.format(len(shards) + 1), sum(tensor.nbytes for tensor in group.values())
                 if before is None or next(old, None) != shard or not _linked(before / file.name, file):

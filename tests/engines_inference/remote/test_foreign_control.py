@@ -193,7 +193,7 @@ def test_a_server_on_another_gpu_is_refused_handles_of_memory_by_name(folder):
 
 
 def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.foreign.weight_group.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.sglang.BUCKET_BYTES", 4096)
     tensors, _, _ = new_weights(folder, 1)
     channel, groups = SharedMemoryChannel(), []
     with kind[1](folder) as server:

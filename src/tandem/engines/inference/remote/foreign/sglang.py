@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
+from tandem.api.weight_files import in_groups
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
@@ -25,8 +26,11 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, plan_buckets
+from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
 from tandem.engines.inference.remote.keeping import CALM_S
+
+BUCKET_BYTES = 64 << 20
+"""Tensors that are announced together."""
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -168,23 +172,22 @@ class SGLangProtocol(ServerProtocol):
         self.call("/destroy_weights_update_group", {"group_name": name})
 
     def _by_group(self, group: WeightGroup, place: Mapping[str, Any], label: str) -> None:
-        tensors = mapped(place["memory"], place["tensors"])
-        plan = plan_buckets(place["tensors"])
+        left = len(place["tensors"])
         with ThreadPoolExecutor(1, "weight-group") as pool:
             self.call("/begin_weight_update", {})
-            for number, bucket in enumerate(plan, 1):
-                last = number == len(plan)
+            for bucket in in_groups(mapped(place["memory"], place["tensors"]), BUCKET_BYTES):
+                left -= len(bucket)
                 body = {
-                    "names": [entry.name for entry in bucket],
-                    "dtypes": [entry.dtype for entry in bucket],
-                    "shapes": [entry.shape for entry in bucket],
-                    "flush_cache": last,
-                    "weight_version": label if last else None,
+                    "names": list(bucket),
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+                    "shapes": [list(tensor.shape) for tensor in bucket.values()],
+                    "flush_cache": not left,
+                    "weight_version": None if left else label,
                     "group_name": group.name,
                 }
                 taken = pool.submit(self.call, "/update_weights_from_distributed", body, timeout_s=TIMEOUT_S)
-                for _ in bucket:
-                    group.broadcast(next(tensors)[1], taken)
+                for tensor in bucket.values():
+                    group.broadcast(tensor, taken)
                 taken.result()
             self.call("/end_weight_update", {})
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.config.engine_memory import cache_gib
@@ -22,7 +24,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, flat_buckets, plan_buckets
+from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
 from tandem.engines.inference.remote.keeping import CALM_S
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -202,11 +204,12 @@ class VllmProtocol(ServerProtocol):
         return WeightGroup(way, size, join)
 
     def _by_group(self, group: WeightGroup, place: Mapping[str, Any]) -> None:
-        plan = plan_buckets(place["tensors"])
+        plan = [entry[:3] for entry in place["tensors"]]
         with ThreadPoolExecutor(1, "weight-group") as pool:
             taken = pool.submit(self._rpc, "tandem_receive", {"plan": plan}, RELOAD_TIMEOUT_S)
-            for bucket in flat_buckets(mapped(place["memory"], place["tensors"]), plan):
-                group.broadcast(bucket, taken)
+            for _, tensor in mapped(place["memory"], place["tensors"]):
+                if tensor.numel():
+                    group.broadcast(tensor.reshape(-1).view(torch.uint8), taken)
             taken.result()
 
     def _tell_to_leave(self, name: str) -> None:

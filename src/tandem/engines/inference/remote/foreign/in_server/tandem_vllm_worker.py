@@ -36,7 +36,7 @@ class TandemWorker:
         self._tandem_device = self.device if backend == "nccl" else torch.device("cpu")
 
     def tandem_receive(self, plan: list[list[Any]]) -> None:
-        """Takes the weights that the trainer broadcasts, bucket by bucket; the server is paused meanwhile."""
+        """Takes the tensors that the trainer broadcasts, ``[name, shape, dtype]`` each; the server is paused meanwhile."""
         self.reload_weights(weights_iterator=received(self.tandem_group, plan, self._tandem_device))
         pack_again(self.model_runner.get_model())
 
@@ -185,14 +185,12 @@ def num_bytes_of(shape: Iterable[int], dtype: str) -> int:
 
 
 def received(group: Any, plan: Iterable[list[Any]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) as the buckets come. Each bucket is memory of its own, which a loader may keep a while."""
-    for bucket in plan:
-        _, shape, dtype, offset = bucket[-1]
-        flat = torch.empty(offset + num_bytes_of(shape, dtype), dtype=torch.uint8, device=device)
-        group.broadcast([flat], dist.BroadcastOptions()).wait()
-        for name, shape, dtype, offset in bucket:
-            data = flat[offset : offset + num_bytes_of(shape, dtype)]
-            yield name, data.view(getattr(torch, dtype)).view(shape)
+    """Yields (name, tensor) as the tensors come. Each has memory of its own, which a loader may keep a while."""
+    for name, shape, dtype in plan:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():  # as bytes: every backend takes them, whatever the dtype
+            group.broadcast([tensor.reshape(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+        yield name, tensor
 
 
 def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
