@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from tandem.api.activity import did
+from tandem.api.lines import sync
 from tandem.api.team import Team
 from tandem.config.errors import TandemError
 from tandem.state.existing import checkpoints, step_of
@@ -71,7 +72,7 @@ def _publish(run: RunFolder, step: int, temporary: Path) -> None:
     """The rename that makes it a checkpoint, once all of it is on the disk."""
     _flush(temporary)
     os.rename(temporary, run.checkpoints / f"step_{step}")
-    _flush_entry(run.checkpoints)
+    sync(run.checkpoints)
     log.info("saved %s", run.checkpoints / f"step_{step}")
 
 
@@ -172,16 +173,8 @@ def _check_space(folder: Path) -> None:
 def _flush(folder: Path) -> None:
     """All files and folders in `folder` to disk, so that a power cut after the rename cannot leave empty files."""
     for path in [*folder.rglob("*"), folder]:
-        _flush_entry(path)
+        sync(path)
         did("save")
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_disk_error(error: Exception) -> bool:

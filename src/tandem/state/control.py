@@ -6,7 +6,6 @@ and is known by its name: it is made once, also if the run is killed in between.
 """
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.api.lines import append_line
+from tandem.api.lines import append_line, sync
 from tandem.config.changes import Change
 from tandem.state.existing import rows_of
 from tandem.state.run_folder import write_atomically
@@ -120,8 +119,7 @@ class Mailbox:
         row["time"] = round(time.time(), 3)
         path = self._folder / JOURNAL
         append_line(path, json.dumps(row, ensure_ascii=False))
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
         self._made.insert(self._next, row)  # a run that went back has changes of later steps before it
         self._next += 1
 

@@ -123,7 +123,7 @@ class SharedParts:
             if memory is None:
                 where = "on another machine, in another container, or not on Linux"
                 return f"rank 0 cannot read the memory of rank {rank}: is it {where}?"
-            maps[key] = memory
+            maps[key] = memory  # the same memory stays mapped from one snapshot to the next
         self._maps = maps
         return None
 

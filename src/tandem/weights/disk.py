@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
+from tandem.api.lines import sync
 from tandem.api.weight_files import INDEX, in_groups, save_tensors
 from tandem.api.weights import FolderSource, tensor_digest
 from tandem.weights.channel import Channel, Delivery
@@ -109,9 +110,10 @@ class DiskChannel(Channel):
             index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
             (temporary / INDEX).write_text(json.dumps(index, indent=1))
             self._copy_settings(temporary, dtype)
-            _flush(temporary)
+            for path in (*temporary.iterdir(), temporary):
+                sync(path)
             os.rename(temporary, folder)
-            _flush(self._own.path)
+            sync(self._own.path)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, (OSError, SafetensorError)):
@@ -225,13 +227,3 @@ def _linked(old: Path, new: Path) -> bool:
         os.link(old, new)
         return True
     return False
-
-
-def _flush(folder: Path) -> None:
-    """Writes the files of a folder, and the folder itself, to the disk."""
-    for path in (*(path for path in folder.iterdir() if path.is_file()), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -91,6 +91,7 @@ class Roster:
         """Sets the health of a member, and acts on the change: routing, requests to move, journal, restarts."""
         with self.changed:
             before, member.health = member.health, health
+            # most changes are another sign of life, many a second: only a new state or incarnation has consequences
             if before is health or (before.state, before.incarnation) == (health.state, health.incarnation):
                 return
             self._route(member)
@@ -214,7 +215,8 @@ class Roster:
         future: asyncio.Future[None] = loop.create_future()
         with self.lock:
             self._waiters.append((loop, future))
-            if self.closed or (len(self.router) and not self.holding):  # meanwhile
+            # a server may have come between the caller's look and this lock; nobody would wake the caller for it
+            if self.closed or (len(self.router) and not self.holding):
                 self.wake()
         return future
 

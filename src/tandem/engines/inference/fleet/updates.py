@@ -172,6 +172,7 @@ class Updates:
                 waiting = [m for m in calls if m not in outcomes and m.health.incarnation == starts[m]]
                 if not waiting or roster.closed:
                     return outcomes
+                # the clock starts with the first success: before it the update itself may be what takes long
                 if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):
                     first_at = time.monotonic()
                 if first_at is not None:

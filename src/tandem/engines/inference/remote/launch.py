@@ -191,6 +191,7 @@ class ServerProcess:
             file.write(words)
         partial.rename(self._file)
         self._finalize.detach()
+        # the file first: a keeper that lets the server live on must not be the only one who knows of it
         os.write(self._pipe, KEEP + words.encode() + END)
         os.close(self._pipe)
         self.kept, self._pipe, self._finalize = True, None, None

@@ -212,7 +212,7 @@ class InPlaceUpdates:
                 raise WeightUpdateFailed(f"version {version.number} cannot be committed: {held} is prepared")
             label = self._labels.of(version)
             began = time.perf_counter()
-            self._broken = True
+            self._broken = True  # until the end: what fails below leaves a server whose weights nobody knows
             self._protocol.pause()
             if "weights" in self._given:
                 self._take("weights")
@@ -305,6 +305,7 @@ class InPlaceUpdates:
     def close(self, leave_running: bool, patience_s: float = CLOSE_PATIENCE_S) -> None:
         """``leave_running``: a server that we paused goes on, unless it hangs in an update.
         ``patience_s``: the time that an update under way has to end."""
+        # a commit that hangs in the server holds the lock; without a limit the end of the run would hang with it
         free = self._lock.acquire(timeout=patience_s)
         if not free:
             self._protocol.http.close()  # which ends the call that it hangs in
