@@ -5,7 +5,7 @@ A request costs a dictionary look-up, or one pass over the servers, however many
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 MAX_AFFINITIES = 200_000
@@ -59,6 +59,9 @@ class Router:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
 
     def add(self, name: str) -> None:
         """A server may be given work; one that is there already stays as it is."""
