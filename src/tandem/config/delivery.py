@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class ChannelTerms(NamedTuple):
-    """What a channel needs of a run and of its servers. Whoever has to know asks this, and not for the channel's name."""
+    """The needs of a channel. Whoever has to know asks this, and not for the channel's name."""
 
     reads: str = "disk"
     """Capability (`InferenceEngine.capabilities`) that a server needs to take weights from this channel."""
@@ -54,7 +54,7 @@ class DeliveryConfig:
 
     @property
     def terms(self) -> ChannelTerms:
-        """What the channel needs."""
+        """The needs of the channel."""
         return CHANNELS[self.channel]
 
     def uses_folder(self, *, servers: bool) -> bool:

@@ -1,4 +1,4 @@
-"""When a checkpoint is saved, and whether training waits until it is written."""
+"""Saves checkpoints when they are due, while training waits or beside it."""
 
 import logging
 import threading

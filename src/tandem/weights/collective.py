@@ -196,7 +196,7 @@ class DeliveryGroup:
             group.abort()  # what an NCCL call has left on the GPU ends too
 
     def broadcast(self, tensor: torch.Tensor, given_up: Callable[[], bool] = lambda: False) -> None:
-        """From rank 0 to all; returns when this process has sent or received it. An empty tensor is not sent.
+        """Sends from rank 0 to all; returns when this process has sent or received it. An empty tensor is not sent.
 
         Raises:
             RuntimeError: another process left, or the wait passed its deadline.

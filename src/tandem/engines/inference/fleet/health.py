@@ -60,7 +60,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Health:
-    """What is known of a server. Each method returns the knowledge after an event; nothing is changed in place."""
+    """The knowledge about a server. Each method returns the knowledge after an event; nothing is changed in place."""
 
     progress: float
     """When it last gave a sign of life: a token."""

@@ -19,7 +19,7 @@ PACE_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class ServerOrigin:
-    """How the fleet gets a server."""
+    """The way in which the fleet gets a server."""
 
     name: str
     """Unique in the fleet: ``embedded-0``, or ``KIND=URL`` for one that is attached."""

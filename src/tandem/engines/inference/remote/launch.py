@@ -158,7 +158,7 @@ class ServerProcess:
         return self._poll() is None
 
     def how_it_ended(self) -> str | None:
-        """How the process ended, in words; None while it runs."""
+        """Says how the process ended; None while it runs."""
         status = self._poll()
         if status is None:
             return None

@@ -18,7 +18,7 @@ LEAST_SHIFT = 0.02
 
 @dataclass(frozen=True)
 class Whole:
-    """Whether log-probabilities stay those of softmax(logits / temperature) with two options of sampling."""
+    """Says whether log-probabilities stay those of softmax(logits / temperature) with two options of sampling."""
 
     truncated: bool
     """With top-p and top-k."""
