@@ -77,7 +77,7 @@ class WeightGroup:
             joining.result()
 
     def broadcast(self, tensor: torch.Tensor, taken: "Future[Any]") -> None:
-        """Sends to all ranks of the server. ``taken``: the call by which they take it; where it fails nobody waits for them."""
+        """Sends to all ranks of the server. ``taken``: the call by which they take it; if it fails nobody waits for them."""
         deadline = time.monotonic() + self.timeout_s
         work = self.group.broadcast([tensor.to(self.device)], dist.BroadcastOptions())
         try:
