@@ -1,6 +1,8 @@
 """torch's profiler over all threads of one process, with the spans of `tandem.api.activity`."""
 
 import contextlib
+import os
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -25,10 +27,11 @@ class ProcessProfile:
         # without it only the thread that starts the profile is seen, and generation has a thread of its own
         self._profile = profile(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True))
         self._profile.start()
-        ACTIVITY.span = record_function
+        # the library replaces a name with any other character as a whole
+        ACTIVITY.span = lambda name: record_function(re.sub(r"[^ -~]|[\"\\]", "?", name))
 
-    def stop(self) -> Trace:
-        """Ends it; gives the trace, in which threads have their names."""
+    def stop(self, process: str) -> Trace:
+        """Ends it; gives the trace, in which threads have their names, and this process the given one."""
         ACTIVITY.span = contextlib.nullcontext
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels that are still on their way belong to it
@@ -41,4 +44,6 @@ class ProcessProfile:
         for event in trace["traceEvents"]:
             if event["name"] == "thread_name" and event["tid"] in names:
                 event["args"]["name"] = names[event["tid"]]
+            if event["name"] == "process_name" and event["pid"] == os.getpid():
+                event["args"]["name"] = process
         return trace

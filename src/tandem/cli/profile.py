@@ -26,7 +26,7 @@ QUIET = {
     **{"checkpoint.at_end": "false", "tracking.sinks": "[]", "tracking.plot_every_steps": "null"},
     **{"recover.max_restarts": "0"},
 }
-"""Work of some steps only, or of the run as a whole, which a profile leaves out unless it is asked for on the command line."""
+"""Work of some steps only, or of the whole run: a profile leaves it out, unless the command line has the key."""
 
 
 def _steps(text: str) -> int:

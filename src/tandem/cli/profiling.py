@@ -42,7 +42,8 @@ REMEDIES = {
 def profile(arguments: argparse.Namespace) -> int:
     """Records the steps on this rank and writes its trace; rank 0 prints the table."""
     resolved = resolve(arguments, KINDS[arguments.kind])
-    profiler, rank = Profiler(), int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK", "0"))
+    profiler = Profiler(f"rank {rank}")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         other = Path(folder, "engine.json")
 
@@ -62,7 +63,8 @@ def profile(arguments: argparse.Namespace) -> int:
     if rank == 0:
         cores = usable_cores() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         table = tabulate(profiler.trace, profiler.uses, cores, _moved(resolved.config, profiler.recorded))
-        print("\n".join([*_head(profiler, cores, table), "", text(table), "", *_advice(table, resolved.config), *_end(file)]))
+        print("\n".join([*_head(profiler, cores, table), "", text(table), ""]))
+        print("\n".join([*_advice(table, resolved.config), *_end(file)]))
     return 0
 
 
@@ -87,17 +89,14 @@ def _mean(rows: list[Mapping[str, Any]], name: str) -> float:
 def _head(profiler: Profiler, cores: float, table: ProfileTable) -> Iterator[str]:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     of = f", of rank 0 (of {ranks}; the others are in their traces)" if ranks > 1 else ""
-    where = "its GPU" if table.on_gpu else f"{cores:g} cores"
+    where = "its GPU" if table.on_gpu else "a core" if cores == 1 else f"{cores:g} cores"
     steps = f"steps {profiler.recorded[0]} to {profiler.recorded[-1]}"
     yield f"Means of {steps}{of}. Idle: the share in which {where} did nothing for this run."
     if profiler.plain is None:
-        yield "What the profiler costs is not known: the run has too few steps to time one without it."
+        yield f"A step took {table.step_s:.3f} s with the profiler; the run has too few steps to time one without it."
         return
     plain = profiler.steps_s[profiler.plain]
-    yield (
-        f"A step took {table.step_s:.3f} s; without the profiler {plain:.3f} s (step {profiler.plain}), so it and the "
-        f"difference between steps made {table.step_s / plain - 1:+.1%}."
-    )
+    yield f"A step took {table.step_s:.3f} s with the profiler; step {profiler.plain} took {plain:.3f} s without it."
 
 
 def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
@@ -110,7 +109,8 @@ def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
     ]
     cores = usable_cores()
     if not table.on_gpu and config.threads and config.threads < cores:
-        told.append(f"threads={config.threads} leaves {cores - config.threads} of {cores} cores unused; without this key the run takes all.")
+        unused = f"{cores - config.threads} of {cores} cores unused"
+        told.append(f"threads={config.threads} leaves {unused}; without this key the run takes all.")
     if not torch.cuda.is_available() and training_kernels_here(config, "cpu") == "torch":
         told.append("There are no compiled kernels, which are up to a third faster: install g++, leave TANDEM_KERNELS out.")
     yield from ["What helps for certain:", *(f"- {line}" for line in told), ""] if told else []

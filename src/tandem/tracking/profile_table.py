@@ -18,6 +18,9 @@ ELSEWHERE = "engine's process"
 SHOWN = 5
 """Operators that are shown of each stage."""
 
+LITTLE = 0.02
+"""Stages with less of a step are shown without their operators."""
+
 GIB, MIB = 2**30, 2**20
 
 
@@ -174,7 +177,9 @@ def tabulate(trace: Trace, uses: Sequence[Use], cores: float, moved: Mapping[str
     read = _Reading(trace)
     stages = {name: StageUse(name, calls / read.count, moved=moved.get(name, 0.0)) for name, calls in read.calls.items()}
     ours = [_span(event)[:2] for event in read.operators if event["pid"] == read.process]
-    busy_us = _grown([use.at_us for use in _shifted(trace, uses)], [use.cpu_s * 1e6 / cores for use in uses], read.pieces)
+    shifted = [use._replace(at_us=use.at_us - trace["baseTimeNanoseconds"] / 1e3) for use in uses]
+    times = [use.at_us for use in shifted]
+    busy_us = _grown(times, [use.cpu_s * 1e6 / cores for use in uses], read.pieces)
     busy_us = covered((_span(event)[:2] for event in read.gpu), read.pieces) if read.gpu else busy_us
     silent_us = [piece.end - piece.start for piece in read.pieces] - covered(ours, read.pieces)
     busy: dict[str, float] = defaultdict(float)
@@ -184,8 +189,9 @@ def tabulate(trace: Trace, uses: Sequence[Use], cores: float, moved: Mapping[str
         busy[name] += used / read.count / 1e6
     for name, stage in stages.items():
         stage.idle = max(0.0, 1.0 - busy[name] / stage.seconds) if stage.seconds else 0.0
-    for use in _shifted(trace, uses):
-        if (name := read.stage(use.at_us)) is not None:
+    for piece, name in zip(read.pieces, read.names, strict=True):  # with the instants just before and after it
+        first, last = numpy.searchsorted(times, (piece.start, piece.end))
+        for use in shifted[max(0, first - 1) : last + 1]:
             stages[name].memory = max(stages[name].memory, use.memory)
             stages[name].gpu_memory = max(stages[name].gpu_memory, use.gpu_memory)
     for event in (event for event in read.main if _is(event, "wait: ")):
@@ -197,11 +203,6 @@ def tabulate(trace: Trace, uses: Sequence[Use], cores: float, moved: Mapping[str
     _add_operators(read, stages)
     ordered = sorted(stages.values(), key=lambda stage: (stage.name in (BETWEEN, ELSEWHERE), -stage.seconds))
     return ProfileTable(ordered, _spans(trace, read), read.step_us / 1e6, bool(read.gpu))
-
-
-def _shifted(trace: Trace, uses: Iterable[Use]) -> list[Use]:
-    """With the times of the trace."""
-    return [use._replace(at_us=use.at_us - trace["baseTimeNanoseconds"] / 1e3) for use in uses]
 
 
 def _add_operators(read: _Reading, stages: dict[str, StageUse]) -> None:
@@ -238,11 +239,11 @@ def _thread(event: Mapping[str, Any]) -> tuple[int, int]:
 
 def _spans(trace: Trace, read: _Reading) -> list[SpanUse]:
     marks = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
-    threads = {(mark["pid"], mark["tid"]): mark["args"]["name"] for mark in marks}
+    threads = {(mark["pid"], mark["tid"]): mark["args"]["name"] for mark in marks if mark["pid"] == read.process}
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in read.events:
         if _is(event, "engine: ", "train: ", "record: ") and read.stage(event["ts"]) is not None:
-            found[event["name"], threads.get(_thread(event), "")].append(event["dur"])
+            found[event["name"], threads.get(_thread(event), ELSEWHERE)].append(event["dur"])
     spans = [
         SpanUse(name, thread, len(each) / read.count, sum(each) / read.count / 1e6) for (name, thread), each in found.items()
     ]
@@ -268,7 +269,7 @@ def text(table: ProfileTable) -> str:
         lines += ["", f"{'within and beside them':<26}{'thread':<26}{'calls':>8}{'s/step':>10}"]
         lines += [f"{span.name:<26}{span.thread:<26}{span.calls:>8.4g}{span.seconds:>10.3f}" for span in table.spans]
     for stage in table.stages:
-        if stage.operators:
+        if stage.operators and (stage.seconds >= LITTLE * table.step_s or stage.name == ELSEWHERE):
             lines += ["", *_operators(stage, table)]
     return "\n".join(lines)
 

@@ -87,6 +87,9 @@ def _gpu_peak() -> int:
 class Profiler:
     """Watches the steps of a run (`tandem.trainers.loop.Watch`)."""
 
+    name: str
+    """The name of this process in the trace."""
+
     steps_s: dict[int, float] = field(default_factory=dict)
     """Seconds of each step, those before included."""
 
@@ -122,7 +125,7 @@ class Profiler:
         for number in self.recorded:
             yield from self._timed(number)
         end()
-        self.trace, self.uses = profile.stop(), sampler.stop()
+        self.trace, self.uses = profile.stop(self.name), sampler.stop()
 
     def _timed(self, number: int) -> Iterator[int]:
         began = time.perf_counter()

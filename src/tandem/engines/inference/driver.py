@@ -263,7 +263,7 @@ class Driver:
         if file is None:
             self._profiled = ProcessProfile()
         elif self._profiled is not None:
-            file.write_bytes(orjson.dumps(self._profiled.stop()))
+            file.write_bytes(orjson.dumps(self._profiled.stop("inference engine")))
             self._profiled = None
 
     def _set_paused(self, paused: bool) -> None:
