@@ -14,6 +14,8 @@ from tandem.tracking.sinks.base import SinkRun
 LABELS = ("run", "metric")
 """Names that differ only in signs which Prometheus does not know become one, and ``metric`` tells them apart."""
 
+OWN = {"step": "The last step.", "step_timestamp_seconds": "When it ended, in seconds since 1970."}
+
 
 class PrometheusSink:
     """Answers ``http://HOST:PORT/metrics`` until the run is closed. ``port=0`` takes a free port and says which.
@@ -37,7 +39,7 @@ class PrometheusSink:
         print(f"Prometheus: http://{host}:{self._server.server_port}/metrics", flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._values = {**metrics, "step": step, "step_time": time.time()}
+        self._values = {**metrics, "step": step, "step_timestamp_seconds": time.time()}
 
     def close(self) -> None:
         self._server.shutdown()
@@ -51,7 +53,7 @@ class PrometheusSink:
             name = "tandem_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
             if name not in families:
                 row = explain(metric)
-                unit = f" Unit: {row.unit}." if row is not None and row.unit != "—" else ""
-                families[name] = GaugeMetricFamily(name, f"{row.meaning if row else metric}{unit}", labels=LABELS)
+                words = OWN.get(metric, metric) if row is None else f"{row.meaning} Unit: {row.unit}"
+                families[name] = GaugeMetricFamily(name, words, labels=LABELS)
             families[name].add_metric((self._run, metric), value)
         yield from families.values()
