@@ -3,19 +3,20 @@
 import gzip
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.api.activity import ACTIVITY
+from tandem.api.activity import is_profiled, span
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
 from tandem.tracking.profile_table import BETWEEN, ELSEWHERE, Piece, covered, innermost, tabulate
-from tandem.tracking.profiler import Profiler
+from tandem.tracking.profiler import Profiler, Use
 from tandem.trainers.rl import train
 
 MEASURED = ("time/", "tokens_per_s/", "memory/", "threads/", "time")
@@ -125,7 +126,7 @@ def test_the_stages_add_up_to_the_step_and_agree_with_the_metrics(runs):
 
 
 def test_without_a_profile_a_span_is_nothing(runs):
-    assert ACTIVITY.span.__name__ == "nullcontext"
+    assert not is_profiled() and isinstance(span("stage: update"), nullcontext)
 
 
 def test_a_time_belongs_to_the_innermost_span():
@@ -137,6 +138,34 @@ def test_a_time_belongs_to_the_innermost_span():
 def test_intervals_that_overlap_cover_a_piece_once():
     pieces = [Piece(0, 10, ""), Piece(10, 20, ""), Piece(20, 30, "")]
     assert covered([(1, 4), (2, 6), (3, 5), (8, 12), (30, 40)], pieces).tolist() == [7, 2, 0]
+
+
+def test_a_kernel_belongs_to_the_stage_that_asked_for_it_and_idle_is_that_of_the_gpu():
+    def event(cat, name, ts, dur, **args):
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": args}
+
+    on_gpu = [  # both are asked for in the first stage, and the second of them runs in the other one
+        event("kernel", "gemm", 1e6, 3e6, correlation=1) | {"pid": 0, "tid": 7},
+        event("gpu_memcpy", "Memcpy HtoD", 4e6, 1e6, correlation=2, bytes=2048) | {"pid": 0, "tid": 7},
+    ]
+    trace = {
+        "baseTimeNanoseconds": 0,
+        "traceEvents": [
+            *(event("user_annotation", name, ts, dur) for name, ts, dur in
+              [("step: 3", 0, 10e6), ("stage: update", 0, 4e6), ("stage: publish", 4e6, 4e6)]),
+            *(event("cuda_runtime", "cudaLaunchKernel", ts, 10, correlation=n) for n, ts in [(1, 5e5), (2, 6e5)]),
+            event("cpu_op", "aten::mm", 4e5, 3e5),
+            *on_gpu,
+        ],
+    }  # fmt: skip
+    table = tabulate(trace, [Use(0, 0.0, 100, 5), Use(6e6, 2.0, 300, 7), Use(10e6, 2.0, 200, 6)], 2.0, {})
+
+    update, publish, between = table.stages
+    assert [stage.name for stage in table.stages] == ["update", "publish", BETWEEN] and table.step_s == 10
+    assert [operator[:2] for operator in update.operators] == [("gemm", 3.0), ("Memcpy HtoD", 1.0)]
+    assert publish.operators == [] and (update.moved, publish.moved) == (2048, 0)
+    assert (update.idle, publish.idle, between.idle) == (0.25, 0.75, 1.0)
+    assert (update.gpu_memory, publish.gpu_memory, update.silent_s) == (7, 7, 3.7)
 
 
 # ------------------------------------------------------------------ the command

@@ -73,6 +73,11 @@ def span(name: str) -> AbstractContextManager[Any]:
     return ACTIVITY.span(name)
 
 
+def is_profiled() -> bool:
+    """True while a profile of this process is recorded."""
+    return ACTIVITY.span is not contextlib.nullcontext
+
+
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A block in which the main thread waits for something that others do; of other threads nothing is noted."""

@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(config, "runner", "local") == "ray":
         raise ConfigError("a profile sees this process and its ranks, and runner=ray computes in others: use runner=local")
     if is_rank():
+        if arguments.into is None:
+            raise ConfigError("tandem profile starts the ranks of actor.backend itself: call it without torchrun")
         return _profile(arguments)
     into = arguments.into or Path("profiles", config.experiment_name, config.trial_name, time.strftime("%Y%m%d-%H%M%S"))
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from tandem.cli.running import resolve
 from tandem.cli.training import TRAINING
@@ -20,7 +19,6 @@ from tandem.config.commands import KINDS
 from tandem.config.cores import usable_cores
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.flow.plan import plan_run
-from tandem.flow.process import training_kernels_here
 from tandem.flow.training import TrainingSession
 from tandem.state.run_folder import run_path
 from tandem.tracking.profile_table import GIB, MIB, ProfileTable, tabulate, text
@@ -28,15 +26,6 @@ from tandem.tracking.profiler import BEFORE, Profiler, counters, joined, write
 
 LARGE = 0.1
 """The share of a step from which on a remedy is named."""
-
-REMEDIES = {
-    "wake: ": "raise memory_limit_gib, so that less sleeps: `tandem plan` says what all of it needs",
-    "verify": "raise rollout.verify.every_steps, and fewer steps have it",
-    "record": "lower tracking.trajectories_per_step (0: nothing is recorded)",
-    "evaluate": "raise evaluate.every_steps, or lower evaluate.max_rows",
-    "save": "raise checkpoint.every_steps",
-}
-"""Beginning of a stage's name → what makes it shorter for certain."""
 
 
 def profile(arguments: argparse.Namespace) -> int:
@@ -99,21 +88,35 @@ def _head(profiler: Profiler, cores: float, table: ProfileTable) -> Iterator[str
     yield f"A step took {table.step_s:.3f} s with the profiler; step {profiler.plain} took {plain:.3f} s without it."
 
 
+def _remedies(config: Any) -> Iterator[tuple[str, str]]:
+    """The beginning of a stage's name, and what makes it shorter for certain."""
+    yield "wake: ", "raise memory_limit_gib, so that less sleeps: `tandem plan` says what all of it needs"
+    yield "verify", "raise rollout.verify.every_steps, and fewer steps have it"
+    yield "record", "lower tracking.trajectories_per_step (0: nothing is recorded)"
+    yield "evaluate", "raise evaluate.every_steps, or lower evaluate.max_rows"
+    yield "save", "raise checkpoint.every_steps"
+    if config.actor.gradient_checkpointing:
+        yield "update", "actor.gradient_checkpointing=false saves a forward pass, and takes more memory (`tandem plan`)"
+    if hasattr(config, "rollout") and config.rollout.weights.digest == "sha256":
+        yield "publish", "rollout.weights.digest=sum takes less time than sha256"
+
+
 def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
     """What makes the largest entries smaller for certain; nothing else."""
     told = [
         f"{stage.name} takes {stage.seconds / table.step_s:.0%} of a step: {remedy}."
         for stage in table.stages
-        for name, remedy in REMEDIES.items()
+        for name, remedy in _remedies(config)
         if stage.name.startswith(name) and stage.seconds >= LARGE * table.step_s
     ]
     cores = usable_cores()
     if not table.on_gpu and config.threads and config.threads < cores:
         unused = f"{cores - config.threads} of {cores} cores unused"
         told.append(f"threads={config.threads} leaves {unused}; without this key the run takes all.")
-    if not torch.cuda.is_available() and training_kernels_here(config, "cpu") == "torch":
-        told.append("There are no compiled kernels, which are up to a third faster: install g++, leave TANDEM_KERNELS out.")
-    yield from ["What helps for certain:", *(f"- {line}" for line in told), ""] if told else []
+    if told:
+        yield from ["What helps for certain:", *(f"- {line}" for line in told), ""]
+    else:
+        yield "Nothing here is certain to make a step shorter; docs/profile.md says what to try, by stage."
 
 
 def _end(file: Path) -> Iterator[str]:

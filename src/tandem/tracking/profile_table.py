@@ -1,5 +1,6 @@
 """Reads a trace of `tandem profile`: where time, memory, bytes and idle went, by stage, and the operators within each."""
 
+import bisect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,7 +160,7 @@ class _Reading:
 
     def stage(self, at: float) -> str | None:
         """The stage at an instant; None outside of the recorded steps."""
-        place = int(numpy.searchsorted(self.starts, at, side="right")) - 1
+        place = bisect.bisect_right(self.starts, at) - 1
         return self.names[place] if place >= 0 and at < self.pieces[place].end else None
 
     def stage_of(self, event: Mapping[str, Any]) -> str | None:
