@@ -122,7 +122,7 @@ def covered(intervals: Iterable[tuple[float, float]], pieces: Sequence[Piece]) -
 
 
 def _grown(at: Sequence[float], values: Sequence[float], pieces: Sequence[Piece]) -> numpy.ndarray:
-    """How much a curve grew in each piece."""
+    """The growth of a curve in each piece."""
     if not at:
         return numpy.zeros(len(pieces))
     starts, ends = ([getattr(piece, name) for piece in pieces] for name in ("start", "end"))

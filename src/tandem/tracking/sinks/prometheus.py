@@ -47,7 +47,7 @@ class PrometheusSink:
         self._thread.join()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What a scrape is answered with; the thread of the server asks."""
+        """The answer to a scrape; the thread of the server asks for it."""
         families: dict[str, GaugeMetricFamily] = {}
         for metric, value in self._values.items():
             name = "tandem_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
