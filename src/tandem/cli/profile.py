@@ -13,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.cli import probe
+from tandem.cli.arguments import add_config_arguments, count, split_arguments
 from tandem.cli.running import resolve, run_group
 from tandem.config.arithmetic import trainer_ranks
 from tandem.config.commands import KINDS
@@ -21,25 +22,11 @@ from tandem.config.errors import ConfigError
 from tandem.launch.local import is_rank
 from tandem.state.named import pins
 
-QUIET = {
-    **dict.fromkeys(("checkpoint.every_steps", "evaluate.every_steps", "rollout.verify.every_steps"), "null"),
-    **{"checkpoint.at_end": "false", "tracking.sinks": "[]", "tracking.plot_every_steps": "null"},
-    **{"recover.max_restarts": "0"},
-}
-"""Work of some steps only, or of the whole run: a profile leaves it out, unless the command line has the key."""
-
-
-def _steps(text: str) -> int:
-    steps = int(text)
-    if steps < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {steps}")
-    return steps
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
-    parser.add_argument("--steps", type=_steps, default=2, metavar="N", help="steps that are recorded (default: 2)")
+    parser.add_argument("--steps", type=count, default=2, metavar="N", help="steps that are recorded (default: 2)")
     parser.add_argument(
         "--into", type=Path, metavar="FOLDER", help="for the traces (default: profiles/EXPERIMENT/TRIAL/TIME)"
     )
@@ -48,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the steps here, or starts the ranks, each of which comes here again."""
     file, given = split_arguments(arguments.arguments)
-    keys = {text.partition("=")[0] for text in given}
-    left_out = QUIET if arguments.kind in ("train", "distill") else {k: v for k, v in QUIET.items() if "rollout" not in k}
-    quiet = [f"{key}={value}" for key, value in left_out.items() if key not in keys]
+    quiet = probe.quiet(arguments.kind, besides={text.partition("=")[0] for text in given})
     arguments.arguments = [*([file] if file else []), *given, *quiet]
     resolved = resolve(arguments, KINDS[arguments.kind])
     config = resolved.config

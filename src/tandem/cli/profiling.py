@@ -93,8 +93,6 @@ def _remedies(config: Any) -> Iterator[tuple[str, str]]:
     yield "wake: ", "raise memory_limit_gib, so that less sleeps: `tandem plan` says what all of it needs"
     yield "verify", "raise rollout.verify.every_steps, and fewer steps have it"
     yield "record", "lower tracking.trajectories_per_step (0: nothing is recorded)"
-    yield "evaluate", "raise evaluate.every_steps, or lower evaluate.max_rows"
-    yield "save", "raise checkpoint.every_steps"
     if config.actor.gradient_checkpointing:
         yield "update", "actor.gradient_checkpointing=false saves a forward pass, and takes more memory (`tandem plan`)"
     if hasattr(config, "rollout") and config.rollout.weights.digest == "sha256":
