@@ -24,7 +24,7 @@ def cost_us(operators: int) -> float:
 
 
 def main() -> None:
-    operators = int(sys.argv[1]) if sys.argv[1:] else 100_000
+    operators = int(sys.argv[1]) if sys.argv[1:] else 20_000
     torch.set_num_threads(1)
     rounds = []
     for _ in range(5):

@@ -100,7 +100,7 @@ def _remedies(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
-    """What makes the largest entries smaller for certain; nothing else."""
+    """Lines about what makes the largest stages shorter for certain; nothing else."""
     told = [
         f"{stage.name} takes {stage.seconds / table.step_s:.0%} of a step: {remedy}."
         for stage in table.stages

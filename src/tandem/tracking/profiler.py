@@ -23,7 +23,7 @@ BEFORE = 2
 
 
 class Use(NamedTuple):
-    """What this process and its children used, at an instant."""
+    """The use of the machine by this process and its children, at an instant."""
 
     at_us: float
     """Microseconds since 1970."""
