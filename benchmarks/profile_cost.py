@@ -1,4 +1,4 @@
-"""What `tandem profile` costs: processor time of an operator on small tensors, with a profile and without.
+"""The cost of `tandem profile`: processor time of an operator on small tensors, with a profile and without.
 
 python benchmarks/profile_cost.py [OPERATORS]
 """
