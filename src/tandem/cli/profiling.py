@@ -95,8 +95,6 @@ def _remedies(config: Any) -> Iterator[tuple[str, str]]:
     yield "record", "lower tracking.trajectories_per_step (0: nothing is recorded)"
     if config.actor.gradient_checkpointing:
         yield "update", "actor.gradient_checkpointing=false saves a forward pass, and takes more memory (`tandem plan`)"
-    if hasattr(config, "rollout") and config.rollout.weights.digest == "sha256":
-        yield "publish", "rollout.weights.digest=sum takes less time than sha256"
 
 
 def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
