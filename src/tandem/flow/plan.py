@@ -44,6 +44,7 @@ from tandem.flow.calls import (
     VERIFIER,
     score_stage,
 )
+from tandem.flow.extensions import load_extensions
 from tandem.flow.mid_episode import awaited, beside_episodes
 from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
@@ -91,6 +92,9 @@ class Resident:
 
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
+
+    own: str | None = None
+    """The user's class of its train engine, as `extend.train_engine` names it; None: Tandem's."""
 
     generating: tuple[int, ...] = (0,)
     """The ranks that it sits on if it is the inference engine, a model that writes, or one that episodes ask."""
@@ -222,6 +226,10 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
         ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, a model sits where it
             cannot, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
     """
+    own_step = load_extensions(config)
+    if step is not None and own_step is not None:
+        raise ConfigError(f"the script gives a step, and extend.step={config.extend.step} another; leave one of them out")
+    step = step or own_step
     if isinstance(config, DistillConfig):
         plan = _distillation(config)
     elif isinstance(config, TrainConfig):
@@ -259,6 +267,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
             trained=True,
             mini_batches=actor.mini_batches,
             epochs=actor.epochs_per_batch,
+            own=config.extend.train_engine,
         )
     ]
     if values and not critic.shared:
@@ -514,7 +523,7 @@ def _distillation(config: DistillConfig) -> RunPlan:
 def _preference(config: PreferenceConfig) -> RunPlan:
     loss = choose(PREFERENCE_LOSSES, config.loss, "loss").part
     refuse(component_problems("loss", "loss", config.loss))
-    actor = Resident("actor", config.actor, trained=True)
+    actor = Resident("actor", config.actor, trained=True, own=config.extend.train_engine)
     residents = (actor, _reference(config)) if loss.needs_reference else (actor,)
     both = tuple(resident.name for resident in residents)
     awake = {"compute_reference": ("reference",), "compute_baseline": both}
@@ -525,7 +534,8 @@ def _preference(config: PreferenceConfig) -> RunPlan:
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
     kind = config.supervision if isinstance(config, RewardModelConfig) else None
-    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True)
+    own = config.extend.train_engine
+    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True, own=own)
     learner = Role("learner", LANGUAGE_MODEL if kind is None else REWARD_MODEL[kind], ("actor",))
     roles = [Role("batches", NEXT_BATCH), learner]
     return _traced(config, learn_from_rows, roles, ("actor",), (actor,), paired=kind in ("pairs", "safety"))
