@@ -61,7 +61,6 @@ def own_class(spec: str, key: str, base: type, given: Collection[str]) -> OwnCla
         raise ConfigError(
             f"{where}: {name} in {file} is {what} that is not derived from {public}; write class {name}({public})"
         )
-    check_methods(where, kind, sorted(kind.__abstractmethods__), public)
     asked, knobs = Services().check(where, kind, term.arguments, given)
     return OwnClass(term.name, kind, tuple(name for name in asked if name in given), knobs)
 
@@ -80,17 +79,3 @@ def own_function(spec: str, key: str, form: str, arguments: int) -> Callable[...
         raise ConfigError(f"{key}={term.name}: {name} in {file} must be written as `{form}`: {error}") from None
     made: Callable[..., Any] = function
     return made
-
-
-def check_methods(where: str, kind: Any, missing: Collection[str], role: str) -> None:
-    """Passes if nothing is missing. ``where``: the key and the value, ``key=my_file.py:Name``; ``role``: who has these
-    methods.
-
-    Raises:
-        ConfigError: methods are ``missing``; names the file, the class and the methods.
-    """
-    if missing:
-        file, _, name = where.partition("=")[2].rpartition(":")
-        raise ConfigError(
-            f"{where}: class {name} in {file} has no method {', '.join(missing)}, which every {role} has; write it there"
-        )
