@@ -158,7 +158,7 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
     train(*items, code=2)
     assert "model type 'seed_oss' is not supported" in capsys.readouterr().err
     metrics = train(*keys_of("my_family.py"), *items)
-    assert metrics[0]["verify/logprob_diff"] < 1e-4
+    assert metrics[0]["gap/numeric"] < 1e-4
     assert type(AutoModelForCausalLM.from_pretrained("runs/tandem/trial/checkpoints/step_2")) is SeedOssForCausalLM
     Path("wrong.py").write_text("from tandem import ModelFamily\n\nseed = ModelFamily('seed_oss', like='llama')\n")
     train("extend.model_family=wrong.py:seed", *items, trial="wrong", code=2)
