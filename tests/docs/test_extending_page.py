@@ -141,7 +141,7 @@ def test_an_environment_of_ones_own_is_played(train):
 def seed_oss(folder):
     """A model of the family, whose biases are not zero, in a folder with a tokenizer."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    more = {"num_key_value_heads": 2, "attention_bias": True, "attention_out_bias": True, "attention_dropout": 0.0}
+    more = {"num_key_value_heads": 2, "attention_bias": True, "attention_out_bias": False, "attention_dropout": 0.0}
     torch.manual_seed(0)
     model = SeedOssForCausalLM(SeedOssConfig(vocab_size=VOCAB_SIZE, **sizes, **more, eos_token_id=2, pad_token_id=2))
     with torch.no_grad():
@@ -153,6 +153,7 @@ def seed_oss(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp_path, capsys):
     items = [f"actor.path={seed_oss(tmp_path / 'seed')}", "placement=decoupled"]
     train(*items, code=2)
@@ -249,6 +250,7 @@ def test_what_is_wrong_is_refused_at_the_start_in_a_sentence_that_names_it(train
     assert not list(tmp_path.rglob("run.json"))
 
 
+@pytest.mark.slow
 def test_a_launcher_of_ones_own_puts_a_program_before_its_ranks(train, model, tmp_path, capfd):
     (tmp_path / "priority.py").write_text("import os\n\n\ndef reward(completion):\n    return float(os.nice(0))\n")
     words = ["train_dataset.path=addition", f"actor.path={model}", "run.root=launched", "reward=priority.py:reward"]

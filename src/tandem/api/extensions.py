@@ -35,7 +35,7 @@ class OwnClass:
 
 
 def own_object(spec: str, key: str) -> tuple[Term, Any]:
-    """What the configuration names at ``key``: the file and name with the knobs, and the object there.
+    """The file and name, with knobs, that the configuration has at ``key``; and the object there.
 
     Raises:
         ConfigError: it is not written as ``my_file.py:Name``, or cannot be loaded.

@@ -25,11 +25,12 @@ CHANNEL_GIVEN = ["parent", "base", "keep", "keep_parent", "device"]
 """The arguments of `DiskChannel`, and the trainer's device."""
 
 
-def load_extensions(config: BaseConfig) -> Callable[..., Any] | None:
+def load_extensions(config: BaseConfig, step: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
     """Checks all that the configuration names, and brings its family of models in; returns its step, if it has one.
+    ``step``: that of a script, which is returned otherwise.
 
     Raises:
-        ConfigError: see `own_class`, `own_function` and `use_family`.
+        ConfigError: see `own_class`, `own_function` and `use_family`; or there are two steps.
     """
     extend = config.extend
     if extend.model_family is not None:
@@ -40,7 +41,11 @@ def load_extensions(config: BaseConfig) -> Callable[..., Any] | None:
         own_weight_channel(extend.weight_channel)
     if extend.inference_engine is not None:
         own_inference_engine(config)
-    return None if extend.step is None else own_function(extend.step, "extend.step", "def step(run)", 1)
+    if extend.step is None:
+        return step
+    if step is not None:
+        raise ConfigError(f"the script gives a step, and extend.step={extend.step} another; leave one of them out")
+    return own_function(extend.step, "extend.step", "def step(run)", 1)
 
 
 def own_train_engine(spec: str) -> OwnClass:

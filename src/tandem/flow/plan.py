@@ -226,10 +226,7 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
         ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, a model sits where it
             cannot, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
     """
-    own_step = load_extensions(config)
-    if step is not None and own_step is not None:
-        raise ConfigError(f"the script gives a step, and extend.step={config.extend.step} another; leave one of them out")
-    step = step or own_step
+    step = load_extensions(config, step)
     if isinstance(config, DistillConfig):
         plan = _distillation(config)
     elif isinstance(config, TrainConfig):
