@@ -3,7 +3,8 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from tandem.api.plugins import in_user_code, load_object, told_if_slow
 from tandem.api.services import Services
@@ -77,5 +78,4 @@ def own_function(spec: str, key: str, form: str, arguments: int) -> Callable[...
         inspect.signature(function).bind(*range(arguments), **term.arguments)
     except TypeError as error:
         raise ConfigError(f"{key}={term.name}: {name} in {file} must be written as `{form}`: {error}") from None
-    made: Callable[..., Any] = function
-    return made
+    return partial(function, **term.arguments) if term.arguments else cast(Callable[..., Any], function)
