@@ -263,17 +263,9 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     refuse(part_problems(config))  # again, now that the records of functions in files are known
     asked = parts.credit.advantage.asked
     values = _has_critic(config, asked)
-    residents = [
-        Resident(
-            "actor",
-            actor,
-            "both" if critic.shared else "lm",
-            trained=True,
-            mini_batches=actor.mini_batches,
-            epochs=actor.epochs_per_batch,
-            own=config.extend.train_engine,
-        )
-    ]
+    head: Head = "both" if critic.shared else "lm"
+    counts: dict[str, Any] = {"mini_batches": actor.mini_batches, "epochs": actor.epochs_per_batch}
+    residents = [Resident("actor", actor, head, trained=True, own=config.extend.train_engine, **counts)]
     if values and not critic.shared:
         residents.append(_critic(config))
     if kl.coefficient > 0:
