@@ -7,7 +7,9 @@ import inspect
 import itertools
 import math
 import re
+import sys
 
+import cloudpickle
 import yaml
 
 import tandem
@@ -118,6 +120,7 @@ def as_its_authors_call_it(function, row, text, count):
 
 
 def test_thirteen_rewards_of_trl_and_verl_judge_a_run_as_their_authors_would(overrides, tmp_path):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as the functions of a notebook travel
     pairs = (item.partition("=")[::2] for item in overrides)
     keys = {key: yaml.safe_load(value) for key, value in pairs if key not in ("reward", "train_dataset.path")}
     keys |= {"total_train_steps": 1, "tracking.trajectories_per_step": None}
