@@ -26,7 +26,7 @@ class Delivery:
     """The key of the digests; see `WeightUpdate.key`."""
 
 
-class Channel(ABC):
+class WeightChannel(ABC):
     """One way of handing tensors over. A delivery is valid until the next `put`."""
 
     for_adapters = True
@@ -75,7 +75,7 @@ class LocalSource(WeightSource):
         yield from self.named_tensors
 
 
-class LocalChannel(Channel):
+class LocalChannel(WeightChannel):
     """To an engine of this process. Copies only what has another dtype: the engine copies anyway."""
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
@@ -92,7 +92,7 @@ class LocalChannel(Channel):
         """Does nothing: the channel holds no memory."""
 
 
-class NoChannel(Channel):
+class NoChannel(WeightChannel):
     """The channel of a rank without an engine: it takes part in the collective stream and keeps nothing of it."""
 
     def __init__(self, *, digests: bool = False, key: int | None = None):

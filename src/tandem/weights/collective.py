@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import WeightSource, tensor_digest
-from tandem.weights.channel import Channel, Delivery
+from tandem.weights.channel import Delivery, WeightChannel
 
 POLL_S = 0.0005
 JOINED = "joined"
@@ -73,7 +73,7 @@ class CollectiveSource(WeightSource):
                 yield name, tensor
 
 
-class CollectiveChannel(Channel):
+class CollectiveChannel(WeightChannel):
     """To engines that can be reached over the network, by ``torch.distributed`` and without a disk.
 
     The stream is read twice: for the digests, which travel ahead of the tensors, and for the tensors.

@@ -22,7 +22,7 @@ from tandem.api.failures import WeightUpdateFailed
 from tandem.api.lines import sync
 from tandem.api.weight_files import INDEX, in_groups, save_tensors
 from tandem.api.weights import FolderSource, tensor_digest
-from tandem.weights.channel import Channel, Delivery
+from tandem.weights.channel import Delivery, WeightChannel
 
 log = logging.getLogger(__name__)
 MIB = 2**20
@@ -41,7 +41,7 @@ SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of what belongs to a model folder beside the weights."""
 
 
-class DiskChannel(Channel):
+class DiskChannel(WeightChannel):
     """To servers that see a folder of this machine under the same path.
 
     Streamed: beside the stream's own tensor only the tensors of one file are held. A file in which nothing changed since the
