@@ -234,8 +234,7 @@ class Endpoint(Application):
         counts = request.path.endswith(dialect.count_path or "/")
         try:
             retry = _retry(request)
-            read = dialect.read_media if session.forest.takes_media and dialect.read_media is not None else dialect.read
-            turn, asked = await session.read(read, body, request.content_length or self.limits.max_body_bytes)
+            turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
             if counts:
                 return web.json_response({"object": "response.input_tokens", "input_tokens": len(asked.input_ids)})
             attempt = session.begin(turn, asked, retry)

@@ -9,6 +9,7 @@ from tandem.api.failures import ServerFailed
 from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -67,7 +68,7 @@ class SGLangProtocol(ServerProtocol):
         `--enable-deterministic-inference`; else it ignores the seed."""
         return stream
 
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
         """It stops at its tokenizer's end token too, which cannot be turned off alone."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
@@ -82,8 +83,14 @@ class SGLangProtocol(ServerProtocol):
             params["stop"] = list(draw.stop)
         if draw.seed is not None:
             params["sampling_seed"] = draw.seed
-        body = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
-        return body | {"top_logprobs_num": draw.top_logprobs} if draw.top_logprobs else body
+        body: dict[str, Any] = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        if draw.top_logprobs:
+            body["top_logprobs_num"] = draw.top_logprobs
+        if media:
+            body["return_prompt_token_ids"] = True
+            for one in media:
+                body.setdefault(f"{one.kind}_data", []).append(one.url)
+        return body
 
     def piece(self, answer: Any) -> ServerReply:
         facts = answer["meta_info"]

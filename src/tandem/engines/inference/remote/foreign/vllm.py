@@ -12,6 +12,7 @@ from tandem.api.failures import ServerFailed
 from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -46,6 +47,7 @@ class VllmProtocol(ServerProtocol):
             "/is_paused",
             "/collective_rpc",
             "/reset_prefix_cache",
+            "/reset_encoder_cache",
             "/update_weight_version",
             "/weight_info",
             "/weight_checker",
@@ -77,7 +79,7 @@ class VllmProtocol(ServerProtocol):
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
 
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
         """The end tokens are ours alone: the server's own set may differ."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
@@ -96,7 +98,11 @@ class VllmProtocol(ServerProtocol):
             params["skip_reading_prefix_cache"] = True
         if draw.seed is not None and self._takes_seeds:
             params["seed"] = draw.seed
-        return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        body = {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        if media:
+            names = {"image": "image_url", "audio": "audio_url"}
+            body |= {"content_parts": [{"type": names[one.kind], "url": one.url} for one in media], "return_token_ids": True}
+        return body
 
     def piece(self, answer: Any) -> ServerReply:
         (choice,) = answer["choices"]
@@ -174,9 +180,11 @@ class VllmProtocol(ServerProtocol):
             self._rpc("tandem_load", {"place": place}, RELOAD_TIMEOUT_S)
         else:
             self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
-        dropped = self.keeps_kv or self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]
-        if not dropped:
-            raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+        if not self.keeps_kv:
+            if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
+                raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+            # The workers have dropped the features of media; the scheduler believes that they are there, and would end.
+            self.call("/reset_encoder_cache", {})
         self.set_label(label)
 
     def lacks_to_join(self) -> str | None:
