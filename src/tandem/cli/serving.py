@@ -100,7 +100,10 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> E
     bound, gib = None, arguments.media_store_gib
     if gib is None and not is_loopback(arguments.host):
         gib = STRANGERS_GIB
-    if gib is not None and family_class(read_hf_config(folder)) is not None:
+    sees = family_class(read_hf_config(folder)) is not None
+    if arguments.media_store_gib is not None and not sees:
+        raise ConfigError(f"--media-store-gib: {arguments.model} reads text alone, so it has no store; leave it out")
+    if gib is not None and sees:
         stack.enter_context(private_store())
         bound = StoreBound(int(gib * 2**30))
     intake = MediaIntake(limits, Allowed(hosts=tuple(arguments.media_host)), bound)

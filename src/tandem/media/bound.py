@@ -14,6 +14,7 @@ from pathlib import Path
 from tandem.api.failures import NotWritten
 from tandem.api.media import Medium
 from tandem.config.cache import media_folder
+from tandem.config.errors import ConfigError
 from tandem.media import store
 from tandem.media.parts import Source
 
@@ -92,14 +93,19 @@ def private_store() -> Iterator[None]:
     media store of all. It goes with the block; what servers left there that were killed goes at the beginning of one.
 
     Raises:
-        OSError: it cannot be made.
+        ConfigError: it cannot be made.
     """
     home, before = media_folder(), os.environ.get("TANDEM_MEDIA")
-    home.mkdir(parents=True, exist_ok=True)
     for left in home.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _lock_of(left):
             shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
+    except OSError as error:
+        raise ConfigError(
+            f"no media store can be made in {home} ({error.strerror}): set TANDEM_MEDIA to a folder that can be written"
+        ) from error
     with _lock_of(folder):
         os.environ["TANDEM_MEDIA"] = str(folder)
         try:

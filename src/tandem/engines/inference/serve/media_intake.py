@@ -52,7 +52,8 @@ class MediaIntake:
             message = f"prompt_too_long: {len(sources)} images and sounds leave no room in the context of {room}"
             raise Refusal(400, message, code="prompt_too_long", param=param)
         if self.num_requests >= self._limits.max_media_requests:
-            message = f"{self.num_requests} requests wait for their images and sounds, of at most {self.num_requests}"
+            most = self._limits.max_media_requests
+            message = f"{self.num_requests} requests wait for their images and sounds, of at most {most}"
             raise Refusal(503, f"{message}; try again later", code="full", headers={"Retry-After": "1"})
         self.num_requests += 1
         loop = asyncio.get_running_loop()

@@ -22,6 +22,8 @@ from tandem.engines.inference.remote.foreign.protocol import (
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, plan_buckets
 from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_class
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -227,6 +229,8 @@ class SGLangServer(ForeignServer):
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
         words += ["--random-seed", str(port)]
+        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+            words += ["--image-processor-backend", "pil"]
         if settings.max_running is not None:
             words += ["--max-running-requests", str(settings.max_running)]
         if settings.max_model_len is not None:
