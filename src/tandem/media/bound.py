@@ -71,7 +71,7 @@ class StoreBound:
         for number in list(self._sizes):
             if self.num_bytes <= self._max_bytes:
                 return
-            if number not in self._running and self._used[number] < resting:
+            if number != newest and number not in self._running and self._used[number] < resting:
                 self._remove(number)
         if self.num_bytes > self._max_bytes:
             if newest not in self._running:

@@ -78,7 +78,7 @@ class MediaIntake:
         spent[source.kind] += size
         pixels, seconds = self._limits.max_media_pixels, self._limits.max_media_seconds
         if spent["image"] > pixels or spent["audio"] > seconds:
-            message = f"the images and sounds of one request have at most {pixels:,} pixels and {seconds:,} s together"
+            message = f"the images and sounds of one request have at most {pixels:,} pixels and {seconds:,.0f} s together"
             raise Refusal(
                 413, f"media_too_large: {message}; send fewer, or smaller ones", code="media_too_large", param=param
             )
