@@ -13,6 +13,7 @@ from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.media import encode, media_of
 from tandem.api.weights import WeightVersion
 from tandem.media import store
+from tandem.media.parts import read_media
 from tandem.models.media.families import family_of
 from tandem.models.tokenizer import load_tokenizer
 from tests.serve.served import one_by_one, request_of
@@ -62,8 +63,6 @@ def processor(folder, seen):
 
 
 def read(kind, data):
-    from tandem.media.parts import read_media  # noqa: PLC0415
-
     (message,) = read_media([{"role": "user", "content": [{"type": kind, "bytes": data}]}])
     return message["content"][0]["medium"]
 
@@ -72,7 +71,7 @@ def attach(kind, server, folder):
     return kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(0))
 
 
-def test_the_server_is_sent_one_placeholder_and_the_file_and_computes_the_tokens_that_are_trained(kind, folder, model):
+def test_the_server_computes_the_tokens_that_are_trained(kind, folder, model):
     media_folder, shown = model
     request, seen = asked(media_folder, shown), []
     with kind[1](folder) as server:
