@@ -12,6 +12,12 @@ from tandem.api.chat_template import render
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.media import encode, media_of
 from tandem.api.weights import WeightVersion
+from tandem.config.errors import ConfigError
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.check import check_inference_engine
+from tandem.engines.inference.remote.foreign.server import StartTerms
+from tandem.engines.inference.remote.foreign.sglang import SGLangServer
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.media import store
 from tandem.media.parts import read_media
 from tandem.models.media.families import family_of
@@ -135,3 +141,22 @@ def test_placeholders_that_are_not_as_the_processor_writes_them_are_not_sent(kin
             one_by_one(engine, [cut])
         engine.close()
     assert len(server.requests) == before
+
+
+def test_a_server_that_a_run_starts_makes_the_pixels_that_the_trainer_makes(model, folder, tmp_path):
+    media_folder, _ = model
+    for server, words in (
+        (VllmServer, ["--mm-processor-kwargs", '{"use_fast": false}']),
+        (SGLangServer, ["--image-processor-backend", "pil"]),
+    ):
+        starts = [
+            server.command(StartTerms("python", of, "float32", "cpu", EmbeddedEngineConfig(), (0,)), 1)[0]
+            for of in (media_folder, folder)
+        ]
+        assert [word for word in starts[0] if word not in starts[1] and word != str(media_folder)] == words
+
+
+def test_vllm_may_not_keep_keys_over_an_update_that_drops_what_was_seen(model):
+    rollout = RolloutConfig(backend="vllm:d1", engine=EmbeddedEngineConfig(keep_kv_on_update=True))
+    with pytest.raises(ConfigError, match="keep_kv_on_update=true with vLLM and a media model"):
+        check_inference_engine(rollout, model[0], "cpu")
