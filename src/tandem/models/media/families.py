@@ -1,10 +1,13 @@
 """The media families there are, by ``model_type``."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from tandem.models.attention import NAME
 from tandem.models.foreign import no_report, read_hf_config
@@ -62,3 +65,35 @@ def opener(family: MediaFamily | None) -> tuple[Any, str | dict[str, str]]:
 def text_config(config: Any) -> Any:
     """The configuration of the language model of a media model; any other as it is."""
     return config if family_class(config) is None else config.text_config
+
+
+def classifier_class(config: Any) -> Any:
+    """The class of transformers of sequence classifiers; for a media model, of which transformers has none, one that puts a
+    head called ``score`` in the place of ``lm_head``, called after its class."""
+    if family_class(config) is None:
+        return transformers.AutoModelForSequenceClassification
+    return _media_classifier(transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
+
+
+@functools.cache
+def _media_classifier(generates: type[Any]) -> type[Any]:
+    def init(self: Any, config: Any) -> None:
+        generates.__init__(self, config)
+        del self.lm_head
+        self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+
+    def from_config(cls: Any, config: Any, *, trust_remote_code: bool = False, **settings: Any) -> Any:
+        return cls._from_config(config, **settings)
+
+    own = {
+        "__init__": init,
+        "from_config": classmethod(from_config),
+        "get_output_embeddings": lambda self: None,
+        "_tied_weights_keys": {},  # there is no lm_head to be the embedding
+        "__module__": generates.__module__,  # where transformers looks for what a model needs
+    }
+    name = generates.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    renamed = get_checkpoint_conversion_mapping(generates.__name__)  # of older files, by the name of the class
+    if renamed is not None:
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+    return type(name, (generates,), own)

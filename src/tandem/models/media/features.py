@@ -131,4 +131,4 @@ def freeze_towers(packed: Any, names: Sequence[str]) -> list[nn.Parameter]:
 
 def is_tower(family: MediaFamily, name: str) -> bool:
     """True for the name of a weight that belongs to what sees or hears; ``name``: of transformers."""
-    return not name.startswith((family.text_prefix, "lm_head."))
+    return not name.startswith((family.text_prefix, "lm_head.", "score."))
