@@ -13,10 +13,11 @@ from tandem.models.attention import NAME
 from tandem.models.foreign import no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
 from tandem.models.media.idefics3 import Idefics3
+from tandem.models.media.qwen3_vl import Qwen3VL
 from tandem.models.media.qwen_audio import QwenAudio
 from tandem.models.media.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL, QwenAudio)
+FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL, Qwen3VL, QwenAudio)
 
 
 def media_types() -> tuple[str, ...]:
