@@ -1,6 +1,8 @@
 """The matrix of media: what learns × which family of models that see or hear. Each cell is a whole run of two steps, by the
 function behind the command, on rows with several pictures or sounds, the same one twice, and none."""
 
+import contextlib
+import io
 import json
 import math
 import tempfile
@@ -12,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.cli.main import main
 from tandem.config.errors import ConfigError
-from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
@@ -30,7 +32,7 @@ LEARNS: dict[str, tuple[type[BaseConfig], Any, str, list[str]]] = {
     "… asynchronous": (TrainConfig, rl, "prompts", ["algorithm=grpo", "async_training=true"]),
     "… tower frozen": (TrainConfig, rl, "prompts", ["algorithm=grpo", "actor.freeze=[TOWER]"]),
     "… adapters": (TrainConfig, rl, "prompts", ["algorithm=grpo", *LORA]),
-    "… a reward model that sees or hears": (TrainConfig, rl, "prompts", ["algorithm=grpo", "reward=[{model:{path:JUDGE}}]"]),
+    "… a reward model that sees or hears": (TrainConfig, rl, "prompts", ["algorithm=grpo", "reward=model(path=JUDGE)"]),
     "PPO, a critic of its own": (TrainConfig, rl, "prompts", ["algorithm=ppo"]),
     "PPO, the critic on the actor": (TrainConfig, rl, "prompts", ["algorithm=ppo", "critic.shared=true"]),
     "`sft`": (SFTConfig, sft, "replies", []),
@@ -92,7 +94,7 @@ def length(completion: str) -> float:
 
 def overrides(cell: Cell, model: Path, runs: Path) -> list[str]:
     """The configuration of a cell."""
-    _, trainer, form, own = LEARNS[cell.learns]
+    _, _, form, own = LEARNS[cell.learns]
     kind = "audio" if "audio" in cell.family else "image"
     file = runs / f"{kind}_{form}.py"
     file.write_text(
@@ -117,6 +119,17 @@ def overrides(cell: Cell, model: Path, runs: Path) -> list[str]:
     return list({item.partition("=")[0]: item for item in [*items, *own]}.values())
 
 
+def evaluated(items: list[str], model: Path, out: Path) -> str:
+    """`tandem eval`."""
+    (data,), (judge,) = ([item.partition("=")[2] for item in items if item.startswith(key)] for key in ("train_d", "reward"))
+    settings = [f"reward={judge}", f"out={out}/evaluations", "label=cell", "dtype=float32", "gconfig.max_new_tokens=4"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main(["eval", str(model), "--data", data, "--json", *settings])
+    assert code == 0, said.getvalue()
+    assert json.loads(said.getvalue()), said.getvalue()
+    return RAN
+
+
 def try_cell(cell: Cell, out: Path, process: Process) -> str:
     """`RAN`, or why it is refused. Anything but a refusal raises; so does a run that learns nothing."""
     kind, trainer, _, _ = LEARNS[cell.learns]
@@ -126,7 +139,7 @@ def try_cell(cell: Cell, out: Path, process: Process) -> str:
         try:
             items = overrides(cell, model, Path(own))
             if trainer is None:
-                return evaluated(items)
+                return evaluated(items, model, Path(own))
             summary = trainer.train(load_config(kind, None, items))
         except ConfigError as refusal:
             return " ".join(str(refusal).replace(own, "…").split())

@@ -204,8 +204,8 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
 
 
 def _axes(config: Any, parameters: dict[str, Any]) -> torch.Tensor | None:
-    """`Rope.axes`: those of one position after those of another; of Qwen3-VL height and width each take every third one, from
-    the second and the third on, and time the others."""
+    """`Rope.axes`: those of one position after those of another; of Qwen3-VL every third one is of the height, from the
+    second on, and of the width, from the third on, and the others are of the time."""
     interleaved = config.model_type == "qwen3_vl_text"
     sections = parameters.get("mrope_section", [24, 20, 20] if interleaved else None)
     if sections is None or not interleaved:

@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -12,6 +12,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from tandem.models.attention import NAME
 from tandem.models.foreign import no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
+from tandem.models.media.features import tower_matrices
 from tandem.models.media.idefics3 import Idefics3
 from tandem.models.media.qwen3_vl import Qwen3VL
 from tandem.models.media.qwen_audio import QwenAudio
@@ -41,8 +42,19 @@ def family_of(folder: Path, config: Any = None) -> MediaFamily | None:
     return None if kind is None else kind(folder, config)
 
 
-def tower_sizes(config: Any) -> tuple[tuple[str, int], ...]:
-    """The towers of a configuration of transformers, and the parameters of each; none of a model that reads text alone."""
+class TowerSize(NamedTuple):
+    """A part of a media model that sees or hears."""
+
+    name: str
+    """As ``actor.freeze`` names it."""
+
+    parameters: int
+    matrices: tuple[tuple[str, int, int], ...]
+    """Path, inputs and outputs of each of its matrices that can have an adapter."""
+
+
+def tower_sizes(config: Any) -> tuple[TowerSize, ...]:
+    """The towers of a configuration of transformers; none of a model that reads text alone."""
     family = family_class(config)
     if family is None:
         return ()
@@ -50,7 +62,11 @@ def tower_sizes(config: Any) -> tuple[tuple[str, int], ...]:
         model = transformers.AutoModelForMultimodalLM.from_config(config, trust_remote_code=False)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return tuple(
-        (tower, sum(size for name, size in sizes.items() if name.startswith(prefixes)))
+        TowerSize(
+            tower,
+            sum(size for name, size in sizes.items() if name.startswith(prefixes)),
+            tuple((path, one.in_features, one.out_features) for path, one in tower_matrices(family, model, [tower])),
+        )
         for tower, prefixes in family.towers.items()
     )
 

@@ -71,8 +71,8 @@ class MediaFamily(ABC):
         """The tower's inputs for one medium, read from the media store: pixels, grids, spectrograms and their masks."""
 
     def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """The rows of features ``[n, (1 + layers_fed) · H]`` of each medium, as they stand among the embeddings and are added
-        behind layers. ``model``: of transformers."""
+        """The rows of features ``[n, (1 + layers_fed) · H]`` of each medium, as they stand among the embeddings and are
+        added behind layers. ``model``: of transformers."""
         return self.connect(model, self.encode(model, inputs))
 
     @abstractmethod
