@@ -111,7 +111,7 @@ def overrides(cell: Cell, model: Path, runs: Path) -> list[str]:
     items = [f"run.root={runs}", "trial_name=cell", f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01"]
     items += [
         f"train_dataset.path={file}:rows",
-        f"total_train_steps={1 + ('reward`' in cell.learns)}",
+        f"total_train_steps={1 + ('reward`' in cell.learns)}",  # its head is 0, and teaches nothing at first
         "tracking.plot_every_steps=null",
     ]
     items += ["evaluate.every_steps=null", "checkpoint.resumable=false", "threads=1"]
