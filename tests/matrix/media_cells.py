@@ -162,7 +162,8 @@ def try_cell(cell: Cell, out: Path, process: Process) -> str:
         assert all(step.get("gap/max", 0) < 1e-3 for step in steps[:1]), (cell, "the engine and the trainer see the same")
         begun, found = (load_file(folder / "model.safetensors") for folder in (model, summary.checkpoint))
         moved = {name for name in begun.keys() & found.keys() if not torch.equal(begun[name], found[name])}
-        towers = {name for name in moved if "vision" in name or "visual" in name or "audio_tower" in name}
+        sees = ("vision_model", "visual.blocks", "audio_tower.layers")
+        towers = {name for name in moved if any(part in name for part in sees)}
         assert moved and bool(towers) == ("frozen" not in cell.learns), (cell, moved)
     return RAN
 

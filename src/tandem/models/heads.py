@@ -125,7 +125,8 @@ def read_classifier(
         model.score = _log_odds(model.score)
     if not brings_head:
         nn.init.zeros_(model.score.weight)
-    model.config.pad_token_id = padding
+    if family is None:  # transformers has no classifier of media models that would read it
+        model.config.pad_token_id = padding
     packed = PackedScalarModel(model, chosen, family)
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
     packed.decoder.embed_tokens.padding_idx = None

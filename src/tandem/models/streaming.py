@@ -100,7 +100,9 @@ def open_unfilled(
     if head == "scalar" and is_token_classifier(config):
         return None  # its head is computed from the one in the file
     if head == "scalar":
-        brings_head, config.pad_token_id = prepare_classifier(folder, config)
+        brings_head, padding = prepare_classifier(folder, config)
+        if family is None:  # see `read_classifier`
+            config.pad_token_id = padding
         may_miss = set() if brings_head else {HEAD}
         if not brings_head:
             files = {name: tensor for name, tensor in files.items() if name != HEAD}

@@ -8,7 +8,7 @@ from transformers import AutoModel
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.models.load import load_scalar_model
-from tandem.models.tokenizer import load_tokenizer
+from tandem.models.tokenizer import load_tokenizer, save_tokenizer
 from tests.models.media.test_media_models import marker, mixed_prompts, packed, reference_inputs
 from tests.tiny_media import FAMILIES, tiny_media_model
 
@@ -19,7 +19,7 @@ def media_store(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_a_head_on_the_states_of_transformers_and_so_they_are_after_a_step_and_saving(tmp_path, family):
+def test_scores_are_a_head_on_the_states_of_transformers_in_saved_folders(tmp_path, family):
     folder, saved = tiny_media_model(tmp_path, family), tmp_path / "saved"
     engine = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
     torch.manual_seed(1)
@@ -29,6 +29,7 @@ def test_scores_are_a_head_on_the_states_of_transformers_and_so_they_are_after_a
     batch = packed(tokenizer, prompts)
 
     engine.save(saved)
+    save_tokenizer(tokenizer, saved)
     theirs, head = AutoModel.from_pretrained(saved).eval(), load_file(saved / "model.safetensors")["score.weight"]
     wanted = []
     for text, media in prompts:
