@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
@@ -20,6 +19,7 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.flow.process import Process
+from tandem.models.streaming import tensors_of
 from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers import distill, preference, reward, rl, sft
 from tests.scalar_judge import save_judge
@@ -162,7 +162,9 @@ def try_cell(cell: Cell, out: Path, process: Process) -> str:
         assert max(step["grad_norm"] for step in steps) > 0, (cell, steps)
         assert all(step.get("gap/max", 0) < 1e-3 for step in steps[:1]), (cell, "the engine and the trainer see the same")
         load_tokenizer(summary.checkpoint)  # with the processor that the model needs
-        begun, found = (load_file(folder / "model.safetensors") for folder in (model, summary.checkpoint))
+        begun, found = (
+            {name: stored[:] for name, stored in tensors_of(folder).items()} for folder in (model, summary.checkpoint)
+        )
         moved = {name for name in begun.keys() & found.keys() if not torch.equal(begun[name], found[name])}
         sees = ("vision_model", "visual.blocks", "audio_tower.layers")
         towers = {name for name in moved if any(part in name for part in sees)}

@@ -7,10 +7,11 @@ from transformers import AutoModel
 
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.scoring import ModelReader
 from tandem.models.load import load_scalar_model
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer
 from tests.models.media.test_media_models import marker, mixed_prompts, packed, reference_inputs
-from tests.tiny_media import FAMILIES, tiny_media_model
+from tests.tiny_media import FAMILIES, picture, tiny_media_model
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +47,14 @@ def test_scores_are_a_head_on_the_states_of_transformers_in_saved_folders(tmp_pa
     for name, other in theirs.named_parameters():
         if own[name].requires_grad:
             assert (own[name].grad - other.grad).abs().max() <= 1e-4 * max(1.0, float(other.grad.abs().max())), name
+
+
+def test_an_empty_reply_is_read_with_what_was_shown(tmp_path):
+    tokenizer = load_tokenizer(tiny_media_model(tmp_path, "qwen3_vl"))
+    reader, shown = ModelReader(tokenizer, same_tokens=False, max_length=512), picture(0)
+    asked = [{"role": "user", "content": [{"type": "image", "medium": shown}, {"type": "text", "text": "which?"}]}]
+    silent, spoken = (reader.chat([*asked, {"role": "assistant", "content": said}]) for said in ("", "it"))
+    for fields in (silent, spoken):
+        there = [token for token, number in zip(fields["input_ids"], fields["media"], strict=True) if number]
+        assert there == [tokenizer.media.placeholder("image")] * tokenizer.media.count(shown)
+    assert set(silent["media"]) == {0, shown.number}
