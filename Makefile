@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS_TESTS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: each would compile what it imports again
 
-.PHONY: help setup train test test-all lint clean
+.PHONY: help setup train test test-all lint site clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -32,6 +32,10 @@ lint: $(STAMP) ## style, format and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+site: $(STAMP) ## the pages of docs/ and the public names as a site, in build/site; a broken link is an error
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs build/site
+	@echo "build/site/index.html"
 
 clean: ## remove the environment and caches; runs/ and the model cache stay
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

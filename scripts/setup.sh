@@ -42,7 +42,7 @@ fi
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
     echo "  an NVIDIA GPU is here: torch with CUDA"
     must_pip "torch>=2.11"
-    must_pip -e ".[code,dev]"
+    must_pip -e ".[code,dev,docs]"
 else
     echo "  no NVIDIA GPU here: torch $TORCH, CPU build"
     # For a plain name some registries give the CPU build and others CUDA's: the CPU build is asked for by its own name first.
@@ -53,7 +53,7 @@ else
         echo "  For the CPU build: make clean && make setup TORCH_INDEX=URL, an index that has it (pytorch.org, 'Get Started', CPU)." >&2
     fi
     echo "  Tandem and its development tools"
-    must_pip -c constraints.txt -e ".[code,dev]"
+    must_pip -c constraints.txt -e ".[code,dev,docs]"
     # An optional backend, so that its tests run too: made against this torch, without programs of its own.
     echo "  DeepSpeed"
     quiet_pip setuptools wheel && DS_BUILD_OPS=0 DS_ACCELERATOR=cpu quiet_pip --no-build-isolation -c constraints.txt -e ".[deepspeed]" || {
