@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel
+from transformers import AutoModelForMultimodalLM
 
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
@@ -31,7 +31,10 @@ def test_scores_are_a_head_on_the_states_of_transformers_in_saved_folders(tmp_pa
 
     engine.save(saved)
     save_tokenizer(tokenizer, saved)
-    theirs, head = AutoModel.from_pretrained(saved).eval(), load_file(saved / "model.safetensors")["score.weight"]
+    theirs, head = (
+        AutoModelForMultimodalLM.from_pretrained(saved).model.eval(),
+        load_file(saved / "model.safetensors")["score.weight"],
+    )
     wanted = []
     for text, media in prompts:
         given = reference_inputs(folder, tokenizer, text.replace("@", marker(tokenizer)), media)
