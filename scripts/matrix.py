@@ -54,7 +54,7 @@ MEDIA = """# What learns with which model that sees or hears
 Each field was a run of a tiny model of this family ([media_models.md](media_models.md)), on rows with one picture or sound,
 with several, with the same one twice, and with none. It *runs*, which means finite figures, a gradient, weights that moved
 (those of what sees or hears too, unless it was frozen), and, where it generates, log-probabilities of the engine that are
-the trainer's to 0.001. What goes with what for text: [matrix.md](matrix.md).
+the trainer's to 0.001. A dash: not tried yet. What goes with what for text: [matrix.md](matrix.md).
 """
 
 

@@ -173,11 +173,12 @@ def try_cell(cell: Cell, out: Path, process: Process) -> str:
 
 
 def table(results: dict[Cell, str]) -> str:
-    """Markdown: a line for each that learns, and below each refusal with its reason."""
+    """Markdown: a line for each that learns, and below each refusal with its reason. A dash: not tried."""
     families = list(dict.fromkeys(cell.family for cell in results))
     lines = [f"| | {' | '.join(f'`{family}`' for family in families)} |", "|---" * (len(families) + 1) + "|"]
     for learns in dict.fromkeys(cell.learns for cell in results):
-        own = ("runs" if results[learns, family] == RAN else "refused" for family in families)
+        told = (results.get(Cell(learns, family)) for family in families)
+        own = ("–" if result is None else "runs" if result == RAN else "refused" for result in told)
         lines.append(f"| {learns} | {' | '.join(own)} |")
     refused = [f"| {cell.learns} | `{cell.family}` | {why} |" for cell, why in results.items() if why != RAN]
     return "\n".join([*lines, *(["", "| refused | with | because |", "|---|---|---|", *refused] if refused else [])])

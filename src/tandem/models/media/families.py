@@ -46,7 +46,7 @@ class TowerSize(NamedTuple):
     """A part of a media model that sees or hears."""
 
     name: str
-    """As ``actor.freeze`` names it."""
+    """The name that ``actor.freeze`` knows."""
 
     parameters: int
     matrices: tuple[tuple[str, int, int], ...]

@@ -98,7 +98,7 @@ class QwenVL(MediaFamily):
         return list(self._seen(model, inputs).pooler_output)
 
     def _seen(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> Any:
-        """What transformers' tower gives, split by pictures."""
+        """The outputs of transformers' tower, split by pictures."""
         parts: Any = model.model
         device = parts.visual.patch_embed.proj.weight.device
         pixels, grids = (torch.cat([one[name] for one in inputs]).to(device) for name in ("pixel_values", "grid"))
