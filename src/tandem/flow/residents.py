@@ -30,11 +30,11 @@ from tandem.flow.team import TeamEngine, form_team
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
+from tandem.models.footprint import adapters_of
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
-from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
-from tandem.models.shape import Shape
+from tandem.models.shape import read_shape
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
@@ -143,11 +143,9 @@ def check_models(
         if resident.head == "text":  # `check_scores` and `check_partner` look at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
-        architecture = check_train_engine(
-            config, folder, layout, torch.device(device), dtype, resident.head, key, resident.class_label
-        )
+        check_train_engine(config, folder, layout, torch.device(device), dtype, resident.head, key, resident.class_label)
         if config.lora.rank is not None:
-            refuse_unknown_targets(config.lora, Shape.of(architecture).linears)
+            adapters_of(config.lora, read_shape(str(folder)))  # refuses names of matrices that are not there
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,13 +14,12 @@ from tandem.models.families import FAMILIES, with_facts
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
 """``model_type`` of the configurations that work. SmolLM and SmolLM2 are ``llama``."""
 
-_INSIDE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+_INSIDE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """``model_type`` of the language model in a media model → that of the text model whose layers it has."""
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _REFUSED = {
     "gemma3": "its pictures are attended in both directions; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
-    "qwen3_vl": "the features of a picture enter several of its layers",
 }
 
 
@@ -201,13 +200,20 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
         )
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters))
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(config, parameters))
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return Rope(inv_freq.float(), float(scaling), _axes(parameters))
+    return Rope(inv_freq.float(), float(scaling), _axes(config, parameters))
 
 
-def _axes(parameters: dict[str, Any]) -> torch.Tensor | None:
-    """`Rope.axes`: those of one position after those of another."""
-    sections = parameters.get("mrope_section")
-    return None if sections is None else torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+def _axes(config: Any, parameters: dict[str, Any]) -> torch.Tensor | None:
+    """`Rope.axes`: those of one position after those of another; of Qwen3-VL every third one is of the height, from the
+    second on, and of the width, from the third on, and the others are of the time."""
+    interleaved = config.model_type == "qwen3_vl_text"
+    sections = parameters.get("mrope_section", [24, 20, 20] if interleaved else None)
+    if sections is None or not interleaved:
+        return None if sections is None else torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    axes = torch.zeros(config.head_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes

@@ -44,6 +44,7 @@ MAX_SIZES = {
     "encoder_ffn_dim": 2**22,
     "image_size": 2**16,
     "max_source_positions": 2**20,
+    "num_position_embeddings": 2**20,
 }
 """No model comes near; of as many as a configuration says lists, modules and buffers would be made."""
 
