@@ -14,7 +14,7 @@ from tandem.api.activity import within
 GIB = 2**30
 
 Span = tuple[str, str, float, float]
-"""(role, stage, begin, end): what a process did, in seconds since 1970, so that those of several processes lie side by side."""
+"""(role, stage, begin, end): what a process did when, in seconds since 1970: those of several processes can be compared."""
 
 
 class PhaseTimer:

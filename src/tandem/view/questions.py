@@ -15,7 +15,7 @@ from tandem.protocol.schema import Schema, integer, record, text
 from tandem.tracking.record_files import lines_path, recorded_steps
 from tandem.view.columns import MOST_TOKENS, TokenColumns, decoder, told_columns
 from tandem.view.filters import read_filter
-from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line
+from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line, question_of
 from tandem.view.media import ShownMedia, media_numbers
 from tandem.view.runs import (
     Runs,
@@ -301,12 +301,9 @@ def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         "source",
     )
     told = {name: row[name] for name in keep} | {"group": row["grp"]}
-    for name in ("prompt", "completion"):
-        words = sample.get(name)
-        told[name] = (
-            words[-SHOWN_PROMPT:] if isinstance(words, str) and name == "prompt" else str(words or "")[:SHOWN_PROMPT]
-        )
-    return told
+    prompt = sample.get("prompt")  # a prompt that was dropped before anything was generated has its turns alone
+    told["prompt"] = (prompt if isinstance(prompt, str) else question_of(sample))[-SHOWN_PROMPT:]
+    return told | {"completion": str(sample.get("completion") or "")[:SHOWN_PROMPT]}
 
 
 def bounded(value: Any, most: int = MOST_TEXT) -> Any:

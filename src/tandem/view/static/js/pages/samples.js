@@ -99,7 +99,7 @@ function sampleTable(run, rows) {
     h("td", { class: "number" }, h("a", { href: link("samples", { run, step: row.step, group: row.group }) }, `${row.step} · ${row.group}`)),
     h("td", { class: "number", style: { "border-left": `4px solid ${shade(row.reward, low, high)}` } }, figure(row.reward, 3)),
     h("td", { class: "number" }, figure(row.advantage, 3)), h("td", { class: "number" }, figure(row.tokens)), end(row),
-    h("td", { class: "text" }, h("div", { class: "quiet clip" }, brief(row.prompt)), h("div", { class: "clip" }, row.completion)),
+    h("td", { class: "text" }, h("div", { class: "quiet clip" }, brief(row.prompt)), h("div", { class: "clip" }, row.completion), row.dropped && h("div", { class: "error" }, row.why)),
   ]);
   return table(["step · group", "reward", "advantage", "tokens", "end", "prompt and answer"], lines, { class: "samples" });
 }

@@ -39,7 +39,7 @@ export async function timelinePage(view, state) {
   view(
     h("div", { class: "tools" }, h("button", { title: "( k )", on: { click: state.keys.k } }, "‹"), h("b", {}, `step ${step[wanted]}`), h("button", { title: "( j )", on: { click: state.keys.j } }, "›"), h("span", { class: "quiet" }, duration(whole(wanted)))),
     ranks.length ? clock(ranks) : lanes(there, parts(wanted), whole(wanted)),
-    note(ranks.length ? "Each stage where it was, from the first one of the step to the last one. Grey: the role is idle." : "This run recorded how long each stage took, not when it began: stages are laid end to end in the order of a step. Grey: the role is idle.", values["time/overlap"] ? " In asynchronous training `generate` is the wait for a batch, and the engine generates beside the training; the shares below say how much." : ""),
+    note(ranks.length ? "Each stage where it was, from the first one of the step to the last one. Grey: the role is idle." : "This run recorded how long each stage took, not when it began: stages are laid end to end in the order of a step. Grey: the role is idle.", values["time/overlap"]?.some((share) => share > 0) ? " In asynchronous training `generate` is the wait for a batch, and the engine generates beside the training; the shares below say how much." : ""),
     h("div", { class: "tools" }, SHARES.filter(([name]) => at(name, wanted) !== null).map(([name, words]) => h("span", { class: "chip" }, `${words} `, h("b", {}, `${Math.round(100 * at(name, wanted))} %`)))),
     besides(at, wanted),
     h("h2", {}, "all steps"),
