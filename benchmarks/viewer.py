@@ -2,8 +2,8 @@
 
     python benchmarks/viewer.py /tmp/long            # makes the run if it is not there: 2,000 steps of 512 samples
 
-Texts are random words; the last step has tokens, of which one answer has 4,000. Chromium must be there. Beside each time stands the
-CPU time of server and browser together: what a page takes on a machine that has nothing else to do is at most about that.
+Texts are random words; the last step has tokens, of which one answer has 4,000. Chromium must be there.
+Beside each time stands the CPU time of server and browser together: at most about what a page takes on an idle machine.
 """
 
 import asyncio

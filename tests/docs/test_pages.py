@@ -98,7 +98,7 @@ def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
             module = {"eval": cli_eval, "compare": cli_compare}[command]
             module.add_arguments(parser)
             parsed = parser.parse_intermixed_args(words[name + 2 :])
-            assert command == "compare" or cli_eval.resolve(parsed).config
+            assert command == "compare" or parsed.follow or cli_eval.resolve(parsed).config
         elif command not in ("generate", "doctor"):
             parser = argparse.ArgumentParser()
             importlib.import_module(COMMANDS[command].module).add_arguments(parser)

@@ -3,6 +3,7 @@
 examples:
   tandem eval smollm2-135m --data gsm8k --max-rows 200
   tandem eval gsm8k/grpo@200 --data gsm8k --data svamp --n 8 --temperature 0.8
+  tandem eval --follow addition/grpo threads=1
   tandem eval smollm2-135m --data my/folder prompt_column=text answer_column=label reward=my_reward.py:score
 
 Known by name: gsm8k, math500, svamp, aime24, humaneval, mbpp, livecodebench, apps, fetched from the Hugging Face hub or
@@ -59,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for option, (key, kind, text) in OPTIONS.items():
         parser.add_argument(f"--{option}", type=kind, metavar=key.rpartition(".")[2].upper(), help=text)
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="the model is a run: evaluate its checkpoints as it trains, as its configuration says (evaluate.where=job)",
+    )
     parser.add_argument("--k", type=int, nargs="+", help="the k of pass@k and maj@k (default: 2, 4, 8 … and n)")
     parser.add_argument(
         "--dry-run",
@@ -128,6 +134,8 @@ def interrupted(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.follow:
+        return _follow(arguments)
     resolved = resolve(arguments)
     from tandem.evaluation.run import evaluate_model, try_evaluation  # noqa: PLC0415 — imports torch
 
@@ -141,4 +149,26 @@ def run(arguments: argparse.Namespace) -> int:
     print(json.dumps(finished.results, ensure_ascii=False) if arguments.json else finished.text)
     if finished.judged == 0:
         raise TandemError(f"no sample could be judged; {finished.folder}/samples.jsonl says why")
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    name, overrides = split_arguments(arguments.arguments)
+    if name is None:
+        raise ConfigError("name the run to follow: tandem eval --follow RUN")
+    from tandem.evaluation.following import FIGURES, follow  # noqa: PLC0415 — imports torch
+
+    measured = 0
+    for figures in follow(name, [*overrides, *_of_options(arguments)]):
+        measured += 1
+        shown = {key: value for key, value in figures.items() if key in ("eval/accuracy", "eval/reward")}
+        told = (
+            json.dumps(figures)
+            if arguments.json
+            else f"step {figures['step']}: "
+            + ", ".join(f"{key.removeprefix('eval/')} {value:.4g}" for key, value in shown.items())
+        )
+        print(told, flush=True)
+    if not arguments.json:
+        print(f"The run has ended; {measured} evaluations are new in its {FIGURES}, which `tandem view` shows.")
     return 0

@@ -209,6 +209,11 @@ def _supervised(config: BaseConfig) -> list[str]:
     ]
 
 
+def evaluates_every(config: BaseConfig) -> int | None:
+    """`evaluate.every_steps`; None also where another process evaluates (`evaluate.where=job`)."""
+    return config.evaluate.every_steps if config.evaluate.where == "run" else None
+
+
 def is_evaluation_due(every_steps: int | None, step: int, steps: int) -> bool:
     """True if an evaluation follows ``step``: every `evaluate.every_steps`, before step 1 (0), and after the last."""
     return every_steps is not None and (step % every_steps == 0 or step == steps)

@@ -74,6 +74,9 @@ def problems(config: BaseConfig, written: Container[str] = ()) -> list[str]:
         ]
         wrong += groups(config, written)
         wrong += [*critic_problems(config), *constraint_problems(config)]
+        wrong += _evaluation_job(config)
+    elif config.evaluate.where == "job" and isinstance(config, DistillConfig):
+        wrong.append("evaluate.where=job is for `tandem train`: leave it out")
     if not isinstance(config, (TrainConfig, DistillConfig)):
         wrong += _rewards_of_sources(config)
     if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
@@ -367,3 +370,20 @@ def _rewards_of_sources(config: BaseConfig) -> Iterator[str]:
         for i, source in enumerate(data.sources):
             if source.reward is not None:
                 yield f"{key}.sources[{i}].reward={source.reward} is for `tandem train` only: leave it out"
+
+
+def _evaluation_job(config: TrainConfig) -> Iterator[str]:
+    """A message for each setting that does not go with an evaluation of checkpoints by another process."""
+    every, wish = config.evaluate.every_steps, config.checkpoint
+    if config.evaluate.where == "run" or every is None:
+        return
+    if wish.every_steps is None or every % wish.every_steps:
+        yield (
+            f"evaluate.where=job evaluates checkpoints, and checkpoint.every_steps={wish.every_steps or 'null'} makes none "
+            f"at every {every} steps (evaluate.every_steps): set checkpoint.every_steps={every}"
+        )
+    if (wish.keep_best or "").lstrip("-").startswith("eval/"):
+        yield (
+            f"checkpoint.keep_best={wish.keep_best} needs figures of the run itself, and with evaluate.where=job another "
+            "process measures them: leave one of them out, or set checkpoint.keep_last=null"
+        )

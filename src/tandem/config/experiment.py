@@ -24,6 +24,10 @@ class EvaluateConfig:
     every_steps: int | None = None
     """Evaluate before the first step, after every so many steps, and at the end; null turns evaluation off."""
 
+    where: Literal["run", "job"] = "run"
+    """`job`: the run evaluates nothing; `tandem eval --follow RUN`, a process of its own, evaluates its checkpoints and
+    writes the figures into the run. For `tandem train`."""
+
     max_rows: int | None = 128
     """Use at most this many validation rows; null uses all."""
 

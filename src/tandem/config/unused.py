@@ -63,7 +63,14 @@ def _only(config: TrainConfig, *kinds: str) -> bool:
 
 ALWAYS = (
     Unused(
-        ("valid_dataset", "evaluate.max_rows", "evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
+        (
+            "valid_dataset",
+            "evaluate.where",
+            "evaluate.max_rows",
+            "evaluate.max_new_tokens",
+            "evaluate.n_samples",
+            "evaluate.temperature",
+        ),
         _no_evaluation,
         "because nothing is evaluated: set evaluate.every_steps, for example 10 (evaluate.every_steps=null, written out, "
         "keeps evaluation off and this key where it is)",
@@ -254,7 +261,7 @@ REINFORCEMENT = (
 
 SUPERVISED = (
     Unused(
-        ("evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
+        ("evaluate.where", "evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
         lambda *_: True,
         "by supervised training, whose evaluation is the loss of held-out rows and generates nothing: leave it out, and "
         "measure answers with tandem eval",

@@ -90,7 +90,7 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     reward = data.reward or config.reward or (benchmark.reward if benchmark is not None else _judge(rows[0]))
     _check_format(benchmark, name, rows[0], explicit=any(columns))
     rows = [{**row, SOURCE: name, REWARD: reward} for row in rows]
-    return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward, dataset.readings[0])
+    return Questions(name, rows, tuple(row_digest(row, suffix) for row in rows), reward, dataset.readings[0])
 
 
 def _judge(row: Mapping[str, Any]) -> str:
@@ -109,7 +109,7 @@ def _check_format(benchmark: Benchmark | None, name: str, row: Mapping[str, Any]
         )
 
 
-def _digest(row: Mapping[str, Any], suffix: str) -> str:
+def row_digest(row: Mapping[str, Any], suffix: str) -> str:
     """Digest of a row without the configuration's additions, so that two ways to ask the same question can be compared."""
     kept = {key: value for key, value in row.items() if key != "messages" and key not in OURS}
     messages = json.loads(json.dumps(row["messages"], default=str))
@@ -124,7 +124,8 @@ def _digest(row: Mapping[str, Any], suffix: str) -> str:
 
 def specs_of(questions: Sequence[Questions]) -> list[str]:
     """The sums that judge rows, those of the first data set first."""
-    return list(dict.fromkeys(name for one in questions for name in sums_of(one.reward)))
+    specs = dict.fromkeys(spec for one in questions for spec in (one.reward, *(row[REWARD] for row in one.rows)))
+    return list(dict.fromkeys(name for spec in specs for name in sums_of(spec)))
 
 
 def make_judges(

@@ -90,6 +90,8 @@ class EvaluationResult:
     judged: int
     """Samples that did not fail."""
 
+    answers: Sequence[Answer] = ()
+
 
 def evaluation_path(config: EvaluationConfig) -> Path:
     return Path(config.out).expanduser() / str(config.label)
@@ -118,9 +120,9 @@ class Checked:
     """The path of the model that the workflow talks to."""
 
 
-def check_evaluation(config: EvaluationConfig) -> Checked:
+def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | None = None) -> Checked:
     """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The
-    services are the caller's to close.
+    services are the caller's to close. ``questions``: those to ask; None: those of ``config.data``.
 
     Raises:
         ConfigError: anything about device, data, model, reward or workflow.
@@ -138,7 +140,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
         chat_template_kwargs=config.chat_template_kwargs,
         gconfig=config.gconfig,
     )
-    questions = open_questions(config)
+    questions = questions or open_questions(config)
     rewards = plan_scores(asked, specs_of(questions))
     check_names(asked, rewards)
     partner = partner_of(asked)
@@ -190,14 +192,18 @@ def try_evaluation(config: EvaluationConfig) -> None:
 
 
 def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
-    """Runs it, or what is left of it.
+    """Runs it, or what is left of it. Raises as `evaluate_questions`."""
+    return evaluate_questions(resolved.config)
+
+
+def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] | None = None) -> EvaluationResult:
+    """The same for ``questions``, if they are given, in place of those of ``config.data``.
 
     Raises:
         ConfigError: anything about configuration, data, model or folder, before the model is loaded.
         EngineDied: the engine is gone; what is recorded stays.
     """
-    config: EvaluationConfig = resolved.config
-    checked = check_evaluation(config)
+    checked = check_evaluation(config, questions)
     machine, questions, workflow = checked.machine, checked.questions, checked.workflow
     waves = plan(questions, config)
     total = sum(map(len, waves))
@@ -249,7 +255,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
             kernels = asked["machine"]["kernels"]
             lines.append(progress.summary() + (f", with {KERNELS[kernels]}" if kernels else ""))
         judged = sum(answer.failed is None for answer in answers)
-        return EvaluationResult(folder.path, results, "\n".join(lines), judged)
+        return EvaluationResult(folder.path, results, "\n".join(lines), judged, answers)
 
 
 def left(waves: Sequence[Sequence[Ask]], recorded: int) -> Iterator[Sequence[Ask]]:

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
-from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, partner_of, rewards_of, workflow_of
+from tandem.config.arithmetic import (
+    evaluates_every,
+    generating_ranks,
+    max_head_offpolicyness,
+    partner_of,
+    rewards_of,
+    workflow_of,
+)
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
@@ -544,7 +551,7 @@ def _following(
     needs."""
     if config.deterministic:
         yield Role("recorder", RECORDER, trained)
-    every, wish = config.evaluate.every_steps, config.checkpoint
+    every, wish = evaluates_every(config), config.checkpoint
     if every is not None:
         yield Role("evaluator", EVALUATOR, asked, when={"evaluate": f"before step 1, every {every} steps, at the end"})
     if wish.every_steps is not None or wish.at_end:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from tandem.api.samples import Dropped, Group
 from tandem.api.weights import WeightVersion
-from tandem.config.arithmetic import is_evaluation_due, total_steps
+from tandem.config.arithmetic import evaluates_every, is_evaluation_due, total_steps
 from tandem.config.experiment import BaseConfig
 from tandem.flow.critic import Models
 from tandem.flow.parts import Rows
@@ -46,7 +46,7 @@ class Run(Generic[C]):
     def evaluate_if_due(self, session: TrainingSession, step: int) -> dict[str, float]:
         """The figures of the validation rows by metric name; empty if `evaluate.every_steps` asks for none at this step
         (0 is before the first), and where ranks other than 0 know none. Collective."""
-        due = is_evaluation_due(self.config.evaluate.every_steps, step, self.steps)
+        due = is_evaluation_due(evaluates_every(self.config), step, self.steps)
         found: dict[str, float] = session.keep("evaluate") if due else {}
         return found
 

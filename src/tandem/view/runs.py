@@ -31,7 +31,11 @@ _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) (\S+?): (
 _TOTAL = re.compile(
     r"^total_train_steps: (\d{1,12})$", re.MULTILINE
 )  # parsing the whole file takes 15 ms, and runs are many
-_SIGNS = ("metrics.jsonl", "run.json", "log.txt", "control.jsonl", "health.jsonl", "trajectories", "checkpoints", ".lock")
+EVALUATIONS = "evaluations.jsonl"
+"""Figures that a job of its own measured."""
+
+_SIGNS = ("metrics.jsonl", EVALUATIONS, "run.json", "log.txt", "control.jsonl", "health.jsonl")
+_SIGNS += ("trajectories", "checkpoints", ".lock")
 
 
 MOST_WHOLE = 10**300
@@ -147,7 +151,9 @@ def curves(folder: Path, after: int, file: str) -> dict[str, Any]:
     try:
         with path.open("rb") as opened:
             state = os.fstat(opened.fileno())
-            fresh = file == str(state.st_ino) and after <= state.st_size
+            evaluated = _size(folder / EVALUATIONS)
+            version = f"{state.st_ino}-{evaluated}"  # figures of an older step may come later: then all is told anew
+            fresh = file == version and after <= state.st_size
             opened.seek(after if fresh else 0)
             data = opened.read()
     except FileNotFoundError:
@@ -167,17 +173,27 @@ def curves(folder: Path, after: int, file: str) -> dict[str, Any]:
     lines = whole.splitlines()
     every = math.ceil(len(lines) / MOST_ROWS) or 1
     rows = [row for row in map(_metrics_row, lines[::-every][::-1]) if row is not None]
+    rows = rows if fresh or not evaluated else _with_evaluations(folder, rows)
     names = sorted({name for row in rows for name in row} - {"step", "time"})
     values = {name: [_short(row.get(name)) for row in rows] for name in names}
     last = rows[-1] if rows else {}
     lost = {name: _since(rows, name) for name in names if name in last and not _is_number(last[name])}
     return {
-        **{"file": str(state.st_ino), "at": (after if fresh else 0) + len(whole), "fresh": fresh, "rows": len(rows)},
+        **{"file": version, "at": (after if fresh else 0) + len(whole), "fresh": fresh, "rows": len(rows)},
         **{"every": every, "step": [row["step"] for row in rows], "time": [_time(row.get("time")) for row in rows]},
         "values": {name: column for name, column in values.items() if any(value is not None for value in column)},
         "lost": lost,
         "about": {} if fresh else {name: list(metric) for name in names if (metric := explain(name)) is not None},
     }
+
+
+def _with_evaluations(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with what `tandem eval --follow` measured at their steps, and more rows for steps without one."""
+    by_step = {row["step"]: row for row in rows}
+    for row in rows_of(folder / EVALUATIONS):
+        if type(row.get("step")) is int:
+            by_step[row["step"]] = row | by_step.get(row["step"], {})
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _since(rows: list[dict[str, Any]], name: str) -> int:
