@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ import psutil
 from tandem.api.activity import within
 
 GIB = 2**30
+
+MOST_SPANS = 1000
+"""Blocks of a step that a timer remembers."""
 
 Span = tuple[str, str, float, float]
 """(role, stage, begin, end): what a process did when, in seconds since 1970: those of several processes can be compared."""
@@ -29,7 +33,7 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._inner_s = 0.0  # of the phases within the one that is open
         self._began = time.perf_counter()
 
@@ -52,8 +56,9 @@ class PhaseTimer:
             self._spans.append((role or phase, stage or phase, at, at + passed))
 
     def spans(self) -> list[Span]:
-        """All blocks that have ended since the last call, as they ended."""
-        spans, self._spans = self._spans, []
+        """The blocks that have ended since the last call, in that order; the last `MOST_SPANS` of them."""
+        spans = list(self._spans)
+        self._spans.clear()
         return spans
 
     def seconds(self, phase: str) -> float:
