@@ -161,7 +161,7 @@ export async function curvesPage(view, state) {
   view(
     h("div", { class: "tools" }, legend, others.length > 0 && add),
     h("div", { class: "tools" }, search, h("label", {}, "smooth ", slider), axis, back, h("span", { class: "quiet" }, "drag to zoom, double click to show all, hover a title for its meaning")),
-    runs.map((run) => health(all.find((one) => one.name === run))),
+    runs.map((run) => health(all.find((one) => one.name === run), runs.length > 1)),
     curves.some((one) => one.every > 1) && note("This run is long: every ", figure(curves[0].every), "th row is drawn."),
     names.length ? body : note("No step has ended yet."),
   );

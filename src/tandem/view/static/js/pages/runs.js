@@ -12,10 +12,10 @@ export function badge(run) {
 }
 
 // What was told of a run's health: in which step, the sign, and the remedy. Nothing if it is well.
-export function health(run) {
+export function health(run, named = false) {
   if (!run?.health.length) return null;
   const lines = run.health.map((one) => [h("td", { class: "number" }, one.step), one.name, one.sign, one.remedy]);
-  return h("details", { class: "health" }, h("summary", {}, h("span", { class: "badge warning" }, `${run.health.length} sign${run.health.length === 1 ? "" : "s"} of sickness`), h("span", { class: "quiet" }, ` ${[...new Set(run.health.map((one) => one.name))].join(", ")}`)), table(["step", "sickness", "sign", "what to do"], lines));
+  return h("details", { class: "health" }, h("summary", {}, named && `${run.name} `, h("span", { class: "badge warning" }, `${run.health.length} sign${run.health.length === 1 ? "" : "s"} of sickness`), h("span", { class: "quiet" }, ` ${[...new Set(run.health.map((one) => one.name))].join(", ")}`)), table(["step", "sickness", "sign", "what to do"], lines));
 }
 
 export function progress(run) {
