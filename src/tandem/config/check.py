@@ -16,6 +16,7 @@ from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.extend import extension_problems
 from tandem.config.fleet import INSIDE, fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
@@ -130,6 +131,7 @@ def _common(config: BaseConfig) -> Iterator[str]:
             "checkpoint.every_steps, for example 20, and leave checkpoint.resumable=true; or leave max_restarts out"
         )
     yield from _backends(config)
+    yield from extension_problems(config)
     for sink in config.tracking.sinks:
         term = read_term(sink, "tracking.sinks")
         if not term.is_file and term.name not in SERVICES["sink"]:

@@ -15,8 +15,9 @@ from tensordict import TensorDict
 
 from tandem.api.lines import append_line, not_written
 from tandem.api.samples import Dropped, Group
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, check_methods, factory_of
 from tandem.api.weights import WeightVersion
+from tandem.config.errors import ConfigError
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.dataset_card import write_card
@@ -44,7 +45,9 @@ def check_sinks(config: TrackingConfig) -> None:
     """
     for sink in config.sinks:
         term = read_term(sink, KEY)
-        Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
+        who, make = f"{KEY}={term.name}", factory_of("sink", term.name, KEY)
+        Services().check(who, make, term.arguments, ("run",))
+        check_methods(who, make, [name for name in ("log", "close") if isinstance(make, type) and not hasattr(make, name)])
 
 
 def _row(text: str) -> dict[str, Any] | None:
@@ -64,7 +67,8 @@ class Tracker:
     with its cause, and training goes on.
 
     Raises:
-        ConfigError: a sink that does not exist or is not installed, at construction.
+        ConfigError: a sink that does not exist, is not installed, or refuses its knobs (a port that is taken), at
+            construction.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Tracker:
         services = Services(run=SinkRun(folder, config.project, self.run_name, dict(config_dict or {})))
         self._sinks: dict[str, Sink] = {}
         for sink in config.sinks:
-            self._try(f"sink {sink}", self._open, sink, services)
+            self._try(f"sink {sink}", self._open, sink, services, refused=ConfigError)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         write_card(folder, notes)
         self._health = HealthWatch(folder)
@@ -226,13 +230,17 @@ class Tracker:
         term = read_term(sink, KEY)
         self._sinks[sink] = services.make(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments)
 
-    def _try(self, what: str, function: Callable[..., object], *arguments: object) -> bool:
-        """Calls it; False and, the first time, a warning where it raises.
+    def _try(
+        self, what: str, function: Callable[..., object], *arguments: object, refused: type[Exception] | tuple[()] = ()
+    ) -> bool:
+        """Calls it; False and, the first time, a warning where it raises anything else than ``refused``.
 
         The one broad ``except`` of this room: libraries of sinks raise whatever they like, and none of it is worth a run.
         """
         try:
             function(*arguments)
+        except refused:
+            raise
         except Exception as error:  # the boundary of a sink: training goes on without it
             if what not in self._warned:
                 self._warned.add(what)

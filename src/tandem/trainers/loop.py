@@ -5,7 +5,7 @@ its batch; nothing else waits. Evaluation and saving do not stop generation.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,10 @@ Open = Callable[[Run[Any], Any], AbstractContextManager[tuple[TrainingSession, C
 """Opens the session of a run with that, and what takes changes of it; None: it takes none."""
 
 
+Watch = Callable[[Iterable[int], TrainingSession], Iterable[int]]
+"""Hands on the numbers of the steps to do, one after another, and so sees where each begins and ends."""
+
+
 def run_training(
     resolved: Resolved[Any],
     config: Any,
@@ -57,12 +61,13 @@ def run_training(
     dry_run: bool | Literal["all"] = False,
     override: bool = False,
     until: int | None = None,
+    watch: Watch | None = None,
 ) -> Summary:
     """Opens the run of ``resolved``, and trains with its models as ``config`` says, which is another configuration if it
     distils. ``dry_run`` prints the configuration and the batch arithmetic and starts nothing; ``"all"``: also the values
     that are as by default. A run that was cut off in the
     same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``: the
-    step after which it stops, to go on some other time.
+    step after which it stops, to go on some other time. ``watch``: see `Watch`.
 
     Raises:
         ConfigError: anything about the configuration or the rows.
@@ -91,7 +96,7 @@ def run_training(
         saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
         record = partial(record_weights, team, run.folder, partial(models.digests, team))
         session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
-        summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
+        summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control, watch)
         return end_run(summary, run.folder, run.steps)
 
 
@@ -111,6 +116,7 @@ def loop(
     saving: Saving,
     oversight: Oversight,
     control: Control | None = None,
+    watch: Watch | None = None,
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them. ``control``: takes
     changes of the run."""
@@ -124,7 +130,8 @@ def loop(
             if tracker is not None and found:
                 tracker.log(0, found)
     timer.metrics(), timer.spans(), session.residency.metrics()  # what came before the first step is not part of it
-    for number in progress.remaining(last):
+    numbers = progress.remaining(last)
+    for number in numbers if watch is None else watch(numbers, session):
         enter("between", number)
         if control is not None:
             control.before(number)
