@@ -273,7 +273,7 @@ def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contex
 def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
     """A block for the time of a stage."""
     meter.begins(stage.time)
-    with timer(stage.time):
+    with timer(stage.time, stage.role, stage.name):
         yield
 
 

@@ -23,12 +23,17 @@ from tandem.config.tracking import TrackingConfig
 from tandem.tracking.dataset_card import write_card
 from tandem.tracking.health import HealthWatch
 from tandem.tracking.progress import ProgressDisplay, line
+from tandem.tracking.record_files import TIMELINE
 from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.sinks.base import Sink, SinkRun
+from tandem.tracking.statistics import Span
 
 log = logging.getLogger(__name__)
 
 KEY = "tracking.sinks"
+
+MOST_RANKS = 64
+"""Ranks whose spans are in the timeline."""
 
 
 def check_sinks(config: TrackingConfig) -> None:
@@ -106,9 +111,10 @@ class Tracker:
         history: Mapping[int, WeightVersion] | None = None,
         batch: TensorDict | None = None,
         dropped: Sequence[Dropped] = (),
+        spans: Sequence[Sequence[Span]] = (),
     ) -> None:
         """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was,
-        ``batch`` is what was trained, with all fields, and ``dropped`` what was not.
+        ``batch`` is what was trained, with all fields, ``dropped`` what was not, and ``spans`` what each rank did when.
 
         Raises:
             NotWritten: the disk refuses the line of metrics; nothing of the step is recorded.
@@ -120,6 +126,8 @@ class Tracker:
             self.series.setdefault(name, []).append((step, value))
         self.last |= values
         self._step = step
+        if spans:
+            self._try("the timeline", self._keep_spans, step, spans)
         self.record(step, groups, history, batch, dropped)
         for name, sink in list(self._sinks.items()):
             if not self._try(f"sink {name}", sink.log, step, values):
@@ -129,6 +137,11 @@ class Tracker:
         self._health.look(step, self.series)
         if self.config.plot_every_steps and step - self._drawn_at >= self.config.plot_every_steps:
             self.draw()
+
+    def _keep_spans(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
+        """A line of `timeline.jsonl`; a step that is made again has another line, and the last one counts."""
+        ranks = [[(role, stage, round(a, 4), round(b, 4)) for role, stage, a, b in rank] for rank in spans[:MOST_RANKS]]
+        append_line(self.folder / TIMELINE, json.dumps({"step": step, "ranks": ranks}))
 
     def record(
         self,

@@ -129,7 +129,7 @@ def loop(
         with session.team.together():  # every rank, for only rank 0 has found anything
             if tracker is not None and found:
                 tracker.log(0, found)
-    timer.metrics(), session.residency.metrics()  # what came before the first step is not part of it
+    timer.metrics(), timer.spans(), session.residency.metrics()  # what came before the first step is not part of it
     numbers = progress.remaining(last)
     for number in numbers if watch is None else watch(numbers, session):
         enter("between", number)
@@ -149,9 +149,10 @@ def loop(
         progress.keep_accuracy(number, found)
         metrics |= found | timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
         metrics |= control.metrics() if control is not None else {}
+        spans = session.team.gather(timer.spans())
         metrics |= session.models.moved() | {"memory/peak_gib": peak_memory_gib()}
         made = session.made(batch)
-        saving.persist(partial(tracker.log, number, metrics, *made) if tracker is not None else None)
+        saving.persist(partial(tracker.log, number, metrics, *made, spans=spans) if tracker is not None else None)
         del batch, made
         asked = oversight.asked() and number < last
         leaving = asked or number == last < run.steps
