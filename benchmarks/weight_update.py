@@ -31,12 +31,12 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
-from tandem.weights.channel import Channel
+from tandem.weights.channel import WeightChannel
 from tandem.weights.collective import CollectiveChannel
 from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher
 
-CHANNELS: dict[str, Callable[[Path, Path], Channel | None]] = {
+CHANNELS: dict[str, Callable[[Path, Path], WeightChannel | None]] = {
     "auto": lambda scratch, model: None,
     "disk": lambda scratch, model: DiskChannel(scratch, model),
     "collective": lambda scratch, model: CollectiveChannel(1),

@@ -16,6 +16,7 @@ from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.extend import extension_problems
 from tandem.config.fleet import INSIDE, fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
@@ -134,6 +135,7 @@ def _common(config: BaseConfig) -> Iterator[str]:
     if silent != RecoverConfig().silent_after_s and getattr(config, "runner", "local") == "local":
         yield f"recover.silent_after_s={silent} is for the workers of runner=ray; leave it out"
     yield from _backends(config)
+    yield from extension_problems(config)
     for sink in config.tracking.sinks:
         term = read_term(sink, "tracking.sinks")
         if not term.is_file and term.name not in SERVICES["sink"]:

@@ -20,6 +20,7 @@ from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.check import check_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
+from tandem.flow.extensions import own_train_engine
 from tandem.flow.plan import Resident, RunPlan
 from tandem.flow.process import Process, choose_device
 from tandem.flow.residency import Residency
@@ -59,6 +60,7 @@ def open_model(
     copies = [(rank,) for rank in resident.ranks] if resident.in_episodes else [resident.ranks]
     teams = [form_team(ranks, process.team) for ranks in copies]
     team = next((team for team in teams if team.member), None)
+    own = None if resident.own is None else own_train_engine(resident.own)
     build = partial(
         build_train_engine,
         resident.engine,
@@ -70,6 +72,7 @@ def open_model(
         team=team,
         adapter=resident.adapter,
         class_label=resident.class_label,
+        own=own,
         trunk=trunk.engine if isinstance(trunk, TeamEngine) else trunk,
     )
     if team is process.team:

@@ -1,7 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.state import Stateful
 from tandem.api.team import Team
+from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
-from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.remote.keeping import Keeping
 from tandem.flow.balance import make_balance
 from tandem.flow.collector import keep_from_collector
 from tandem.flow.conductor import Conductor, LocalConductor
 from tandem.flow.critic import Models
 from tandem.flow.delivery import weights_folder
+from tandem.flow.extensions import own_inference_engine
 from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
@@ -42,6 +44,7 @@ from tandem.flow.training import Lasting, Made, TrainingSession
 from tandem.flow.writing import WritingModel
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
+from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
 from tandem.rewards.reward import Reward
@@ -300,12 +303,13 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     ranks = generating_ranks(config)
     if process.rank not in ranks:
         return None
-    kept = kept_servers()
-    return build_inference_engine(
+    kept, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
+    build = partial(
+        build_inference_engine,
         config.rollout,
         folder=folder,
         placement=placement(config),
-        threads=process.generation_threads(placement(config), len(ranks)),
+        threads=threads,
         device=process.device,
         deterministic=config.deterministic,
         ranks=process.ranks_here,
@@ -317,3 +321,31 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         memory_limit_gib=config.memory_limit_gib,
         sleeps=process.device != "cpu" and servers_sleep(config),
     )
+    if config.extend.inference_engine is None:
+        return build()
+    return _own_engine(config, build, folder, process.device, threads)
+
+
+def _own_engine(
+    config: TrainConfig, build: Callable[[], InferenceEngine], folder: Path, device: str, threads: int
+) -> InferenceEngine:
+    """The engine of the user's class. ``build``: makes that of `rollout.backend`, which it may ask for, and which is closed
+    if it cannot be made."""
+    own = own_inference_engine(config)
+    engine = build() if "engine" in own.asked else None
+    try:
+        made: InferenceEngine = own(
+            engine=engine,
+            folder=folder,
+            settings=config.rollout.engine,
+            dtype=resolve_dtype(config.rollout.dtype, device),
+            device=device,
+            version=WeightVersion(0),
+            threads=engine_threads(config.rollout, placement=placement(config), threads=threads),
+            deterministic=config.deterministic,
+        )
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    return made

@@ -38,6 +38,10 @@ itself."""
 class Leaving(KeyboardInterrupt):
     """The run ends because it was asked to, after a step, with all that was to be saved."""
 
+    def _render_traceback_(self) -> list[str]:
+        """A notebook shows these lines in place of a traceback, which tells a user nothing."""
+        return ["Interrupted after a whole step, which is saved: the same call goes on from there."]
+
 
 class Oversight:
     """Over one run, from the moment its folder is open; a context manager.

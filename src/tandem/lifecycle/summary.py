@@ -35,7 +35,7 @@ class Saveable(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """The outcome of a run."""
 
@@ -47,6 +47,12 @@ class Summary:
     checkpoint: Path | None = None
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
+
+    def __repr__(self) -> str:
+        """Short, because a notebook shows it below a cell."""
+        shown = ", ".join(f"{name} {self.metrics[name]:.4g}" for name in ("reward/mean", "loss") if name in self.metrics)
+        saved = "no checkpoint" if self.checkpoint is None else f"checkpoint {self.checkpoint}"
+        return f"<{self.steps} steps, {shown or 'no metrics'}, {saved}>"
 
 
 def announce(

@@ -3,12 +3,13 @@
 What is listed here is computed exactly; everything else is refused by name when the model is opened.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tandem.config.errors import ConfigError
+from tandem.models.families import FAMILIES, with_facts
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
 """``model_type`` of the configurations that work. SmolLM and SmolLM2 are ``llama``."""
@@ -100,13 +101,14 @@ class Architecture:
         from tandem.models.media.families import text_config  # noqa: PLC0415 - families know attention, which knows this
 
         whole, config = config, text_config(config)
-        kind = _INSIDE.get(config.model_type, config.model_type)
+        family = FAMILIES.get(config.model_type)
+        kind = family.like if family is not None else _INSIDE.get(config.model_type, config.model_type)
         _refuse_what_is_not_exact(whole, config, kind)
         gemma = kind in ("gemma2", "gemma3_text")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention_bias = bool(getattr(config, "attention_bias", False))
-        return cls(
+        architecture = cls(
             model_type=kind,
             num_layers=config.num_hidden_layers,
             num_heads=heads,
@@ -133,6 +135,7 @@ class Architecture:
             sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
             rope=_ropes(config, head_dim),
         )
+        return architecture if family is None else replace(architecture, **with_facts(family, config, architecture))
 
 
 def _refuse_what_is_not_exact(whole: Any, config: Any, kind: str) -> None:

@@ -20,6 +20,7 @@ from tandem.api.weight_files import INDEX
 from tandem.api.weight_files import UNREADABLE as FEWER
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.attention import NAME
+from tandem.models.families import load_family
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def read_hf_config(place: str | os.PathLike[str]) -> PretrainedConfig:
     Raises:
         ConfigError: it cannot be read, wants code of its own, or says what no model has.
     """
+    load_family()
     try:
         refuse_absurd(Path(place))
         return AutoConfig.from_pretrained(place, trust_remote_code=False)

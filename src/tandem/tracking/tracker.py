@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from tandem.api.lines import append_line, not_written
 from tandem.api.samples import Dropped, Group
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, check_methods, factory_of
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.terms import read_term
@@ -40,7 +40,9 @@ def check_sinks(config: TrackingConfig) -> None:
     """
     for sink in config.sinks:
         term = read_term(sink, KEY)
-        Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
+        who, make = f"{KEY}={term.name}", factory_of("sink", term.name, KEY)
+        Services().check(who, make, term.arguments, ("run",))
+        check_methods(who, make, [name for name in ("log", "close") if isinstance(make, type) and not hasattr(make, name)])
 
 
 def _row(text: str) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ class Delivery:
     """The key of the digests; see `WeightUpdate.key`."""
 
 
-class Channel(ABC):
+class WeightChannel(ABC):
     """One way of handing tensors over. A delivery is valid until the next `put`."""
 
     for_adapters = True
@@ -76,7 +76,7 @@ class LocalSource(WeightSource):
         yield from self.named_tensors
 
 
-class LocalChannel(Channel):
+class LocalChannel(WeightChannel):
     """To an engine of this process. Copies only what has another dtype: the engine copies anyway."""
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
@@ -93,7 +93,7 @@ class LocalChannel(Channel):
         """Nothing is held."""
 
 
-class NoChannel(Channel):
+class NoChannel(WeightChannel):
     """To nobody: of a rank without an engine, which takes part in the stream and keeps none of it."""
 
     def __init__(self, *, digests: bool = False, key: int | None = None):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import WeightSource
-from tandem.weights.channel import Channel, Delivery
+from tandem.weights.channel import Delivery, WeightChannel
 from tandem.weights.pieces import digest_in, pieces
 
 BUCKET_BYTES = 32 * 2**20
@@ -96,7 +96,7 @@ class CollectiveSource(WeightSource):
             yield announced.name, tensor
 
 
-class CollectiveChannel(Channel):
+class CollectiveChannel(WeightChannel):
     """To engines that can be reached over the network, by ``torch.distributed`` and without a disk.
 
     The stream is read twice: for the digests, which travel ahead of the tensors, and for the tensors.

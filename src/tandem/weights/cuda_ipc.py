@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.api.weights import WeightSource
-from tandem.weights.channel import Channel, Delivery, Digests
+from tandem.weights.channel import Delivery, Digests, WeightChannel
 
 BUCKET_BYTES = 64 << 20
 """Memory that one handle opens, unless a single tensor is larger."""
@@ -132,7 +132,7 @@ class CudaIpcSource(WeightSource):
         return self.staged.place()
 
 
-class CudaIpcChannel(Channel):
+class CudaIpcChannel(WeightChannel):
     """To a server on this process's GPU. A version takes its memory until the next one comes, once."""
 
     for_adapters = False

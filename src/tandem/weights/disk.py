@@ -19,7 +19,7 @@ import torch
 
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import FolderSource
-from tandem.weights.channel import Channel, Delivery
+from tandem.weights.channel import Delivery, WeightChannel
 from tandem.weights.shards import FolderWriter, Shard
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of what belongs to a model folder beside the weights."""
 
 
-class DiskChannel(Channel):
+class DiskChannel(WeightChannel):
     """To servers that see a folder of this machine under the same path.
 
     Streamed: beside the stream's own tensor only a few MiB are held. A file in which nothing changed since the version

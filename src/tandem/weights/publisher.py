@@ -15,7 +15,7 @@ from tandem.api.team import Team
 from tandem.api.weights import WeightSource, WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.weights.archive import VersionArchive
-from tandem.weights.channel import Channel, Delivery, LocalChannel, NoChannel
+from tandem.weights.channel import Delivery, LocalChannel, NoChannel, WeightChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class WeightPublisher:
         run: str,
         model: str = "actor",
         dtype: torch.dtype,
-        channel: Channel | None = None,
-        disk: Callable[[], Channel] | None = None,
+        channel: WeightChannel | None = None,
+        disk: Callable[[], WeightChannel] | None = None,
         archive: VersionArchive | None = None,
         team: Team | None = None,
         digest: Literal["sum", "sha256"] = "sum",
@@ -277,7 +277,7 @@ class WeightPublisher:
                 log.info("an engine could not discard what was prepared", exc_info=error)
 
 
-def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], Channel] | None = None) -> Channel:
+def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], WeightChannel] | None = None) -> WeightChannel:
     """The channel that all engines can read: a folder as soon as one of them reads nothing else, for those of this machine
     read it too; else shared memory if one lives in another process. There is an engine.
 

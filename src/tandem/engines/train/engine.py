@@ -96,7 +96,13 @@ class SpreadEngine(TrainEngine):
                 self._loss(batch, indices, loss_fn, entropy, totals)
         metrics = self._gathered(totals)
         with span("train: optimizer"):
+            self.holder.finish_gradients()
+            self.edit_gradients(self.holder.named_local_gradients())
             return metrics | self.optimizer.step(metrics["loss"])
+
+    def edit_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """For a class of yours: changes gradients in place before the optimizer clips and steps. ``gradients``: the
+        parameter's name and this rank's part of its gradient, summed over the batch and all ranks."""
 
     def moved(self) -> dict[str, float]:
         """Implements `TrainEngine.moved`."""
