@@ -161,7 +161,7 @@ class RecordingSession:
     # ------------------------------------------------------------------ turns
 
     async def read(
-        self, function: Callable[[Mapping[str, Any]], Turn], body: Mapping[str, Any], size: int
+        self, function: Callable[[Mapping[str, Any], bool], Turn], body: Mapping[str, Any], size: int
     ) -> tuple[Turn, Asked]:
         """The turn that a body of ``size`` bytes asks for, and its tokens; made beside the loop.
 
@@ -174,7 +174,7 @@ class RecordingSession:
         arrival = self.forest.arrival()  # now, however long others are read before it
 
         def ask() -> tuple[Turn, Asked]:
-            turn = function(body)
+            turn = function(body, self.forest.takes_media)
             return turn, self.forest.ask(turn.messages, turn.tools, arrival)
 
         self._reading += 1

@@ -21,6 +21,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.prompts import MediaFile, ServerPrompts, compare_prompts
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol, ServerReply
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.stopping import StopText
@@ -93,6 +94,7 @@ class Completions:
         self._protocol, self._facts, self._labels, self._counters = protocol, facts, labels, counters
         self._folder, self._request_timeout_s, self._cannot = folder, request_timeout_s, cannot
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._prompts: ServerPrompts | None = None
         self._eos = frozenset(stop_ids(folder, read_hf_config(folder)))
         self._url = protocol.http.base_url
 
@@ -124,7 +126,9 @@ class Completions:
     def _admit(self, request: LLMRequest) -> Judge:
         """Refuses what cannot be sampled, as the embedded engine does."""
         gconfig, limit = request.gconfig, self._facts.max_model_len
-        check_request(request, None, limit)
+        if request.media and self._prompts is None:
+            self._prompts = ServerPrompts(self._folder)
+        check_request(request, None, limit, takes_media=self._prompts is not None and self._prompts.takes_media)
         reason = self._cannot(gconfig) if request.needs_logprobs else None
         if reason is not None:
             raise DataFailure("refused_by_server", f"{self._facts.name} {reason}")
@@ -146,8 +150,11 @@ class Completions:
         left = self._request_timeout_s if expires is None else expires - time.monotonic()
         if left <= 0:
             return nothing
-        number = uuid.uuid4().hex
-        body = self._protocol.body(number, (*request.input_ids, *so_far), self._draw(request, so_far, room))
+        number, ids = uuid.uuid4().hex, [*request.input_ids, *so_far]
+        sent, files = ids, list[MediaFile]()
+        if request.media and self._prompts is not None:
+            sent, files = await self._prompts.pack(ids, request.media)
+        body = self._protocol.body(number, sent, self._draw(request, so_far, room), files)
         post = self._protocol.http.post(self._protocol.generate_path, body, deadline_s=left + 3 * ABORT_TIMEOUT_S)
         task = asyncio.ensure_future(post)
         try:
@@ -158,7 +165,7 @@ class Completions:
                 with suppress(ServerFailed, DataFailure, TimeoutError):
                     await asyncio.wait_for(self._protocol.abort(number), ABORT_TIMEOUT_S)
                 await asyncio.wait({task}, timeout=ABORT_TIMEOUT_S)
-            return self.read(task.result()) if task.done() else nothing
+            return self.read(task.result(), ids if files else None) if task.done() else nothing
         finally:
             task.cancel()
 
@@ -179,16 +186,24 @@ class Completions:
             stop=gconfig.stop,
         )
 
-    def read(self, answer: Any) -> ServerReply:
-        """The piece in an answer. Raises `ServerFailed` where there is none."""
+    def read(self, answer: Any, prompt: Sequence[int] | None = None) -> ServerReply:
+        """The piece in an answer.
+
+        Raises:
+            ServerFailed: there is none.
+            DataFailure: the server made another prompt of its images and sounds than ``prompt``.
+        """
         try:
             piece = self._protocol.piece(answer)
+            theirs = None if prompt is None else self._protocol.prompt_ids(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ServerFailed(
                 f"{self._url} answered what is no completion: {kind_and_text(error)}", url=self._url
             ) from error
         if not all(_LOWEST_LOGPROB < value < 0.01 for value in piece.logprobs):
             raise ServerFailed(f"{self._url} gave log-probabilities that are none: {piece.logprobs}", url=self._url)
+        if prompt is not None and theirs is not None:
+            compare_prompts(prompt, theirs, self._facts.name)
         return piece
 
 

@@ -9,6 +9,7 @@ from tandem.api.failures import ServerFailed
 from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -21,6 +22,8 @@ from tandem.engines.inference.remote.foreign.protocol import (
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, plan_buckets
 from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_class
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -67,7 +70,7 @@ class SGLangProtocol(ServerProtocol):
         `--enable-deterministic-inference`; else it ignores the seed."""
         return stream
 
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
         """It stops at its tokenizer's end token too, which cannot be turned off alone."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
@@ -82,8 +85,14 @@ class SGLangProtocol(ServerProtocol):
             params["stop"] = list(draw.stop)
         if draw.seed is not None:
             params["sampling_seed"] = draw.seed
-        body = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
-        return body | {"top_logprobs_num": draw.top_logprobs} if draw.top_logprobs else body
+        body: dict[str, Any] = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        if draw.top_logprobs:
+            body["top_logprobs_num"] = draw.top_logprobs
+        if media:
+            body["return_prompt_token_ids"] = True
+            for one in media:
+                body.setdefault(f"{one.kind}_data", []).append(one.url)
+        return body
 
     def piece(self, answer: Any) -> ServerReply:
         facts = answer["meta_info"]
@@ -220,6 +229,8 @@ class SGLangServer(ForeignServer):
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
         words += ["--random-seed", str(port)]
+        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+            words += ["--image-processor-backend", "pil"]
         if settings.max_running is not None:
             words += ["--max-running-requests", str(settings.max_running)]
         if settings.max_model_len is not None:

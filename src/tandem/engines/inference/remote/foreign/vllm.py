@@ -12,6 +12,7 @@ from tandem.api.failures import ServerFailed
 from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -24,6 +25,8 @@ from tandem.engines.inference.remote.foreign.protocol import (
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, flat_buckets, plan_buckets
 from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_class
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
@@ -46,6 +49,7 @@ class VllmProtocol(ServerProtocol):
             "/is_paused",
             "/collective_rpc",
             "/reset_prefix_cache",
+            "/reset_encoder_cache",
             "/update_weight_version",
             "/weight_info",
             "/weight_checker",
@@ -77,7 +81,7 @@ class VllmProtocol(ServerProtocol):
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
 
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
         """The end tokens are ours alone: the server's own set may differ."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
@@ -96,7 +100,11 @@ class VllmProtocol(ServerProtocol):
             params["skip_reading_prefix_cache"] = True
         if draw.seed is not None and self._takes_seeds:
             params["seed"] = draw.seed
-        return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        body = {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        if media:
+            names = {"image": "image_url", "audio": "audio_url"}
+            body |= {"content_parts": [{"type": names[one.kind], "url": one.url} for one in media], "return_token_ids": True}
+        return body
 
     def piece(self, answer: Any) -> ServerReply:
         (choice,) = answer["choices"]
@@ -174,9 +182,11 @@ class VllmProtocol(ServerProtocol):
             self._rpc("tandem_load", {"place": place}, RELOAD_TIMEOUT_S)
         else:
             self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
-        dropped = self.keeps_kv or self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]
-        if not dropped:
-            raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+        if not self.keeps_kv:
+            if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
+                raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+            # The workers have dropped the features of media; the scheduler believes that they are there, and would end.
+            self.call("/reset_encoder_cache", {})
         self.set_label(label)
 
     def lacks_to_join(self) -> str | None:
@@ -247,6 +257,8 @@ class VllmServer(ForeignServer):
         words += ["--max-model-len", str(settings.max_model_len or "auto")]
         words += ["--worker-extension-cls", _EXTENSION, "--middleware", _LOCK]
         words += ["--seed", str(port)]  # two servers must not draw alike
+        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+            words += ["--mm-processor-kwargs", '{"use_fast": false}']  # "backend" would be asked of the one for videos too
         environment = {
             "PYTHONPATH": str(IN_SERVER),
             "VLLM_SERVER_DEV_MODE": "1",
