@@ -26,6 +26,7 @@ from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
 from tandem.config.services import SERVICES
+from tandem.config.state import RecoverConfig
 from tandem.config.terms import read_term
 from tandem.config.unused import paths, unused
 
@@ -130,6 +131,9 @@ def _common(config: BaseConfig) -> Iterator[str]:
             f"recover.max_restarts={again} would begin at step 0 each time, because {how} saves nothing to go on from: set "
             "checkpoint.every_steps, for example 20, and leave checkpoint.resumable=true; or leave max_restarts out"
         )
+    silent = config.recover.silent_after_s
+    if silent != RecoverConfig().silent_after_s and getattr(config, "runner", "local") == "local":
+        yield f"recover.silent_after_s={silent} is for the workers of runner=ray; leave it out"
     yield from _backends(config)
     yield from extension_problems(config)
     for sink in config.tracking.sinks:

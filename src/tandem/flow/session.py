@@ -40,7 +40,7 @@ from tandem.flow.sleep_plan import AGAIN
 from tandem.flow.stages import Stage
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
-from tandem.flow.training import Made, TrainingSession
+from tandem.flow.training import Lasting, Made, TrainingSession
 from tandem.flow.writing import WritingModel
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
@@ -214,9 +214,11 @@ def open_session(
     run: str,
     plan: RunPlan | None = None,
     parts: EpisodeParts | None = None,
+    lasting: Lasting | None = None,
 ) -> Iterator[Session]:
     """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
 
+    ``lasting``: has the engine and the workers of a session before this one, if there was one, and closes them.
     ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks. ``plan``:
     says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
     """
@@ -227,20 +229,24 @@ def open_session(
     residency = make_residency(config, plan, timer, process.team)
     generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
     with contextlib.ExitStack() as stack:
+        lasting = lasting or stack.enter_context(Lasting())
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
             stack.callback(parts.close)
-            roomy = with_room(config, process.device, rows, parts.tokenizer, folder, parts.services.asked)
-            engine = make_engine(roomy, process, folder, run)
+            if lasting.engine is None:
+                roomy = with_room(config, process.device, rows, parts.tokenizer, folder, parts.services.asked)
+                lasting.engine = make_engine(roomy, process, folder, run)
+            engine = lasting.engine
             parts.services.get("engine").start(engine)
-            if engine is not None:
-                stack.callback(engine.close)
         residency.add_engine(engine)
         pools = None
         if config.runner == "ray":
-            from tandem.flow.on_ray import RayConductor, open_pools  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.on_ray import Pools, RayConductor  # noqa: PLC0415 Ray is an extra
 
-            pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine, parts.tokenizer))
+            pools = lasting.pools
+            if pools is None:
+                pools = lasting.pools = Pools(config, plan, engine, parts.tokenizer)
+                pools.start(process, steps, run)
             opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.residents))
         else:
             opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
@@ -256,6 +262,8 @@ def open_session(
             )
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
+            if pools is not None:
+                pools.when_lost = rollout.fail
         keep_from_collector(stack)
         roles = {**opened.objects, "rollout": rollout}
         own = (roles, parts, loader, engine, meter, scorer)

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Self
 
 from tandem.api.activity import ACTIVITY, OTHER_RANKS, activity, enter
-from tandem.api.failures import RankFailed, Stalled
+from tandem.api.failures import RankFailed, Stalled, WorkerDied
 from tandem.api.team import Team
 from tandem.config.arithmetic import is_save_due, stalled_after_s
 from tandem.config.errors import TandemError
@@ -60,6 +60,26 @@ class Oversight:
         self._fault: TandemError | None = None
         self._before: dict[int, Any] = {}
         self._ended, self._left = threading.Event(), threading.Event()
+        self.mended = 0
+        """Times that this process went on after a worker of the run had died."""
+
+    def go_on(self, error: WorkerDied) -> None:
+        """Passes if the run goes on from its newest checkpoint after this.
+
+        Raises:
+            WorkerDied: `recover.max_restarts` does not allow it, or the run was asked to end.
+        """
+        most = self._config.max_restarts
+        if self._asked is not None or self.mended + restarts() >= most:
+            how = "" if most else "; recover.max_restarts=N lets it do so by itself"
+            failure = WorkerDied(f"{error}, and the run with it; the same command goes on from the newest checkpoint{how}")
+            failure.may_pass = not self.mended  # else the launcher would count from 0 again
+            raise failure from error
+        self.mended += 1
+        log.warning("%s: going on from the newest checkpoint (%d of recover.max_restarts=%d)", error, self.mended, most)
+        if self._run is not None:
+            self._run.restarted(self.mended + restarts(), str(error))
+        enter("build")
 
     def asked(self) -> bool:
         """True if the run shall end after this step; the same on all ranks. Collective."""
@@ -72,7 +92,7 @@ class Oversight:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of a run that may be started again, or whose saves may fail."""
-        metrics = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
+        metrics = {"recover/restarts": float(restarts() + self.mended)} if self._config.max_restarts else {}
         if self._run is not None and self._run.failed_saves:
             metrics["checkpoint/failed"] = float(self._run.failed_saves)
         return metrics

@@ -96,13 +96,14 @@ class Recovery:
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         prepare: Callable[[str], None] = lambda part: None,
         elsewhere: Elsewhere | None = None,
+        again: bool = False,
     ):
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
         nothing of them changes. ``prepare``: wakes what the part of this name loads into; collective. ``elsewhere``: the
-        processes that have parts of their own."""
+        processes that have parts of their own. ``again``: this process goes on with the run that it has begun itself."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
         self.team = team
-        self._prepare, self._elsewhere = prepare, elsewhere
+        self._prepare, self._elsewhere, self._again = prepare, elsewhere, again
 
     def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
         """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
@@ -148,6 +149,8 @@ class Recovery:
             with self.team.together():
                 if self._ledger is not None:
                     self._ledger.forget()
+                if self._again and "tracker" in self._parts:
+                    self._parts["tracker"].load_state_dict({"step": -1})
             self._begin()
             return None
         with self.team.together():
@@ -176,15 +179,13 @@ class Recovery:
         run = self._run
         assert run is not None, "rank 0 has the run folder"
         remove_leftovers(run.checkpoints)
-        if run.going is None:
+        before = run.going.found if run.going is not None and not self._again else None
+        if before is None and not self._again:
             return None
-        point = newest_valid(run.checkpoints, run.going.found.id or None)
+        point = newest_valid(run.checkpoints, run.id if before is None else before.id or None)
         if point is None:
-            log.warning(
-                "%s was cut off before its first checkpoint: it begins anew at step 0%s",
-                run.path,
-                f", and the metrics up to step {run.going.found.steps} are set aside" if run.going.found.steps else "",
-            )
+            aside = f", and the metrics up to step {before.steps} are set aside" if before and before.steps else ""
+            log.warning("%s was cut off before its first checkpoint: it begins anew at step 0%s", run.path, aside)
             return None
         for path, reason in point.skipped:
             log.warning("%s %s; it is skipped, and set aside", path, reason)
@@ -217,9 +218,15 @@ def parts_of(
 
 
 def recovery_of(
-    session: TrainingSession, run: RunFolder | None, tracker: Tracker | None, device: str, stack: contextlib.ExitStack
+    session: TrainingSession,
+    run: RunFolder | None,
+    tracker: Tracker | None,
+    device: str,
+    stack: contextlib.ExitStack,
+    *,
+    again: bool = False,
 ) -> Recovery:
-    """Makes the recovery of a run; ``stack`` closes the ledger's file. Collective."""
+    """Makes the recovery of a run; ``stack`` closes the ledger's file. ``again``: see `Recovery`. Collective."""
     progress, ledger = Progress(), None
     with session.team.together():
         if run is not None and session.ledger is not None:
@@ -228,4 +235,4 @@ def recovery_of(
     parts = parts_of(session, progress, tracker, ledger, device)
     prepare = lambda part: session.conductor.prepare(LOADS.get(part, part))  # noqa: E731
     doing: dict[str, Any] = {"still": session.standing_still, "prepare": prepare, "elsewhere": session.elsewhere}
-    return Recovery(run, parts, progress, session.team, ledger=ledger, **doing)
+    return Recovery(run, parts, progress, session.team, ledger=ledger, again=again, **doing)

@@ -199,6 +199,11 @@ class RunFolder:
             self._write_info()
         return str(self.info[name])
 
+    def restarted(self, number: int, cause: str) -> None:
+        """Writes down that this process goes on with the run after a failure."""
+        self.info["restarts"] = [*self.info.get("restarts", []), {"at": now(), "cause": cause, "number": number}]
+        self._write_info()
+
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, `step_N/` each; it need not exist yet."""

@@ -15,11 +15,12 @@ from typing import Any, Literal
 from tensordict import TensorDict
 
 from tandem.api.activity import enter
+from tandem.api.failures import WorkerDied
 from tandem.config.load import Resolved
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.state_parts import sleep_plan_here
-from tandem.flow.training import TrainingSession
+from tandem.flow.training import Lasting, TrainingSession
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Recovery, recovery_of
 from tandem.lifecycle.saving import Saving
@@ -34,6 +35,7 @@ from tandem.lifecycle.summary import (
 )
 from tandem.planning.drawing import drawing
 from tandem.rollout.failure_budget import NoBatch
+from tandem.state.existing import checkpoints
 from tandem.state.resuming import may_go_on
 from tandem.state.weight_digests import record_weights
 from tandem.tracking.statistics import peak_memory_gib
@@ -90,14 +92,37 @@ def run_training(
         run = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         team, device = run.process.team, run.process.device
         oversight = stack.enter_context(Oversight(resolved.config, run.folder, team))
-        session, control = stack.enter_context(open_session(run, parts))
-        recovery, models = recovery_of(session, run.folder, run.tracker, device, stack), session.models
-        late, tokenizer = models.late_writer, models.save_tokenizer
-        saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
-        record = partial(record_weights, team, run.folder, partial(models.digests, team))
-        session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
-        summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control, watch)
-        return end_run(summary, run.folder, run.steps)
+        run, last = replace(run, lasting=stack.enter_context(Lasting())), min(run.steps, until or run.steps)
+        while True:
+            try:
+                with contextlib.ExitStack() as attempt:
+                    again = oversight.mended > 0
+                    if again:
+                        mend(run)
+                    session, control = attempt.enter_context(open_session(run, None if again else parts))
+                    recovery = recovery_of(session, run.folder, run.tracker, device, attempt, again=again)
+                    models = session.models
+                    late, tokenizer = models.late_writer, models.save_tokenizer
+                    saving = attempt.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
+                    record = partial(record_weights, team, run.folder, partial(models.digests, team))
+                    session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
+                    summary = loop(session, run, last, recovery, saving, oversight, control, watch)
+                return end_run(summary, run.folder, run.steps)
+            except WorkerDied as error:
+                oversight.go_on(error)
+
+
+def mend(run: Run[Any]) -> None:
+    """After the death of a worker: what lives stays, and takes the newest checkpoint later; without one all begins anew.
+
+    Raises:
+        WorkerDied: another worker is gone.
+    """
+    assert run.lasting is not None and run.folder is not None, "the controller of workers is rank 0"
+    if checkpoints(run.folder.checkpoints) and run.lasting.pools is not None:
+        run.lasting.pools.mend()
+    else:
+        run.lasting.close()
 
 
 def step(session: TrainingSession) -> tuple[dict[str, float], TensorDict]:
