@@ -102,7 +102,7 @@ class VllmProtocol(ServerProtocol):
             params["skip_reading_prefix_cache"] = True
         if draw.seed is not None and self._takes_seeds:
             params["seed"] = draw.seed
-        body = {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        body: dict[str, Any] = {"request_id": number, "token_ids": list(ids), "sampling_params": params}
         if media:
             names = {"image": "image_url", "audio": "audio_url"}
             body |= {"content_parts": [{"type": names[one.kind], "url": one.url} for one in media], "return_token_ids": True}
