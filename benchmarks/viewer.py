@@ -3,6 +3,7 @@
     python benchmarks/viewer.py /tmp/long            # makes the run if it is not there: 2,000 steps of 512 samples
 
 Texts are random words; the last step has tokens, of which one answer has 4,000. Chromium must be there.
+Beside each time stands the CPU time of server and browser together: at most about what a page takes on an idle machine.
 """
 
 import asyncio
@@ -81,10 +82,16 @@ def sample(size: int) -> Sample:
 
 async def timed(page, what: str, url: str, drawn: str) -> None:
     await page.call("Page.navigate", url="about:blank")
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), cpu_s()
     await page.call("Page.navigate", url=url)
     await page.until(f"document.documentElement?.dataset.ready && ({drawn})")
-    print(f"{what:<48}{time.perf_counter() - began:7.2f} s")
+    print(f"{what:<48}{time.perf_counter() - began:7.2f} s {cpu_s() - busy:7.2f} s CPU", flush=True)
+
+
+def cpu_s() -> float:
+    """CPU seconds of the server and of all processes of the browser so far."""
+    times = (process.cpu_times() for process in psutil.Process().children(recursive=True))
+    return sum(one.user + one.system for one in times)
 
 
 async def measure(run: Path, port: int, server: psutil.Process) -> None:

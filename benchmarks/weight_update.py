@@ -31,12 +31,12 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
-from tandem.weights.channel import Channel
+from tandem.weights.channel import WeightChannel
 from tandem.weights.collective import CollectiveChannel
 from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher
 
-CHANNELS: dict[str, Callable[[Path, Path], Channel | None]] = {
+CHANNELS: dict[str, Callable[[Path, Path], WeightChannel | None]] = {
     "auto": lambda scratch, model: None,
     "disk": lambda scratch, model: DiskChannel(scratch, model),
     "collective": lambda scratch, model: CollectiveChannel(1),
@@ -87,7 +87,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--channel", default="auto", choices=CHANNELS)
-    parser.add_argument("--digest", default="sum", choices=("sum", "sha256"))
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank (default: all weights)")
     parser.add_argument("--scratch", type=Path, help="folder for --channel disk (default: a temporary one)")
     args = parser.parse_args()
@@ -107,10 +106,10 @@ def main() -> None:
         scratch = args.scratch or Path(tempfile.mkdtemp())
         channel = CHANNELS[args.channel](scratch / "weights", resolve(args.model))
         dtype = getattr(torch, args.dtype)
-        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=dtype, channel=channel, digest=args.digest)
+        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=dtype, channel=channel)
         rows = asyncio.run(measure(engine, publisher, args.running, args.updates))
         medians = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
-        shown = {"placement": placement, "channel": args.channel, "digest": args.digest, "running": args.running}
+        shown = {"placement": placement, "channel": args.channel, "running": args.running}
         print(json.dumps(shown | medians), flush=True)
         publisher.close()
         engine.close()

@@ -18,6 +18,8 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     WhisperFeatureExtractor,
 )
 
@@ -32,6 +34,16 @@ TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
+"""``model_type`` of the tiny models."""
+
+
+def tiny_media_model(tmp: Path, family: str, seed: int = 0) -> Path:
+    """The tiny model of one of `FAMILIES`."""
+    if family == "qwen2_audio":
+        return tiny_qwen_audio(tmp, seed=seed)
+    return tiny_idefics3(tmp, seed=seed) if family == "idefics3" else tiny_qwen_vl(tmp, kind=family, seed=seed)
 
 
 def picture(seed: int, width: int = 20, height: int = 16):
@@ -100,7 +112,9 @@ def tiny_qwen_vl(tmp: Path, *, kind: str = "qwen2_5_vl", seed: int = 0, wide: bo
     tokenizer = media_tokenizer(*around, image="".join(around))
     start, image, end = tokenizer.convert_tokens_to_ids(list(around))
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1} if wide else {}
-    text = tiny_config("qwen2", vocab_size=VOCAB_SIZE, **sizes).to_dict()
+    third = kind == "qwen3_vl"
+    sizes |= {"num_hidden_layers": 3, "head_dim": 64 if wide else 8, "tie_word_embeddings": True} if third else {}
+    text = tiny_config("qwen3" if third else "qwen2", vocab_size=VOCAB_SIZE, **sizes).to_dict()
     sections = [16, 8, 8] if wide else [2, 1, 1]
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -108,10 +122,14 @@ def tiny_qwen_vl(tmp: Path, *, kind: str = "qwen2_5_vl", seed: int = 0, wide: bo
         vision |= {"embed_dim": 24, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
     else:
         vision |= {"hidden_size": 24, "out_hidden_size": text["hidden_size"], "intermediate_size": 32}
+    if third:
+        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [1, 0]}
+    elif kind == "qwen2_5_vl":
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
     config_class, model_class = {
         "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
         "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+        "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     }[kind]
     config = config_class(
         text_config=text,

@@ -10,6 +10,9 @@ import torch
 from tandem.config.devices import visible
 
 CUDA_LINES = {
+    "api/profile.py": "`tandem profile` records kernels, and waits for those under way",
+    "tracking/profile_table.py": "kernels and copies belong to the stage that launched them",
+    "tracking/profiler.py": "the peak of the GPU's memory every few milliseconds",
     "api/team.py": "tensors that ranks exchange lie on the GPU under nccl",
     "cli/doctor.py": "tells the CUDA version, and whether there is a GPU",
     "cli/sampling.py": "--device cuda, and auto, of all commands that load a model",

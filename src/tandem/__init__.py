@@ -16,11 +16,13 @@ from tandem.config.libraries import set_up
 
 if TYPE_CHECKING:
     from tandem.algorithms.registry import prepared_by
+    from tandem.api.engines import EngineWrapper, InferenceEngine, TrainEngine
     from tandem.api.environment import InvalidAction
     from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailure
-    from tandem.api.requests import LLMRequest
+    from tandem.api.requests import LLMRequest, LLMResponse
     from tandem.api.samples import Group, Sample, Trajectory
     from tandem.api.scoring import FrozenModel, Score
+    from tandem.api.weights import WeightSource
     from tandem.api.workflow import GroupReward, RewardFn, RewardResult, RolloutWorkflow
     from tandem.cli.main import run_script
     from tandem.cli.objects import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, train
@@ -28,7 +30,12 @@ if TYPE_CHECKING:
     from tandem.config.experiment import SFTConfig, TrainConfig
     from tandem.config.load import load_config
     from tandem.config.preference import PreferenceConfig, RewardModelConfig
+    from tandem.engines.train.engine import SpreadEngine
     from tandem.flow.plan import plan_run
+    from tandem.launch.launcher import Launcher, LaunchJob
+    from tandem.launch.launchers.local import LocalGroup
+    from tandem.launch.launchers.slurm import SlurmJob
+    from tandem.models.families import ModelFamily
     from tandem.protocol.tool_calls import plain_chat
     from tandem.rewards.build import build_reward
     from tandem.roles.actor import Actor
@@ -42,6 +49,9 @@ if TYPE_CHECKING:
     from tandem.tracking.records import load_batch, load_trajectories
     from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
     from tandem.trainers.script import open_training
+    from tandem.weights.channel import Delivery, LocalChannel, WeightChannel
+    from tandem.weights.disk import DiskChannel
+    from tandem.weights.shared_memory import SharedMemoryChannel
 
 __version__ = "0.1.0"
 
@@ -51,14 +61,24 @@ __all__ = [
     "ConfigError",
     "DPOTrainer",
     "DataFailure",
+    "Delivery",
+    "DiskChannel",
+    "EngineWrapper",
     "FrozenModel",
     "GRPOTrainer",
     "Group",
     "GroupReward",
+    "InferenceEngine",
     "InfrastructureFailure",
     "InvalidAction",
     "LLMRequest",
+    "LLMResponse",
     "LanguageModel",
+    "LaunchJob",
+    "Launcher",
+    "LocalChannel",
+    "LocalGroup",
+    "ModelFamily",
     "PhaseTimer",
     "PreferenceConfig",
     "PreferenceLearner",
@@ -74,12 +94,18 @@ __all__ = [
     "Sample",
     "Score",
     "SearchBox",
+    "SharedMemoryChannel",
+    "SlurmJob",
+    "SpreadEngine",
     "Tool",
     "ToolChatWorkflow",
     "ToolFailure",
     "Toolbox",
     "TrainConfig",
+    "TrainEngine",
     "Trajectory",
+    "WeightChannel",
+    "WeightSource",
     "build_reward",
     "load_batch",
     "load_config",
@@ -96,11 +122,13 @@ __all__ = [
 
 _MODULES = {
     "algorithms.registry": ("prepared_by",),
+    "api.engines": ("EngineWrapper", "InferenceEngine", "TrainEngine"),
     "api.environment": ("InvalidAction",),
     "api.failures": ("DataFailure", "InfrastructureFailure", "RewardFailure"),
-    "api.requests": ("LLMRequest",),
+    "api.requests": ("LLMRequest", "LLMResponse"),
     "api.samples": ("Group", "Sample", "Trajectory"),
     "api.scoring": ("FrozenModel", "Score"),
+    "api.weights": ("WeightSource",),
     "api.workflow": ("GroupReward", "RewardFn", "RewardResult", "RolloutWorkflow"),
     "cli.main": ("run_script",),
     "cli.objects": ("DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer", "train"),
@@ -108,7 +136,12 @@ _MODULES = {
     "config.experiment": ("SFTConfig", "TrainConfig"),
     "config.load": ("load_config",),
     "config.preference": ("PreferenceConfig", "RewardModelConfig"),
+    "engines.train.engine": ("SpreadEngine",),
     "flow.plan": ("plan_run",),
+    "launch.launcher": ("LaunchJob", "Launcher"),
+    "launch.launchers.local": ("LocalGroup",),
+    "launch.launchers.slurm": ("SlurmJob",),
+    "models.families": ("ModelFamily",),
     "protocol.tool_calls": ("plain_chat",),
     "rewards.build": ("build_reward",),
     "roles.actor": ("Actor",),
@@ -122,6 +155,9 @@ _MODULES = {
     "tracking.records": ("load_batch", "load_trajectories"),
     "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),
     "trainers.script": ("open_training",),
+    "weights.channel": ("Delivery", "LocalChannel", "WeightChannel"),
+    "weights.disk": ("DiskChannel",),
+    "weights.shared_memory": ("SharedMemoryChannel",),
 }
 """The place of each public name, for `__getattr__`; the imports above say the same to editors and to mypy. A test
 compares."""

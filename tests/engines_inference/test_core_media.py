@@ -32,6 +32,8 @@ MAKERS = {
     "qwen2_vl": partial(tiny_qwen_vl, kind="qwen2_vl"),
     "qwen2_5_vl": tiny_qwen_vl,
     "qwen2_5_vl with compiled kernels": partial(tiny_qwen_vl, wide=True),
+    "qwen3_vl": partial(tiny_qwen_vl, kind="qwen3_vl"),
+    "qwen3_vl with compiled kernels": partial(tiny_qwen_vl, kind="qwen3_vl", wide=True),
     "qwen2_audio": tiny_qwen_audio,
 }
 

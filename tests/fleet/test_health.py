@@ -13,7 +13,7 @@ RULES = Rules(suspect_after_s=4.0, stall_timeout_s=60.0)
 
 def healthy(target=3, now=0.0):
     """A server that came the whole way."""
-    return Health.new(now).answers(now).delivered(target).emptied(target).admitted(now, target)
+    return Health.new(now).answers().delivered(target).emptied(target).admitted(now, target)
 
 
 class Fleet:
@@ -27,8 +27,8 @@ class Fleet:
     def apply(self, name, number):
         before, now = self.health, self.now
         after = {
-            "starts": lambda: before.starts(now),
-            "answers": lambda: before.answers(now),
+            "starts": lambda: before.starts(),
+            "answers": lambda: before.answers(),
             "delivered": lambda: before.delivered(number),
             "emptied": lambda: before.emptied(number),
             "admitted": lambda: before.admitted(now, self.target),
@@ -36,14 +36,14 @@ class Fleet:
             "fails": lambda: before.fails(now, "x", RULES),
             "dies": lambda: before.fails(now, "x", RULES, fatal=True),
             "ticks": lambda: before.ticks(now, RULES),
-            "retires": lambda: before.retires(now, "x"),
+            "retires": lambda: before.retires("x"),
             "slept": lambda: before.slept(float(number)),
         }
         if name == "wait":
             self.now += number
         elif name == "commit":
             self.target += 1
-            self.health = before.outdated(now, self.target)
+            self.health = before.outdated(self.target)
         else:
             self.health = after[name]()
         return before
@@ -171,7 +171,7 @@ def test_a_hundred_requests_that_fail_in_one_moment_are_one_failure():
 
 @pytest.mark.parametrize("state", [ServerState.HEALTHY, ServerState.SUSPECT])
 def test_a_server_that_missed_an_update_is_stale_whatever_it_makes(state):
-    one = replace(healthy(), state=state).outdated(1.0, 4)
+    one = replace(healthy(), state=state).outdated(4)
     assert one.state == ServerState.STALE
     for _ in range(5):
         one = one.token(2.0, 4, RULES).admitted(2.0, 4)

@@ -16,6 +16,7 @@ from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.serve.limits import ServiceLimits
+from tandem.engines.inference.serve.media_intake import MediaIntake
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
@@ -38,15 +39,20 @@ def tiny_engine(folder, **settings):
 class Served:
     """A running server: ``with Served(folder) as served: served.json("GET", "/health")``."""
 
-    def __init__(self, folder, *, token=None, run=None, roots=(), vocab_size=VOCAB_SIZE, **limits):
+    def __init__(self, folder, *, token=None, run=None, roots=(), vocab_size=VOCAB_SIZE, bound=None, **limits):
         self.folder, self.token, self._vocab_size = folder, token, vocab_size
         self._run, self._roots, self._limits = run, tuple(root.resolve() for root in roots), limits
+        self._bound, self.limits = bound, ServiceLimits(**{"max_tokens": CONTEXT, "shutdown_s": 5.0} | limits)
         self._ready, self._failure = threading.Event(), None
         self._thread = threading.Thread(target=self._main, name="served", daemon=True)
 
     def __enter__(self):
         self.engine = tiny_engine(self.folder)
-        self._tokenizers = Tokenizers(self.folder, max_long=self._limits.get("max_long_prompts", 16))
+        self._tokenizers = Tokenizers(
+            self.folder,
+            max_long=self._limits.get("max_long_prompts", 16),
+            intake=MediaIntake(self.limits, bound=self._bound),
+        )
         self._thread.start()
         assert self._ready.wait(30)
         if self._failure is not None:
@@ -74,14 +80,13 @@ class Served:
 
     async def _serve(self):
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        limits = ServiceLimits(**{"max_tokens": CONTEXT, "shutdown_s": 5.0} | self._limits)
         self.service = EngineService(
             self.engine,
             self._tokenizers,
             "tiny",
             self.folder,
             self._vocab_size,
-            limits,
+            self.limits,
             initial=WeightVersion(0),
             dtype="float32",
             run=self._run,

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from tandem.api.state import State
 from tandem.api.team import Team
+from tandem.lifecycle.saving import BackgroundSave
 from tandem.state import tree
-from tandem.state.background import BackgroundSave
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
 from tandem.state.manifest import STATE, ResumePoint, newest_valid, verify

@@ -8,7 +8,7 @@ import torch
 from tandem.api.activity import ACTIVITY
 from tandem.api.state import Parted
 from tandem.api.team import Team
-from tandem.state.background import BackgroundSave
+from tandem.lifecycle.saving import BackgroundSave
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.snapshot import Snapshots
 

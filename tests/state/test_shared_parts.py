@@ -8,8 +8,7 @@ import torch
 
 from tandem.api.state import Parted, TensorPart, part_of
 from tandem.api.team import Team
-from tandem.state.shared_parts import MARK_BYTES, SharedParts, mapped
-from tandem.state.snapshot import Snapshots
+from tandem.state.snapshot import MARK_BYTES, SharedParts, Snapshots, mapped
 
 
 def spread(values):

@@ -20,7 +20,7 @@ from tandem.lifecycle.recovery import Progress, Recovery
 from tandem.lifecycle.saving import Saving
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
-from tandem.state.shared_parts import MARK_BYTES
+from tandem.state.snapshot import MARK_BYTES
 from tests.engines_train.layouts import batch_of_prompts, engine_on
 from tests.trainers.killing import train
 

@@ -18,7 +18,7 @@ BATCH = random_batch((30, 40, 30), seed=5)
 
 def test_what_rounding_leaves_of_an_adapter_is_measured_and_told_once(tmp_path, caplog):
     world = World(tiny_model_folder(tmp_path), "bfloat16")
-    verifier = Verifier(world.scorer, VerifyConfig(every_steps=None), None, torch.bfloat16)
+    verifier = Verifier(world.scorer, VerifyConfig(every_steps=None), torch.bfloat16)
     assert verifier.verify_if_due(BATCH) == {}  # B is 0
     world.learn(1)
     adapter, served = world.trainer.adapter, Scorer(world.trainer, world.archive, torch.float32, Team(), rounds=False)

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import main
-from tests.tiny_media import tiny_idefics3
+from tests.tiny_media import tiny_media_model
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger
 
 PICTURES = Path(__file__).parent / "pictures.py"
 
 
 @pytest.fixture(scope="session")
-def seeing(tmp_path_factory):
-    return tiny_idefics3(tmp_path_factory.mktemp("models"))
+def seeing(tmp_path_factory, request):
+    return tiny_media_model(tmp_path_factory.mktemp("models"), getattr(request, "param", "idefics3"))
 
 
 @pytest.fixture
@@ -37,7 +37,15 @@ def steps(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.parametrize("more", [[], ["reference.path=null", "actor.freeze=[vision]", "rollout.backend=embedded"]])
+@pytest.mark.parametrize(
+    ("seeing", "more"),
+    [
+        ("idefics3", []),
+        ("idefics3", ["reference.path=null", "actor.freeze=[vision]", "rollout.backend=embedded"]),
+        ("qwen3_vl", []),
+    ],
+    indirect=["seeing"],
+)
 def test_a_run_with_pictures_is_the_same_to_the_bit_after_kills(zygote, items, tmp_path, more):
     runs = Runs(zygote, tmp_path, "rl", [*items, *SAVED_EACH_STEP, "rollout.verify.every_steps=1", *more])
     runs.go("whole")

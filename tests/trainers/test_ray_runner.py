@@ -1,8 +1,13 @@
 """Roles in workers of Ray: the same step, the same bits, checkpoints for either runner; a death is mended or named."""
 
+import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -34,6 +39,11 @@ def ray():
         yield ray
         ray.shutdown()
     assert not [child.name() for child in psutil.Process().children(recursive=True) if child.name().startswith("ray")]
+
+
+def there(ray):
+    """The environment of a command on the cluster of the tests."""
+    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def items_of(overrides, runner, trial, *more):
@@ -108,8 +118,116 @@ def test_a_dead_worker_of_a_frozen_model_is_replaced_and_another_one_ends_the_ru
             assert session.models.digests(session.team) == whole[step]
         assert replaced == [0.0, 1.0, 1.0] and batch["reference_logprobs"].shape == batch["input_ids"].shape
         os.kill(pools["critic"].processes[0], signal.SIGKILL)
-        with pytest.raises(RankFailed, match=r"the worker of critic \(rank 0 of 1\) died, and the run with it"):
+        with pytest.raises(RankFailed, match=r"the worker of critic \(rank 0 of 1\) died"):
             session.step()
+
+
+def begun(folder, step, command):
+    """Waits until the run has logged this step; says what it printed where it ends before."""
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert command.poll() is None, command.communicate()[0]
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(items, **how):
+    """`tandem train` with these, in a process group of its own, and its run folder."""
+    given = dict(item.split("=", 1) for item in items)
+    command = [sys.executable, "-m", "tandem", "train", *items]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True} | how
+    with subprocess.Popen(command, **how) as run:
+        try:
+            yield run, Path(given["run.root"]) / "tandem" / given["trial_name"]
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+
+
+def processes(folder, pool):
+    """The newest processes of a pool, as the run's log has them."""
+    found = re.findall(rf"pool {pool}: process\(es\) ([\d, ]+)", (folder / "log.txt").read_text())
+    return [int(number) for number in found[-1].split(", ")]
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.parametrize("pools", [["critic", "actor"], ["actor", "critic"]], ids="-".join)
+def test_when_workers_with_state_die_the_others_go_on_from_the_checkpoint(ray, overrides, pools):
+    """The first dies in the step after the first checkpoint; the second is stopped, and so silent, after a later one."""
+    keys = [
+        *PPO,
+        "rollout.verify.every_steps=1",
+        "evaluate.every_steps=2",
+        "checkpoint.every_steps=2",
+        "total_train_steps=6",
+    ]
+    whole, metrics = trained(overrides, "local", "whole", *keys)
+    again = ("recover.max_restarts=2", "recover.silent_after_s=8")
+    with started(items_of(overrides, "ray", "mended", *keys, *again), env=there(ray)) as (run, folder):
+        lived = {}
+        for step, pool, number in ((3, pools[0], signal.SIGKILL), (5, pools[1], signal.SIGSTOP)):
+            begun(folder, step, run)
+            lived[pool] = processes(folder, pool)
+            os.kill(lived[pool][0], number)
+        said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    weights = {}
+    for line in (folder / "weights.jsonl").read_text().splitlines():
+        weights[json.loads(line)["step"]] = json.loads(line)["tensors"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert weights == whole and [line["step"] for line in lines] == list(range(7))
+    assert lines[-1]["recover/restarts"] == lines[-1]["remote/replaced"] == 2
+    assert {name: lines[-1][name] for name in ("loss", "episodes/trained")} == {
+        name: metrics[name] for name in ("loss", "episodes/trained")
+    }
+    assert not (set(lived["critic"] + lived["actor"]) & set(processes(folder, "critic") + processes(folder, "actor")))
+    assert len(re.findall("pool reference: process", (folder / "log.txt").read_text())) == 1
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_death_before_a_checkpoint_begins_anew_and_one_too_many_ends_the_run(ray, overrides):
+    whole, _ = trained(overrides, "local", "whole", "total_train_steps=4")
+    keys = ["checkpoint.every_steps=3", "total_train_steps=4", "recover.max_restarts=1"]
+    with started(items_of(overrides, "ray", "early", *keys), env=there(ray)) as (run, folder):
+        begun(folder, 1, run)
+        first = processes(folder, "actor")[0]
+        os.kill(first, signal.SIGKILL)
+        while processes(folder, "actor")[0] == first:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.05)
+        begun(folder, 3, run)
+        os.kill(processes(folder, "actor")[0], signal.SIGKILL)
+        said, _ = run.communicate(timeout=120)
+    assert run.returncode == 1 and "the worker of actor (rank 0 of 1) died, and the run with it" in said
+    told = [json.loads(line) for line in (folder / "weights.jsonl").read_text().splitlines()]
+    assert [one["tensors"] for one in told if one["step"] == 3] == [whole[3]]
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[:3] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
+def test_a_run_saves_after_TERM_to_its_group_and_its_ray_ends_after_it(ray, overrides, number):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    keys = ["total_train_steps=200", "checkpoint.every_steps=100"]
+    with started(items_of(overrides, "ray", "termed", *keys), env=env) as (run, folder):
+        begun(folder, 1, run)
+        theirs = psutil.Process(run.pid).children(recursive=True)
+        assert {"raylet", "gcs_server"} <= {one.name() for one in theirs}
+        os.killpg(run.pid, number)
+        said, _ = run.communicate(timeout=90)
+    _, left = psutil.wait_procs(theirs, timeout=20)
+    assert not left
+    if number == signal.SIGTERM:
+        info = json.loads((folder / "run.json").read_text())
+        assert run.returncode == 130 and info["status"] == "interrupted" and info["steps"] == saved(folder), said
+
+
+def saved(folder):
+    """The step of the newest checkpoint."""
+    return max(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ class World:
     def verifier(self, tolerance=None, **options):
         scorer = Scorer(self.trainer, self.archive, self.dtype, Team(), rounds=False)
         config = VerifyConfig(trajectories=64, tolerance=tolerance)
-        return Verifier(scorer, config, self.tokenizer, self.dtype, **options)
+        return Verifier(scorer, config, self.dtype, **options)
 
     def move(self, step=STEP):
         generator = torch.Generator().manual_seed(self.publisher.version.number)
@@ -157,7 +157,7 @@ def test_a_synchronous_run_passes_and_its_gap_is_numeric_alone(world):
     for update in range(3):
         found = world.verify(world.generate())
         assert found["gap/verified"] == 1 and found["gap/unknown"] == 0
-        assert found["gap/numeric"] < 1e-4 and found["gap/stale"] == found["gap/tokenisation"] == 0
+        assert found["gap/numeric"] < 1e-4 and found["gap/stale"] == 0
         assert ("gap/update_sigmas" in found) == (update > 0)  # nothing was delivered before the first
         if update:
             assert found["gap/update_sigmas"] > 5 and abs(found["gap/missing_update"]) < 0.05
@@ -349,18 +349,14 @@ def test_another_temperature_is_caught_and_no_version_is_blamed(world):
     disproved(world, world.generate([server]), NO_VERSION, "model folder, tokenizer and temperature")
 
 
-def test_what_another_beginning_of_the_prompt_does_is_told_apart(world):
+def test_another_beginning_of_the_prompt_is_caught_and_no_version_is_blamed(world):
     world.learn()
     server = Between(
         world.engines[0],
         lambda request: replace(request, input_ids=(world.tokenizer.bos_token_id, *request.input_ids)),
         lambda request, response: replace(response, input_ids=request.input_ids),
     )
-    rows, other = world.generate(), world.generate([server])
-    disproved(world, other, NO_VERSION)
-    off = world.verify(other, tolerance=1e6)["gap/numeric"]
-    found = world.verify([other[0], *rows[1:]], tolerance=off / 3)
-    assert found["gap/tokenisation"] > off / 20 and found["gap/numeric"] < 1e-4
+    disproved(world, world.generate([server]), NO_VERSION)
 
 
 def test_a_version_that_is_stamped_one_too_new_is_named(world):

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,10 @@ from tests.view.chromium import browser, needs_chromium
 from tests.view.runs import make_run, questions
 from tests.view.test_view_server import TOKEN, served
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, needs_chromium]
 PAGES = ("curves", "samples", "samples step=all", "prompts", "time", "setup", "log")
+DEEP = ("samples step=2 group=20", "samples step=2 group=21 with=1:11", "tokens step=2 group=21 line=2", "time step=2")
 HOSTILE = [
     "</script><script>document.title = 'broken'</script>",
     "<img src=x onerror=\"document.title = 'broken'\">",
@@ -28,6 +32,25 @@ HOSTILE = [
     "{{constructor.constructor('document.title=1')()}} ${document.title = 1}",
     "&lt;b&gt; &#x3c;script&#x3e; %3Cscript%3E <!-- --> ]]>",
     "<style>* { display: none }</style><base href='http://evil.example/'><meta http-equiv=refresh content=0>",
+]
+# the same in other clothes: 60 in all
+HOSTILE += [
+    dress.format(bad)
+    for bad in ("document.title='broken'", "document.title=`broken`", "alert(1)", "fetch('http://evil.example/')")
+    for dress in (
+        "<ScRiPt>{}</sCrIpT>",
+        "<script\x0c>{}</script\x0c>",
+        "<svg/onload={}>",
+        "<body onload={}>",
+        '<a href="javascript:{}">x</a>',
+        "<iframe srcdoc='<script>{}</script>'></iframe>",
+        "<math><mtext></table><mglyph><style><img src onerror={}>",
+        "<details open ontoggle={}>",
+        '" autofocus onfocus="{}" x="',
+        "</textarea></title></style></pre><script>{}</script>",
+        '![x](http://evil.example/x.png?{} "onload=y")',
+        "\u202e<img src=x onerror={}>\x1b[8m\x07",
+    )
 ]
 
 
@@ -53,22 +76,104 @@ def test_every_page_opens_on_a_run_in_any_state(tmp_path):
     torn = make_run(root / "torn")
     for file in [path for path in torn.rglob("*") if path.is_file()]:
         os.truncate(file, file.stat().st_size // 2)
+    cut = make_run(root / "cut", status="running")  # killed while it wrote its last record, and nobody has its lock
+    for file in (cut / "metrics.jsonl", cut / "trajectories/step_3.jsonl", cut / "batches/step_3.safetensors.gz"):
+        os.truncate(file, file.stat().st_size - 25)
     (make_run(root / "begun", steps=1) / "metrics.jsonl").write_text("")
+    (tmp_path / "sums/empty").mkdir(parents=True)
     states = []
 
     async def body(page, port):
         await page.open(f"http://127.0.0.1:{port}/")
-        states.extend(await page.value("[...document.querySelectorAll('tbody .badge')].map((badge) => badge.textContent)"))
-        for name in ("finished", "running", "crashed", "torn", "begun"):
+        each = "[row.querySelector('a').textContent, row.querySelector('.badge').textContent]"
+        states.extend(await page.value(f"[...document.querySelectorAll('tbody tr')].map((row) => {each})"))
+        for name in ("finished", "running", "crashed", "torn", "cut", "begun", "empty"):
             for one in PAGES:
                 await page.open(address(port, one, f"sums/{name}"))
                 assert len(await page.text()) > 10, (name, one)
         await page.open(address(port, "log", "sums/crashed"))
         assert "ValueError: <b>no</b>" in await page.text()
+        await page.open(address(port, "tokens step=2 group=21 line=2", "sums/cut"))
+        await page.until("document.querySelectorAll('.token.trained').length === 7")
+
+    assert watched(tmp_path, body, places=(tmp_path / "runs", tmp_path / "sums/empty")) == []
+    running.close()
+    names = ("finished", "running", "crashed", "torn", "cut", "begun", "empty")
+    said = ("finished", "running", "failed", "no run.json", "killed", "finished", "empty")
+    assert dict(states) == {f"sums/{name}": words for name, words in zip(names, said, strict=True)}
+
+
+@pytest.mark.skipif("TANDEM_AXE" not in os.environ, reason="TANDEM_AXE does not name the file axe.min.js of axe-core")
+def test_axe_finds_nothing_on_any_page_in_the_dark_and_in_the_light(tmp_path):
+    make_run(tmp_path / "runs/sums/one", error="ValueError: no")
+    make_run(tmp_path / "runs/sums/two")
+    told = {"step": 3, "name": "weights_stand_still", "sign": "…", "remedy": "…"}
+    (tmp_path / "runs/sums/one/health.jsonl").write_text(json.dumps(told) + "\n")
+    spans = [[["rollout", "generate", 1.0, 3.0], ["actor", "update", 3.0, 4.0]]] * 2
+    (tmp_path / "runs/sums/one/timeline.jsonl").write_text(json.dumps({"step": 2, "ranks": spans}) + "\n")
+    script, findings = Path(os.environ["TANDEM_AXE"]).read_text(), []
+
+    async def body(page, port):
+        both = ("curves run=sums/two smooth=0.6", "setup other=sums/two")
+        for theme in ("light", "dark"):
+            for one in ("runs", *PAGES, *DEEP, *both):
+                await page.open(address(port, one, "sums/one"))
+                await page.value(f"document.documentElement.dataset.theme = '{theme}'")
+                await page.value(f"{script};0")
+                seen = await page.value(
+                    "axe.run().then((all) => all.violations.map((one) => [one.impact, one.id, one.nodes[0].html]))"
+                )
+                findings.extend((theme, one, *finding) for finding in seen)
 
     assert watched(tmp_path, body) == []
-    running.close()
-    assert sorted(states) == ["failed", "finished", "finished", "no run.json", "running"]
+    assert findings == []
+
+
+def test_the_pages_of_the_first_hour_answer_what_it_asks(tmp_path):
+    run = make_run(tmp_path / "runs/addition/first")
+    spans = [[["rollout", "generate", 1.0, 3.0], ["actor", "update", 3.0, 4.0]]]
+    (run / "timeline.jsonl").write_text(json.dumps({"step": 2, "ranks": spans}) + "\n")
+    pages = re.findall(r"^    http://127.0.0.1:8700/(#.*)$", (ROOT / "docs/first_hour.md").read_text(), re.M)
+
+    async def body(page, port):
+        prompts, dropped, time = (f"http://127.0.0.1:{port}/{one}" for one in pages)
+        await page.open(prompts)
+        await page.until("document.querySelectorAll('.heat .cell.there').length === 6")
+        first = "document.querySelector('.heat .row:not(.head)').textContent"
+        assert (await page.value(first)).startswith("5 + 6 =")  # the prompt whose success rose
+        await page.value("document.querySelector('.heat .cell.there').click()")
+        await page.until("document.querySelectorAll('.again option').length === 3")
+        await page.value(
+            "{ const all = document.querySelector('.again select'); all.selectedIndex = 2;"
+            " all.dispatchEvent(new Event('change')); }"
+        )
+        await page.until("document.querySelectorAll('.again .card').length === 2")
+        await page.open(dropped)
+        await page.until("document.querySelectorAll('.samples tbody tr').length === 2")
+        assert "reward_timeout: too late" in await page.text()
+        await page.open(time)
+        spans = await page.value("[...document.querySelectorAll('.lanes .span')].map((one) => one.textContent)")
+        assert spans == ["generate 2 s", "update 1 s"]
+
+    assert watched(tmp_path, body) == []
+
+
+def test_the_branches_of_a_session_share_what_they_have_in_common(tmp_path):
+    turns = lambda *words: [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(words)]  # noqa: E731
+    run = make_run(tmp_path / "runs/sums/one", steps=1)
+    file = run / "trajectories/step_1.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    first["conversations"] = [turns("plan", "look"), turns("plan", "ask", "no", "why"), turns("plan", "ask", "no", "well")]
+    file.write_text("".join(json.dumps(line) + "\n" for line in (first, *others)))
+
+    async def body(page, port):
+        await page.open(address(port, f"samples step=1 group={first['group']}", "sums/one"))
+        said = "[...document.querySelectorAll('.card')].find((card) => card.querySelector('.branch'))"
+        words = await page.value(f"[...{said}.querySelectorAll('.said')].map((one) => one.textContent)")
+        assert words == ["plan", "look", "ask", "no", "why", "well"]
+        assert await page.value(f"{said}.querySelectorAll('.branch').length") == 4
+
+    assert watched(tmp_path, body) == []
 
 
 def test_one_comes_from_the_list_to_a_token_by_clicks_and_keys(tmp_path):
@@ -124,6 +229,7 @@ def test_a_page_follows_a_run_that_goes_on(tmp_path):
 def test_hostile_texts_and_names_are_shown_as_text(tmp_path):
     name = "one<img src=x onerror=document.title='broken'>"
     run = make_run(tmp_path / f"runs/sums/{name}", steps=1, error=HOSTILE[0])
+    assert len(HOSTILE) == 60
     samples = [sample(n / 9, prompt_text=text, completion_text=text, words={text: text}) for n, text in enumerate(HOSTILE)]
     samples.append(sample(2.0, completion_text="x" * 10_000_000))
     record(run, 2, [group(7, *samples, source=HOSTILE[1], failure_words=(HOSTILE[2],))])

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from tandem.config.errors import ConfigError
+from tandem.config.tracking import TrackingConfig
+from tandem.tracking.tracker import Tracker
 from tandem.view.filters import read_filter
 from tandem.view.questions import SCHEMAS
-from tandem.view.runs import facts
 from tests.tracking.test_recorder import group, record, sample
 from tests.view.runs import every_file, make_run, questions
 
@@ -229,8 +230,29 @@ def test_a_log_has_entries_with_their_tracebacks(asked):
     )
 
 
-def test_the_facts_of_a_run_have_what_was_told_of_its_health(tmp_path):
+def test_the_line_of_a_run_has_what_was_told_of_its_health(tmp_path):
     run = make_run(tmp_path / "runs/sums/one", steps=1)
     told = {"step": 3, "name": "weights_stand_still", "sign": "…", "remedy": "…"}
     (run / "health.jsonl").write_text(f'{json.dumps(told)}\n{{"step": 4, "na')
-    assert facts(run)["health"] == [told]
+    assert questions(tmp_path).ask("runs", {})[0]["health"] == [told]
+
+
+def test_the_same_prompt_is_found_at_other_steps_and_in_other_runs(asked, tmp_path):
+    run = make_run(tmp_path / "runs/sums/two", steps=1)
+    asked.index(run).update()
+    ask = lambda other: asked.ask("again", {"run": "sums/one", "step": 2, "group": 21, "other": other})  # noqa: E731
+    assert [row[:3] for row in ask("sums/one")["groups"]] == [[1, 11, 2], [2, 21, 2], [3, 31, 2]]
+    assert ask("sums/two") == {"groups": [[1, 11, 2, 0.75]], "pending": 0}
+
+
+def test_a_timeline_has_the_spans_of_each_rank_and_of_a_step_made_again_the_last(tmp_path):
+    run = make_run(tmp_path / "runs/sums/one", steps=1)
+    tracker = Tracker(run, TrackingConfig(trajectories_per_step=0), progress=False)
+    spans = [[("rollout", "generate", 100.0, 103.0), ("actor", "update", 103.0, 104.5)], [("actor", "update", 103.5, 104.0)]]
+    tracker.log(2, {}, spans=[[("rollout", "generate", 1.0, 2.0)]])
+    tracker.log(2, {}, spans=spans)
+    tracker.close(draw=False)
+    ask = lambda step: questions(tmp_path).ask("timeline", {"run": "sums/one", "step": step})  # noqa: E731
+    assert ask(2) == [[("rollout", "generate", 0.0, 3.0), ("actor", "update", 3.0, 4.5)], [("actor", "update", 3.5, 4.0)]]
+    os.truncate(run / "timeline.jsonl", (run / "timeline.jsonl").stat().st_size - 3)
+    assert ask(1) == ask(2) == []

@@ -16,8 +16,8 @@ TOKEN = "a-token-of-24-characters"
 
 
 @asynccontextmanager
-async def served(tmp_path, *, host="127.0.0.1", token=None):
-    viewer = Viewer(questions(tmp_path), tmp_path / "cache")
+async def served(tmp_path, *, host="127.0.0.1", token=None, places=()):
+    viewer = Viewer(questions(tmp_path, *places), tmp_path / "cache")
     server = Server(viewer, Access.of(host, token=token, admin_token=None))
     async with server.listening("127.0.0.1", 0) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
         yield client, port

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import tensor_digest
 from tandem.weights.disk import DiskChannel
-from tandem.weights.pieces import PIECE_BYTES, digest_of, pieces
 from tests.tiny import tiny_model, tiny_model_folder
 
 
@@ -42,16 +41,6 @@ def channel(tmp_path):
     yield channel
     channel.close()
     assert not (tmp_path / "weights").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (0, 4), (7,), (3, 5, 2), (3 * PIECE_BYTES // 8, 2)])
-def test_the_pieces_of_a_tensor_are_its_bytes_and_none_is_large(shape, dtype):
-    tensor = torch.randn(shape)
-    parts = [part.clone() for part in pieces(tensor, dtype)]
-    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]).view(dtype), tensor.to(dtype).reshape(-1))
-    assert all(len(part) <= PIECE_BYTES for part in parts)
-    assert digest_of(pieces(tensor, dtype)) == tensor_digest(tensor.to(dtype))
 
 
 def test_a_transposed_tensor_is_written_as_what_it_is(channel):
@@ -155,7 +144,7 @@ def test_two_versions_are_kept_and_a_withdrawn_one_does_not_push_out_what_is_ser
 def test_a_full_disk_leaves_the_version_before_and_nothing_else_until_there_is_room(channel):
     before = channel.put(tensors(0).items(), torch.float32)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, hard))  # the header fits, and a part of the data
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))  # the header fits, and a part of the data
     try:
         with pytest.raises(WeightUpdateFailed, match=r"could not be written to .*update_2: .*File too large.* bytes"):
             channel.put(tensors(1).items(), torch.float32)

@@ -62,5 +62,5 @@ def test_a_bucket_has_the_bytes_that_it_may_or_one_tensor():
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda:1"), ("gloo", "cpu")])
 def test_an_engine_receives_on_its_own_device(backend, device):
-    source = CollectiveSource("127.0.0.1", 1, backend, 1, (), torch.bfloat16, 1024, 1.0)
+    source = CollectiveSource("127.0.0.1", 1, backend, 1, (), torch.bfloat16, 1.0)
     assert source.received_on(torch.device("cuda:1")).device == device

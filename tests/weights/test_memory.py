@@ -34,7 +34,7 @@ from tandem.weights.disk import DiskChannel
 warm = DiskChannel(Path(sys.argv[1]) / "warm")
 warm.put(list(masters.items())[:2], torch.bfloat16)
 warm.close()
-channel = DiskChannel(Path(sys.argv[1]) / "weights")
+channel = DiskChannel(Path(sys.argv[1]) / "weights", shard_bytes=8 * MIB)
 for dtype, size in ((torch.bfloat16, weights // 2), (torch.float32, weights)):
     print(peak_over(lambda: channel.put(masters.items(), dtype)) / size)
 channel.close()
@@ -53,7 +53,7 @@ def receive(pipe):
                 seen += tensor.nbytes
         pipe.send((peak_over(take), seen))
 
-channel = CollectiveChannel(1, bucket_bytes=4 * MIB, timeout_s=60)
+channel = CollectiveChannel(1, timeout_s=60)
 fork = multiprocessing.get_context("fork")
 ours, theirs = fork.Pipe()
 child = fork.Process(target=receive, args=(theirs,))

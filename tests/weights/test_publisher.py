@@ -369,13 +369,15 @@ def test_the_weights_that_training_begins_with_have_their_digest_too():
     assert publisher.history[2].digest != publisher.history[0].digest
 
 
-def test_a_run_that_kept_other_digests_is_resumed_with_its_weights_and_no_others():
+def test_a_run_that_kept_other_digests_is_resumed_with_its_weights_and_no_others(tmp_path):
     trainer = Weights()
-    before = WeightPublisher(trainer, (), run="test", dtype=torch.float32, digest="sha256")
+    folders = DiskChannel(tmp_path / "weights")  # which have SHA-256
+    before = WeightPublisher(trainer, (), run="test", dtype=torch.float32, channel=folders)
     before.publish()
     after = WeightPublisher(trainer, (), run="another", dtype=torch.float32)
     after.load_state_dict(before.state_dict())
     assert after.version.number == 1 and after.version.digest != before.version.digest
+    before.close()
     trainer.become(1)
     with pytest.raises(ConfigError, match="are not version 1 as it was delivered"):
         WeightPublisher(trainer, (), run="test", dtype=torch.float32).load_state_dict(after.state_dict())
@@ -386,7 +388,7 @@ def by_disk(tmp_path, folder):
 
 
 def by_process_group(tmp_path, folder):
-    return CollectiveChannel(1, bucket_bytes=4096, timeout_s=30)
+    return CollectiveChannel(1, timeout_s=30)
 
 
 @pytest.fixture(params=[by_disk, by_process_group])

@@ -82,9 +82,8 @@ def test_the_trainer_waits_for_receivers_at_its_own_address_only():
     assert [address.ip for address in found if address.port == source.port] == ["127.0.0.1"]
 
 
-@pytest.mark.parametrize("bucket_bytes", [1000, 2**20])
-def test_two_processes_receive_what_was_announced_whatever_the_bucket(receivers, bucket_bytes):
-    channel = CollectiveChannel(2, bucket_bytes=bucket_bytes, timeout_s=150)
+def test_two_processes_receive_what_was_announced(receivers):
+    channel = CollectiveChannel(2, timeout_s=150)
     sent = tensors()
     delivery = channel.put(sent.items(), torch.bfloat16)
     assert delivery.num_bytes == sum(tensor.numel() * 2 for tensor in sent.values())
@@ -99,27 +98,27 @@ def test_two_processes_receive_what_was_announced_whatever_the_bucket(receivers,
     channel.close()
 
 
-def test_both_sides_of_the_stream_broadcast_buckets_of_the_same_sizes(monkeypatch):
+def test_both_sides_of_the_stream_broadcast_the_same_sizes(monkeypatch):
     """NCCL needs it. Gloo is used here, and gives less than was asked for without a word: so the sizes are counted."""
     sizes, broadcast = defaultdict(list), DeliveryGroup.broadcast
 
-    def counted(group, bucket, *given_up):
-        sizes[threading.get_ident()].append(len(bucket))
-        broadcast(group, bucket, *given_up)
+    def counted(group, tensor, *given_up):
+        sizes[threading.get_ident()].append(tensor.nbytes)
+        broadcast(group, tensor, *given_up)
 
     monkeypatch.setattr(DeliveryGroup, "broadcast", counted)
-    channel, sent = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150), {"w": torch.randn(600)}
+    channel, sent = CollectiveChannel(1, timeout_s=150), {"v": torch.randn(3, 5), "w": torch.randn(600)}
     source = channel.put(sent.items(), torch.float32).source
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(lambda: dict(source.tensors()))
         channel.send(sent.items(), torch.float32, never)
         assert torch.equal(asked.result(60)["w"], sent["w"])
-    assert list(sizes.values()) == [[1000, 1000, 400]] * 2
+    assert list(sizes.values()) == [[60, 2400]] * 2
     channel.close()
 
 
 def test_a_stream_that_ends_on_the_trainers_side_reaches_the_receiver_as_an_error(receivers):
-    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150)
+    channel = CollectiveChannel(1, timeout_s=150)
     sent = tensors()
     receivers[0].give(channel.put(sent.items(), torch.float32).source)
 
@@ -142,7 +141,7 @@ def test_a_stream_that_ends_on_the_trainers_side_reaches_the_receiver_as_an_erro
 
 
 def test_a_receiver_that_gives_up_lets_the_sender_go_and_can_receive_again():
-    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150)
+    channel = CollectiveChannel(1, timeout_s=150)
     sent = {"first": torch.zeros(10), "second": torch.randn(100_000)}
     source = channel.put(sent.items(), torch.float32).source
 
@@ -178,7 +177,7 @@ def test_nobody_waits_for_an_engine_that_has_given_up_or_never_comes():
 
 
 def test_a_receiver_that_dies_on_the_way_fails_this_update(receivers):
-    channel = CollectiveChannel(1, bucket_bytes=1000, timeout_s=150)
+    channel = CollectiveChannel(1, timeout_s=150)
     sent = {"first": torch.zeros(10), "second": torch.randn(2_000_000)}
     receivers[1].give(channel.put(sent.items(), torch.float32).source, leaves_after="first")
     began = time.monotonic()

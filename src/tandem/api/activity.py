@@ -6,7 +6,8 @@ main one names the phases in which the main one waits for it.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ class Activity:
     step: int = 0
     waits: str = ""
     """The thing that the main thread waits for; empty while it works."""
+
+    span: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+    """Makes a block that a profile of this process shows under a name; without a profile the block is nothing."""
 
 
 ACTIVITY = Activity()
@@ -64,6 +68,16 @@ def within(phase: str) -> Iterator[None]:
         enter(before)
 
 
+def span(name: str) -> AbstractContextManager[Any]:
+    """A block of any thread that a profile shows. ``name``: `KIND: WHAT`, such as ``stage: publish``."""
+    return ACTIVITY.span(name)
+
+
+def is_profiled() -> bool:
+    """True while a profile of this process is recorded."""
+    return ACTIVITY.span is not contextlib.nullcontext
+
+
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A block in which the main thread waits for something that others do; of other threads nothing is noted."""
@@ -72,7 +86,8 @@ def waiting(what: str) -> Iterator[None]:
         return
     before, ACTIVITY.waits = ACTIVITY.waits, what
     try:
-        yield
+        with span(f"wait: {what}"):
+            yield
     finally:
         ACTIVITY.waits = before
         ACTIVITY.count += 1

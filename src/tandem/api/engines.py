@@ -253,3 +253,52 @@ class InferenceEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """End; running requests fail with `EngineDied`. Idempotent, leaves no process and no shared memory."""
+
+
+class EngineWrapper(InferenceEngine):
+    """Hands everything on to another engine; a class of yours changes what it wants (docs/extending.md)."""
+
+    def __init__(self, engine: InferenceEngine):
+        """``engine``: that of `rollout.backend`. It is closed with this one."""
+        self.engine = engine
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        return await self.engine.agenerate(request)
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.engine.version
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return self.engine.capabilities
+
+    def prepare_weights(self, update: WeightUpdate) -> None:
+        self.engine.prepare_weights(update)
+
+    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
+        return self.engine.commit_weights(version)
+
+    def discard_weights(self) -> None:
+        self.engine.discard_weights()
+
+    def flush(self) -> None:
+        self.engine.flush()
+
+    def pause(self) -> None:
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
+        self.engine.sleep(parts)
+
+    def wake(self, parts: tuple[InferencePart, ...]) -> None:
+        self.engine.wake(parts)
+
+    def statistics(self) -> dict[str, float]:
+        return self.engine.statistics()
+
+    def close(self) -> None:
+        self.engine.close()

@@ -14,6 +14,7 @@ TandemError
 ├── WeightsChanged (RuntimeError)       weights that slept, and whose file has others now
 ├── DeliveryDisproved (RuntimeError)    trajectories that other weights made than they say
 ├── RankFailed (RuntimeError)           another rank failed; quotes its error
+│   └── WorkerDied                      a worker with models of the run is gone, and their state with it
 └── EpisodeFailure                      why an episode was dropped; `reason` is counted in metrics
     ├── DataFailure                     the row or its reward: counted, bounded, never retried
     │   └── RewardFailure               raised, timeout, not_finite, wrong_type
@@ -51,6 +52,7 @@ __all__ = [
     "WaitTimeout",
     "WeightUpdateFailed",
     "WeightsChanged",
+    "WorkerDied",
     "WrongWorkflow",
     "as_failure",
     "described",
@@ -112,6 +114,11 @@ class RankFailed(TandemError, RuntimeError):
     """Another rank of this run failed, so this one cannot go on; the message has the other's error."""
 
     may_pass = True
+
+
+class WorkerDied(RankFailed):
+    """A process that has models of this run is gone. `tandem train` goes on from the newest checkpoint, with another one in
+    its place, as often as ``recover.max_restarts`` says."""
 
 
 class EpisodeFailure(TandemError):

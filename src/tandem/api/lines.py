@@ -47,3 +47,12 @@ def not_written(path: Path, error: OSError) -> NotWritten:
         f"{path} could not be written: {error}. It is as it was before, and so are the checkpoints: free some space there, "
         "or make it writable, and repeat the command"
     )
+
+
+def sync(path: Path) -> None:
+    """Writes a file, or the entries of a folder, to the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

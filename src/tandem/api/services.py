@@ -110,6 +110,20 @@ def _kind(annotation: Any, default: Any) -> Any:
     return float | int if annotation is None and isinstance(default, (int, float)) else None
 
 
+def check_methods(who: str, factory: Callable[..., Any], lacks: Collection[str]) -> None:
+    """Passes if a class ``lacks`` no methods. ``who``: the key and its value, ``key=my_file.py:Name``.
+
+    Raises:
+        ConfigError: it does; names the file, the class and the methods.
+    """
+    if lacks:
+        file, _, name = who.partition("=")[2].rpartition(":")
+        base = next((one for one in getattr(factory, "__mro__", ())[1:] if set(lacks) <= set(dir(one))), None)
+        whose = "" if base is None else f", which every {base.__name__} has"
+        where = f" in {file}" if file else ""
+        raise ConfigError(f"{who}: class {name}{where} has no method {', '.join(sorted(lacks))}{whose}; write it there")
+
+
 def read_knobs(
     who: str, arguments: FactoryArguments, knobs: Mapping[str, Any], given: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -273,6 +287,7 @@ class Services:
         Raises:
             ConfigError: it asks for what nobody has, or a knob is wrong.
         """
+        check_methods(who, factory, getattr(factory, "__abstractmethods__", ()))
         arguments = arguments_of(factory, who, skip)
         there = [*more, *self._given, *self._terms]
         names = {*there, *self._named}

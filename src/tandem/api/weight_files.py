@@ -4,7 +4,7 @@ With an index the files are those that it names; otherwise `model.safetensors`. 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,30 @@ def save_tensors(tensors: "Mapping[str, torch.Tensor]", path: Path, metadata: di
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata)
     path.chmod(mode)
+
+
+def in_groups(stream: "Iterable[tuple[str, torch.Tensor]]", num_bytes: int) -> "Iterator[dict[str, torch.Tensor]]":
+    """The tensors of a stream in groups, one for each file or message: a group is full once it has ``num_bytes``. It is
+    emptied when the next one is asked for, so that no more is held.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
+    names: set[str] = set()
+    group: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in stream:
+        if name in names:
+            raise ValueError(f"tensor {name!r} came twice")
+        names.add(name)
+        group[name] = tensor
+        size += tensor.nbytes
+        if size >= num_bytes:
+            yield group
+            group.clear()
+            size = 0
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def count(text: str) -> int:
+    """The number that is written; for `argparse`, which refuses one below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def run_at(text: str) -> NamedRun:
     """The run that is named, with its step. Raises `ConfigError`: there is none; says which there are."""
     found = named_run(text)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tandem.api.extensions import own_class
 from tandem.cli.arguments import split_arguments
 from tandem.cli.output import survive_lost_output
 from tandem.cli.running import run_group
@@ -36,6 +37,7 @@ from tandem.launch.launcher import (
     EXIT_INTERRUPTED,
     FOLDER,
     HELD,
+    Launcher,
     LaunchJob,
     launcher_class,
     launcher_names,
@@ -48,12 +50,15 @@ from tandem.launch.watch import LaunchEnd
 from tandem.state.named import pinned, pins
 from tandem.state.run_folder import run_path
 
+LAUNCHER = "tandem launch"
+"""The place where a launcher of the user's is named, in messages."""
+
 RANKS = "ranks"
 """The name under which launchers start a group of ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("launcher", help=f"one of {', '.join(launcher_names())}")
+    parser.add_argument("launcher", help=f"one of {', '.join(launcher_names())}, or my_file.py:Name")
     parser.add_argument("words", nargs="*", metavar="CONFIG|SCRIPT.py [key=value …]", help="the run")
     parser.add_argument("--command", choices=TRAINING, default="train", help="for a CONFIG (default: train)")
     parser.add_argument("--dry-run", action="store_true", help="check the run, show what would be started, start nothing")
@@ -65,15 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
     name, names = arguments.launcher, launcher_names()
     if name == RANKS:
         return _ranks(arguments)
-    if name not in names:
-        raise ConfigError(f"there is no launcher {name!r}; {nearest_names(name, names)}")
-    _refuse_others(arguments, name)
+    own = own_class(name, LAUNCHER, Launcher, ("jobs", "options")) if ".py:" in name else None
+    if own is None and name not in names:
+        raise ConfigError(f"there is no launcher {name!r}; {nearest_names(name, names)}, and my_file.py:Name")
+    kind = launcher_class(name) if own is None else own.kind
+    for option, default in _options(kind).items():
+        vars(arguments).setdefault(option, default)
+    _refuse_others(arguments, name, kind)
     try:
-        kind, series = launcher_class(name), [shlex.split(one) for one in getattr(arguments, "array", [])]
+        series = [shlex.split(one) for one in getattr(arguments, "array", [])]
     except ValueError as error:
         raise ConfigError(f"--array {' '.join(arguments.array)}: {error}") from error
     jobs = [_job(arguments, more) for more in series or [[]]]
-    launcher = kind(jobs, arguments)
+    launcher: Launcher = kind(jobs, arguments) if own is None else own(jobs=jobs, options=arguments)
     if arguments.dry_run:
         print(launcher.describe())
         return 0
@@ -81,19 +90,19 @@ def run(arguments: argparse.Namespace) -> int:
     return supervise(launcher, sys.stdout)
 
 
-def _refuse_others(arguments: argparse.Namespace, name: str) -> None:
+def _refuse_others(arguments: argparse.Namespace, name: str, kind: type[Launcher]) -> None:
     """Raises `ConfigError` for an option of another launcher, which this one would not read."""
-    own, options = _options(name), {other: _options(other) for other in launcher_names()}
+    own, options = _options(kind), {other: _options(launcher_class(other)) for other in launcher_names()}
     for other, theirs in options.items():
         for option, default in theirs.items():
             if option not in own and getattr(arguments, option) != default:
                 raise ConfigError(f"--{option.replace('_', '-')} is an option of tandem launch {other}, not of {name}")
 
 
-def _options(name: str) -> dict[str, Any]:
+def _options(kind: type[Launcher]) -> dict[str, Any]:
     """The launcher's own options and their defaults."""
     parser = argparse.ArgumentParser(add_help=False)
-    launcher_class(name).add_arguments(parser)
+    kind.add_arguments(parser)
     return vars(parser.parse_args([]))
 
 

@@ -64,6 +64,7 @@ COMMANDS = {
     "fleet": SubCommand("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
     "verify-weights": SubCommand("tandem.cli.verify_weights", "check which weights a server really serves"),
     "plan": SubCommand("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),
+    "profile": SubCommand("tandem.cli.profile", "run a few steps, and say where time, memory and idle go"),
     "graph": SubCommand("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
     "config": SubCommand("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "convert-config": SubCommand(

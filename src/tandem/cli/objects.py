@@ -174,7 +174,8 @@ class Trainer:
         if checkpoint is None:
             raise ConfigError("there is no checkpoint: call train() first, and leave checkpoint.at_end as it is")
         architecture = transformers.AutoConfig.from_pretrained(checkpoint).architectures[0]
-        return getattr(transformers, architecture).from_pretrained(checkpoint)
+        kind = getattr(transformers, architecture, transformers.AutoModelForCausalLM)  # a user's family is no name there
+        return kind.from_pretrained(checkpoint)
 
     def _rows(self, name: str, rows: Any) -> Path:
         lines = []

@@ -9,24 +9,17 @@ examples:
 
 import argparse
 
-from tandem.cli.arguments import add_config_arguments
+from tandem.cli.arguments import add_config_arguments, count
 from tandem.config.commands import KINDS
 from tandem.planning.devices import DEVICES
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--device", metavar="NAME", help=f"plan for another machine: {', '.join(DEVICES)}")
-    parser.add_argument("--count", type=_count, default=None, metavar="N", help="number of these devices (default: 1)")
-    parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of a prompt, instead of the data's mean")
+    parser.add_argument("--count", type=count, default=None, metavar="N", help="number of these devices (default: 1)")
+    parser.add_argument("--prompt-tokens", type=count, metavar="N", help="tokens of a prompt, instead of the data's mean")
     parser.add_argument("--measure", action="store_true", help="run three steps here, in a folder that is removed")
     parser.add_argument("--json", action="store_true", help="one JSON object; keys end in their unit")
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -13,8 +13,8 @@ from tandem.config.errors import TandemError
 STEPS = 3
 """The first one warms up; the others are measured."""
 
-QUIET = ("checkpoint.every_steps=null", "checkpoint.at_end=false", "tracking.sinks=[]", "evaluate.every_steps=null")
-"""So a probe saves nothing, evaluates nothing and opens no sink."""
+QUIET = {"checkpoint.every_steps": "null", "checkpoint.at_end": "false", "tracking.sinks": "[]", "recover.max_restarts": "0"}
+"""So a probe saves nothing, opens no sink, and is not begun again."""
 
 PARTS = ("generate", "rows", "score", "train", "update_weights", "switch")
 """The parts of a step, by their names in the metrics: `time/NAME_s`."""
@@ -22,6 +22,13 @@ PARTS = ("generate", "rows", "score", "train", "update_weights", "switch")
 
 class ProbeFailed(TandemError):
     """The run ended before the steps were done."""
+
+
+def quiet(command: str, besides: Iterable[str] = ()) -> list[str]:
+    """Values without the work that only some steps have, or a run as a whole; keys that are given ``besides`` stay."""
+    often = ["evaluate", *(["rollout.verify"] if command in ("train", "distill") else [])]
+    values = QUIET | {f"{name}.every_steps": "null" for name in often}
+    return [f"{key}={value}" for key, value in values.items() if key not in besides]
 
 
 def measure(command: str, arguments: Sequence[str]) -> dict[str, float]:
@@ -33,9 +40,7 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, float]:
         ProbeFailed: the run failed; it has said why.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-probe-") as folder:
-        given = [*arguments, *QUIET, f"run.root={folder}"]
-        if command in ("train", "distill"):  # the first steps prove their delivery, and most others do not
-            given.append("rollout.verify.every_steps=null")
+        given = [*arguments, *quiet(command), f"run.root={folder}"]
         program = [sys.executable, "-P", "-m", "tandem", command, *given, "--until", str(STEPS)]
         code = subprocess.run(program, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode
         files = list(Path(folder).glob("*/*/metrics.jsonl"))

@@ -20,7 +20,7 @@ from tandem.cli.listening import add_address
 from tandem.cli.sampling import add_device_arguments
 from tandem.config.devices import ALONE
 from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK, PLACES
-from tandem.engines.inference.serve.limits import ServiceLimits
+from tandem.engines.inference.serve.limits import STRANGERS_GIB, ServiceLimits
 
 DEFAULTS = ServiceLimits(max_tokens=1)
 
@@ -47,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="HOST",
         help="images and sounds may be fetched from URLs of this host (default: data URLs only)",
+    )
+    parser.add_argument(
+        "--media-store-gib",
+        type=float,
+        metavar="GIB",
+        help="keep images and sounds in a store of this server alone, of at most this size; those used last stay "
+        f"(default: {STRANGERS_GIB:g} with --host elsewhere than this machine, else the store of all runs, which grows)",
     )
     weights.add_argument("--run", help="the training run that it belongs to (default: the first that attaches)")
     _add_engine_arguments(parser.add_argument_group("engine"))

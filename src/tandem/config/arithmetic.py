@@ -53,7 +53,8 @@ def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
     first of each set of ranks that train on the same sequences has one. On Ray the controller has it."""
     layout, rollout = parse_layout(config.actor.backend), config.rollout
     in_turns = placement(config) == "colocate" and parse_backend(rollout.backend) is None
-    if not in_turns or rollout.weights.channel != "auto" or config.runner == "ray":
+    chosen = rollout.weights.channel != "auto" or config.extend.weight_channel is not None
+    if not in_turns or chosen or config.runner == "ray":
         return (0,)
     return tuple(range(0, layout.ranks, layout.context * layout.tensor))
 

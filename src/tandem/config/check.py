@@ -16,6 +16,7 @@ from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.extend import extension_problems
 from tandem.config.fleet import INSIDE, fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
@@ -25,6 +26,7 @@ from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
 from tandem.config.services import SERVICES
+from tandem.config.state import RecoverConfig
 from tandem.config.terms import read_term
 from tandem.config.unused import paths, unused
 
@@ -129,7 +131,11 @@ def _common(config: BaseConfig) -> Iterator[str]:
             f"recover.max_restarts={again} would begin at step 0 each time, because {how} saves nothing to go on from: set "
             "checkpoint.every_steps, for example 20, and leave checkpoint.resumable=true; or leave max_restarts out"
         )
+    silent = config.recover.silent_after_s
+    if silent != RecoverConfig().silent_after_s and getattr(config, "runner", "local") == "local":
+        yield f"recover.silent_after_s={silent} is for the workers of runner=ray; leave it out"
     yield from _backends(config)
+    yield from extension_problems(config)
     for sink in config.tracking.sinks:
         term = read_term(sink, "tracking.sinks")
         if not term.is_file and term.name not in SERVICES["sink"]:

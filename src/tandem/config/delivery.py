@@ -2,7 +2,42 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class ChannelTerms(NamedTuple):
+    """The needs of a channel. Whoever has to know asks this, and not for the channel's name."""
+
+    reads: str = "disk"
+    """Capability (`InferenceEngine.capabilities`) that a server needs to take weights from this channel."""
+
+    folder: bool = True
+    """True if servers read the weights from a folder, which then must be writable."""
+
+    by_group: bool = False
+    """True if tensors go to a server by a process group, which it joins."""
+
+    on_gpu: bool = False
+    """True if a version stays on the GPU of training until the next one, and the server opens that memory."""
+
+
+CHANNELS = {
+    "auto": ChannelTerms(),
+    "disk": ChannelTerms(),
+    "collective": ChannelTerms("shared_memory", folder=False, by_group=True),
+    "ipc": ChannelTerms("ipc", folder=False, on_gpu=True),
+}
+"""Values of `rollout.weights.channel`; the classes are in `tandem.flow.delivery`."""
+
+CANNOT_READ = {
+    "ipc": "this run hands weights over in the memory of its GPU, which only a server that it started opens; leave "
+    "rollout.weights.channel out, and they go by disk",
+    "shared_memory": "this run hands weights over in shared memory, which it cannot read; set rollout.fleet.watch or "
+    "rollout.fleet.servers, and they go by disk",
+    "disk": "this run hands weights over in folders, and it reads none; start it with --weights-root and the folder that "
+    "rollout.weights.folder names",
+}
+"""Ways to a server, the best first: the capability → why a server without it gets no weights."""
 
 
 @dataclass(frozen=True)
@@ -14,12 +49,17 @@ class DeliveryConfig:
     group (gloo, or nccl on GPUs), to one embedded engine or to vLLM and SGLang servers; `ipc`: handles of GPU memory,
     to one vLLM or SGLang server on the GPU of training."""
 
-    digest: Literal["sum", "sha256"] = "sum"
-    """The proof that a tensor arrived: `sum`, 64 bits by keys, computed on its device; or `sha256`, on the CPU. Folders
-    have `sha256` in any case."""
-
     folder: str | None = None
     """Folder that servers read weights from; they must see it under the same path. null takes `.weights` in `run.root`."""
+
+    @property
+    def terms(self) -> ChannelTerms:
+        """The needs of the channel."""
+        return CHANNELS[self.channel]
+
+    def uses_folder(self, *, servers: bool) -> bool:
+        """True if weights are written to the folder. ``servers``: the run has some that read from one."""
+        return self.channel == "disk" or (servers and self.terms.folder)
 
 
 @dataclass(frozen=True)
@@ -50,18 +90,19 @@ def delivery_problems(
 ) -> Iterator[str]:
     """A message for each setting of `rollout.weights` that contradicts the rest. ``attached``: `rollout.fleet.servers`;
     ``watch``: `rollout.fleet.watch`."""
-    if channel == "ipc" and watch is not None:
+    terms = CHANNELS[channel]
+    if terms.on_gpu and watch is not None:
         yield (
-            f"rollout.fleet.watch={watch} lets servers join, and rollout.weights.channel=ipc hands weights only to a server "
-            "that the run starts on its own GPU; leave one of them out"
+            f"rollout.fleet.watch={watch} lets servers join, and rollout.weights.channel={channel} hands weights only to "
+            "a server that the run starts on its own GPU; leave one of them out"
         )
-    if channel == "ipc" and (backend not in ONE_SERVER or placement != "colocate" or attached):
+    if terms.on_gpu and (backend not in ONE_SERVER or placement != "colocate" or attached):
         yield (
-            "rollout.weights.channel=ipc is for one server that the run starts on the GPU of training and that opens "
+            f"rollout.weights.channel={channel} is for one server that the run starts on the GPU of training and that opens "
             f"this GPU's memory, and here rollout.backend={backend} with placement={placement}; set rollout.backend=vllm:d1 "
             "(or sglang:d1) and placement=colocate without rollout.fleet.servers, or leave rollout.weights.channel out"
         )
-    if channel != "collective":
+    if not terms.by_group:
         return
     kinds = [part.partition(":")[0] for part in backend.split("+") if part != "attached"]
     kinds += [text.partition("=")[0] for text in attached]
@@ -69,7 +110,7 @@ def delivery_problems(
     if placement != "decoupled" if alone else not kinds or not set(kinds) <= set(JOINING):
         more = "" if alone else ", or for vLLM and SGLang servers only"
         yield (
-            f"rollout.weights.channel=collective is for one embedded engine in a process of its own{more}, and here "
+            f"rollout.weights.channel={channel} is for one embedded engine in a process of its own{more}, and here "
             f"rollout.backend={backend} with placement={placement}; set rollout.backend=embedded and placement=decoupled, "
             "or leave rollout.weights.channel out"
         )

@@ -14,6 +14,10 @@ class TandemError(Exception):
 class ConfigError(TandemError, ValueError):
     """A configuration that cannot work; the message names the key, the value, the rule and the remedy."""
 
+    def _render_traceback_(self) -> list[str]:
+        """A notebook shows these lines in place of a traceback, which tells a user nothing."""
+        return [f"ConfigError: {self}"]
+
 
 def refuse(problems: Iterable[str]) -> None:
     """Passes if there are none.

@@ -8,6 +8,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.constraint import ConstraintConfig
 from tandem.config.curriculum import CurriculumConfig
 from tandem.config.data import DatasetConfig, ValidDatasetConfig
+from tandem.config.extend import ExtendConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.roles import ActorConfig, CriticConfig, ReferenceConfig
 from tandem.config.rollout import RolloutConfig
@@ -99,6 +100,9 @@ class BaseConfig:
 
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """The places where metrics and samples are written."""
+
+    extend: ExtendConfig = field(default_factory=ExtendConfig)
+    """Parts of your own, from a file of yours (docs/extending.md)."""
 
 
 @dataclass(frozen=True)

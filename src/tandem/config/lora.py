@@ -28,6 +28,9 @@ class LoRAConfig:
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     """Matrices that get an adapter: `all-linear` for all of every layer, or the ends of their names, `[q_proj, v_proj]`."""
 
+    towers: tuple[str, ...] = ()
+    """Parts of a media model whose matrices get adapters too, such as `[vision]`; docs/media_models.md names them."""
+
     dropout: float = 0.0
     """Dropout of the adapter's inputs; for `tandem sft` and `tandem reward` only."""
 

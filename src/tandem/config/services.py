@@ -113,6 +113,7 @@ for _service in (
     ),
     Service("sink", "tensorboard", "tandem.tracking.sinks.tensorboard:TensorBoardSink", package="tensorboard"),
     Service("sink", "wandb", "tandem.tracking.sinks.wandb:WandbSink", package="wandb"),
+    Service("sink", "prometheus", "tandem.tracking.sinks.prometheus:PrometheusSink"),
     Service("sink", "trackio", "tandem.tracking.sinks.trackio:TrackioSink", package="trackio"),
 ):
     register(_service)

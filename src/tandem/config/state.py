@@ -53,7 +53,10 @@ class RecoverConfig:
 
     max_restarts: int = 0
     """Number of times that all ranks may be started again from the last checkpoint after one died or hung; needs
-    `checkpoint.every_steps`."""
+    `checkpoint.every_steps`. With `runner=ray`: also times that a worker which died is replaced, and the others go on."""
+
+    silent_after_s: float | None = 15.0
+    """With `runner=ray`: a worker that does not answer for this long has died, and is killed; null waits for ever."""
 
     stalled_after_s: float | None = 3600.0
     """A run that makes no progress for this long is ended, and the stacks of its threads are written. It is at least a

@@ -10,8 +10,8 @@ class TrackingConfig:
     """Sinks and samples beside `metrics.jsonl`, which is always written."""
 
     sinks: tuple[Spec, ...] = ()
-    """Destinations of metrics besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`, or your own,
-    `my_file.py:Name`."""
+    """Destinations of metrics besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`, `prometheus`, or your
+    own, `my_file.py:Name`."""
 
     trajectories_per_step: int | None = 16
     """Number of samples a step that are recorded, and at most as many dropped prompts: texts, rewards, and the batch as it

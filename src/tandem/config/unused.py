@@ -219,10 +219,7 @@ REINFORCEMENT = (
     ),
     Unused(
         ("rollout.weights.folder",),
-        lambda config, _: (
-            config.rollout.weights.channel in ("ipc", "collective")
-            or (config.rollout.weights.channel != "disk" and config.rollout.backend in INSIDE)
-        ),
+        lambda config, _: not config.rollout.weights.uses_folder(servers=config.rollout.backend not in INSIDE),
         "because no server reads weights from a disk: set rollout.weights.channel=disk or rollout.backend, or leave it out",
     ),
     Unused(

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
-from tandem.api.plugins import in_user_code, is_file_spec, load_object
+from tandem.api.plugins import in_user_code, is_file_spec, load_object, told_if_slow
 from tandem.config.data import WHERE, DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
 from tandem.data.examples import Reader
@@ -19,6 +20,9 @@ from tandem.data.media import RowMedia
 from tandem.data.procedural import PROCEDURAL, reasoning_gym
 from tandem.data.rows import Row, normalise
 from tandem.data.table import Reading, Table
+
+MOST_ROWS = 10_000_000
+"""A user's function that gives more than this, without `max_rows`, has no end: all rows are held in memory."""
 
 
 class Dataset(Sequence[Row]):
@@ -155,8 +159,11 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
     if path.startswith("reasoning_gym:"):
         return _located(reasoning_gym(path.partition(":")[2], split, size=config.size, seed=seed), path)
     if is_file_spec(path):
-        own = load_object(path)
-        rows = in_user_code(path, lambda: list(own() if callable(own) else own))
+        own, most = load_object(path), config.max_rows or MOST_ROWS + 1
+        with told_if_slow(path):
+            rows = in_user_code(path, lambda: list(itertools.islice(own() if callable(own) else own, most)))
+        if len(rows) > (config.max_rows or MOST_ROWS):
+            raise ConfigError(f"data set {path} gives more than {MOST_ROWS} rows, or has no end; set max_rows")
         wrong = next((row for row in rows if not isinstance(row, dict)), None)
         if wrong is not None:
             raise ConfigError(f"data set {path}: a row must be a dict of columns, got {wrong!r}")

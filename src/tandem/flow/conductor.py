@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tandem.api.activity import span
 from tandem.flow.plan import RunPlan
 from tandem.flow.residency import Residency
 from tandem.flow.stages import Role, Stage
@@ -59,5 +60,5 @@ class LocalConductor(Conductor):
     def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Calls it here and now, and measures it."""
         self._residency.enter(stage.name)
-        with self._around(stage), self._residency.making(stage.name):
+        with span(f"stage: {stage.name}"), self._around(stage), self._residency.making(stage.name):
             return work(*arguments, **named)

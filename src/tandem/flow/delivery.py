@@ -1,20 +1,22 @@
 """The delivery of a run's weights, and the proof of their arrival: channel, publisher, archive, verifier."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import INSIDE
+from tandem.flow.extensions import own_weight_channel
 from tandem.flow.process import Process
 from tandem.models.precision import resolve_dtype
 from tandem.proof.scoring import Scorer, beginning
 from tandem.proof.verification import Schedule, Verifier
 from tandem.weights.archive import VersionArchive
-from tandem.weights.channel import Channel
+from tandem.weights.channel import WeightChannel
 from tandem.weights.collective import CollectiveChannel
 from tandem.weights.cuda_ipc import CudaIpcChannel
 from tandem.weights.disk import DiskChannel
@@ -31,29 +33,37 @@ def weights_folder(config: TrainConfig) -> Path:
 
 def make_disk_channel(config: TrainConfig, model: Path) -> DiskChannel:
     """The channel for servers that read from a folder. Keeps what may have to be scored again, and two at least."""
-    return DiskChannel(
-        weights_folder(config),
-        model,
-        keep=max(2, max_head_offpolicyness(config) + 1),
-        keep_parent=config.rollout.weights.folder is not None,
-    )
+    return DiskChannel(**_folder_terms(config, model))
 
 
-def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel | None:
-    """The channel that `rollout.weights.channel` demands; None for what the engines read best, and on ranks other than 0."""
-    if not process.is_main or config.rollout.weights.channel == "auto":
+def _folder_terms(config: TrainConfig, model: Path) -> dict[str, Any]:
+    kept = config.rollout.weights.folder is not None
+    keep = max(2, max_head_offpolicyness(config) + 1)
+    return {"parent": weights_folder(config), "base": model, "keep": keep, "keep_parent": kept}
+
+
+def make_channel(config: TrainConfig, process: Process, model: Path) -> WeightChannel | None:
+    """The user's channel, or that which `rollout.weights.channel` demands; None for what the engines read best, and on
+    ranks other than 0."""
+    if not process.is_main:
         return None
-    if config.rollout.weights.channel == "disk":
-        return make_disk_channel(config, model)
-    if config.rollout.weights.channel == "ipc":
-        return CudaIpcChannel(process.device)
-    if config.rollout.backend not in INSIDE:
+    if config.extend.weight_channel is not None:
+        own = own_weight_channel(config.extend.weight_channel)
+        channel: WeightChannel = own(**_folder_terms(config, model), device=process.device)
+        return channel
+    makers: dict[str, Callable[[], WeightChannel]] = {
+        "disk": lambda: make_disk_channel(config, model),
+        "ipc": lambda: CudaIpcChannel(process.device),
+        "collective": lambda: CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo"),
+    }
+    delivery = config.rollout.weights
+    if delivery.terms.by_group and config.rollout.backend not in INSIDE:
         return None  # the tensors lie in memory, from where each server's client broadcasts them
-    return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")
+    return makers[delivery.channel]() if delivery.channel in makers else None
 
 
 def make_proof(
-    config: TrainConfig, process: Process, trainer: TrainEngine, tokenizer: PreTrainedTokenizerBase, model: Path
+    config: TrainConfig, process: Process, trainer: TrainEngine, model: Path
 ) -> tuple[VersionArchive | None, Verifier]:
     """The archive of the versions that will be scored again, on rank 0, and the verifier that scores them. Collective.
 
@@ -77,7 +87,6 @@ def make_proof(
             rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts),
         ),
         verify,
-        tokenizer,
         torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
         schedule=schedule,
         keeps_kv=config.rollout.engine.keep_kv_on_update,
@@ -107,5 +116,4 @@ def make_publisher(
         disk=lambda: make_disk_channel(config, model),
         archive=archive,
         team=process.team,
-        digest=config.rollout.weights.digest,
     )

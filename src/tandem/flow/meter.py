@@ -62,7 +62,8 @@ class EngineMeter:
             "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._seen[1] - busy_s) / passed_s)) if self.engine else 0.0,
         }
         self._waited_s = 0.0
-        more = {name: value for name, value in found.items() if name.startswith("fleet/")}
+        # those of a fleet, and of an engine of the user's
+        more = {name: value for name, value in found.items() if "/" in name}
         if "preempted" in found:
             before, self._preempted = self._preempted, found["preempted"]
             more["rollout/preempted"] = self._preempted - before

@@ -11,8 +11,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import RankFailed, TandemError, WaitTimeout
+from tandem.api.failures import RankFailed, TandemError, WaitTimeout, WorkerDied
 from tandem.api.team import Team
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError, kind_and_text
@@ -33,6 +34,7 @@ from tandem.flow.plan import RunPlan
 from tandem.flow.pool import PoolMember, PoolPart, Spent, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
 from tandem.flow.promised import Promised, added_by
+from tandem.flow.ray_head import Head
 from tandem.flow.residency import Residency
 from tandem.flow.stages import Stage
 from tandem.launch.local import LAUNCHER
@@ -45,6 +47,9 @@ READY_S = 600.0
 """Seconds that the cluster may take to give the cores."""
 
 CLOSE_S = 10.0
+PING_S = 1.0
+"""Between two questions to each worker whether it lives."""
+
 REPLACED = 3
 """Times that Ray starts the process of a model that never changes again."""
 
@@ -85,7 +90,9 @@ class PoolActor(PoolMember):
 
     def __init__(self, part: PoolPart):
         super().__init__(part)
-        if _ray().get_runtime_context().was_current_actor_reconstructed:  # it takes the place of one that died
+        with warnings.catch_warnings(action="ignore"):  # of Ray's about itself
+            again = _ray().get_runtime_context().was_current_actor_reconstructed
+        if again:  # it takes the place of one that died
             self.enter(ALONE)
 
     def machine(self, folder: str) -> tuple[str, str, int]:
@@ -101,6 +108,13 @@ class PoolActor(PoolMember):
         os.environ.update(place.environment(0))
         self.open()
         return os.getpid()
+
+    def alive(self) -> int:
+        """The number of the process; a thread of its own answers, also while a stage runs."""
+        return os.getpid()
+
+    def idle(self) -> None:
+        """Nothing, once all calls of before have ended."""
 
     def asked(self) -> tuple[Any, ...]:
         """Waits until something is asked of the inference engine."""
@@ -121,15 +135,24 @@ class Away:
         raise AttributeError(f"{self.name} is in a worker of Ray; a step calls its stages, and nobody else anything of it")
 
 
-@dataclass
+@dataclass(eq=False)
 class Pool:
     """The actors of a pool, rank 0 first."""
 
     group: Any
+    again: bool
+    """True if Ray may start its process again, with the calls that it did not end: its model never changes."""
+
     members: list[Any] = field(default_factory=list)
     processes: list[int] = field(default_factory=list)
+    """Empty until they have opened their models."""
+
+    nodes: list[str] = field(default_factory=list)
     last: list[Any] = field(default_factory=list)
     """The newest call of each member."""
+
+    lost: WorkerDied | None = None
+    """Why a worker of it is gone."""
 
 
 class Pools(Models):
@@ -142,8 +165,19 @@ class Pools(Models):
         self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
         self.of_role = pools_by_role(plan)
         self.pools: dict[str, Pool] = {}
+        self._parts: dict[str, PoolPart] = {}
         self._names: dict[str, str] = {}
-        self._started = self._closing = False
+        self._head: Head | None = None
+        self._started, self._closing = False, threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Held where a pool is lost, or leaves: what is said of one that has left counts no more."""
+
+        self.when_lost: Callable[[Exception], None] = lambda error: None
+        """Hears of a worker that is gone, in a thread, so that nobody waits for what will not be used."""
+
+        self.replaced = 0
+        """Processes that have taken the place of others."""
         self.records = config.tracking.trajectories_per_step != 0
         """True if batches are read when a step is done, to be written down."""
 
@@ -173,13 +207,121 @@ class Pools(Models):
             reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
             told = (process.threads, steps, run, reads, self._engine.version)
-            part = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
-            self._start(part, again=ranks == 1 and not any(one.changes for one in parts[name].residents))
-        entering = [self._enter(pool) for pool in self.pools.values()]
-        self.all([one for pool in entering for one in pool], "the workers to open their models")
-        for pool, begun in zip(self.pools.values(), entering, strict=True):
-            pool.processes = [self.get(one) for one in begun]
-        threading.Thread(target=self._serve, args=(self.pools["actor"].members[0],), name="engine-desk", daemon=True).start()
+            self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
+        self._open(self._parts)
+        self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
+        self._watcher.start()
+
+    def _open(self, names: Iterable[str]) -> None:
+        """Starts the workers of these pools, which open their models at the same time."""
+        for name in names:
+            self._start(self._parts[name])
+        entering = {name: self._enter(self.pools[name]) for name in names}
+        self.all([one for begun in entering.values() for one in begun], "the workers to open their models")
+        for name, begun in entering.items():
+            self.pools[name].processes = [self.get(one) for one in begun]
+            log.info("pool %s: process(es) %s", name, ", ".join(map(str, self.pools[name].processes)))
+        if "actor" in entering:
+            desk = (self.pools["actor"].members[0],)
+            threading.Thread(target=self._serve, args=desk, name="engine-desk", daemon=True).start()
+
+    def mend(self) -> None:
+        """After a worker is gone: the others end what was begun, and stay; a pool that has lost one gets new workers, whose
+        models are as at the start, until a checkpoint is loaded.
+
+        Raises:
+            WorkerDied: another one is gone meanwhile.
+        """
+        assert self._engine is not None, "the controller generates"
+        ending = {name: [one.idle.remote() for one in pool.members] for name, pool in self.pools.items()}
+        with waiting("the workers that live to end what they do"):
+            stays = {name for name, pool in self.pools.items() if pool.processes and not self._fails(ending[name])}
+        with self._lock:
+            gone = [name for name in self._parts if name not in stays or self.pools[name].lost is not None]
+            old = [self.pools.pop(name) for name in gone if name in self.pools]
+        for pool in old:
+            self._drop(pool)
+        for pool in self.pools.values():
+            pool.last = []  # what waited for the worker that is gone has failed, and what waits for that would too
+        with contextlib.suppress(Exception):  # the worker boundary: an engine that fails here fails at the next delivery
+            self._engine.discard_weights()
+        for name in gone:
+            self._parts[name] = replace(self._parts[name], version=self._engine.version)
+        self._open(gone)
+        self.replaced += sum(self._parts[name].ranks for name in gone)
+
+    def _fails(self, references: Sequence[Any]) -> bool:
+        """Waits for all of them, or for the first that fails."""
+        pending = list(references)
+        while pending:
+            done, pending = self.ray.wait(pending, num_returns=1)
+            try:
+                self.ray.get(done[0])
+            except self.ray.exceptions.RayError:
+                return True
+        return False
+
+    def _drop(self, pool: Pool) -> None:
+        for member in pool.members:
+            self.ray.kill(member)
+        self.ray.util.remove_placement_group(pool.group)
+
+    def _watch(self) -> None:
+        """In a thread: asks each worker whether it lives. One that died is known at once, whatever the controller waits for;
+        one that does not answer for ``recover.silent_after_s`` is killed, and then it has died too."""
+        patience = self._config.recover.silent_after_s or float("inf")
+        asked: dict[str, tuple[Any, float]] = {}
+        while not self._closing.wait(PING_S):
+            there = {
+                member._actor_id.hex(): (pool, rank, member)
+                for pool in list(self.pools.values())
+                if pool.processes and not pool.lost
+                for rank, member in enumerate(pool.members)
+            }
+            asked = {key: asked.get(key) or (None, time.monotonic() + patience) for key in there}
+            for key, (pool, rank, member) in there.items():
+                reference, until = asked[key]
+                if reference is None:
+                    ask = member.alive.options(concurrency_group="watch", max_task_retries=0)
+                    asked[key] = ask.remote(), until
+                elif self.ray.wait([reference], timeout=0)[0]:
+                    try:
+                        self.noticed(pool, self.ray.get(reference), rank)
+                        until = time.monotonic() + patience
+                    except self.ray.exceptions.RayError as error:
+                        if pool.again:
+                            until = time.monotonic() + READY_S  # Ray starts it again, and it opens its model
+                        elif not isinstance(error, self.ray.exceptions.ActorUnavailableError):  # else it may answer yet
+                            self._lost(pool, key, "died", error)
+                    asked[key] = None, until
+                elif time.monotonic() > until:
+                    self._kill(pool, rank)
+                    asked[key] = None, time.monotonic() + READY_S
+                    if not pool.again:
+                        self._lost(pool, key, f"did not answer for {patience:g} s (recover.silent_after_s)", None)
+
+    def _kill(self, pool: Pool, rank: int) -> None:
+        """Also a process that is stopped, where it is on this machine: it takes no orders of Ray's."""
+        log.warning("a worker of Ray, process %d, is silent: it is killed", pool.processes[rank])
+        if pool.nodes[rank] == self.ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(OSError):
+                os.kill(pool.processes[rank], signal.SIGKILL)
+        else:
+            self.ray.kill(pool.members[rank], no_restart=not pool.again)
+
+    def _lost(self, pool: Pool, key: str, how: str, cause: Exception | None) -> None:
+        with self._lock:
+            if pool not in self.pools.values():
+                return
+            pool.lost = WorkerDied(f"the worker of {self._names[key]} {how}")
+            log.info("cause: %s", pool.lost, exc_info=cause)
+            self.when_lost(pool.lost)
+
+    def check(self) -> None:
+        """Raises `WorkerDied` if a worker is gone whose state is gone with it."""
+        for pool in self.pools.values():
+            if pool.lost is not None:
+                raise pool.lost
 
     def _connect(self, cores: int) -> None:
         """To the cluster of `RAY_ADDRESS`, or to one that is made here and ends with the run."""
@@ -187,27 +329,31 @@ class Pools(Models):
             return
         address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
         paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-        even = {"worker_niceness": 0}  # Ray's workers give way to others, and the engine is one of these
-        made = {"num_cpus": max(cores, usable_cores()), "include_dashboard": False, "_system_config": even}
-        own: dict[str, Any] = {} if address else made
-        self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning", **own)
+        if not address:
+            # Ray's workers give way to others, and the engine is one of these; and they are started when they are needed.
+            settings = {"worker_niceness": 0, "prestart_worker_first_driver": False}
+            cpus = max(cores, usable_cores())
+            self._head = Head(num_cpus=cpus, include_dashboard=False, _system_config=settings)
+            address = self._head.join(self.ray)
         self._started = True
+        self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning")
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
 
-    def _start(self, part: PoolPart, *, again: bool) -> None:
-        """The actors of a pool. ``again``: Ray may start one again, with the calls that it did not end."""
+    def _start(self, part: PoolPart) -> None:
+        """The actors of a pool."""
         group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
-        pool = self.pools[part.pool] = Pool(group)
+        changes = any(one.changes for one in part_of(self._plan, part.pool).residents)
+        pool = self.pools[part.pool] = Pool(group, again=part.ranks == 1 and not changes)
         with waiting("cores of the Ray cluster"):
             if not group.wait(READY_S):
                 raise WaitTimeout(
                     f"Ray has not given {part.ranks} × {part.threads} core(s) for the pool {part.pool} within "
                     f"{READY_S:.0f} s; the cluster has {self.ray.cluster_resources()}"
                 )
-        actor = self.ray.remote(concurrency_groups={"desk": 2})(PoolActor)
+        actor = self.ray.remote(concurrency_groups={"desk": 2, "watch": 1})(PoolActor)
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if again else {}
+        how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if pool.again else {}
         for rank in range(part.ranks):
             member = actor.options(num_cpus=part.threads, scheduling_strategy=place(group, rank), **how).remote(part)
             pool.members.append(member)
@@ -215,7 +361,7 @@ class Pools(Models):
 
     def _enter(self, pool: Pool) -> list[Any]:
         machines = self.all([one.machine.remote(os.getcwd()) for one in pool.members], "the workers to start")
-        nodes = [node for node, *_ in machines]
+        nodes = pool.nodes = [node for node, *_ in machines]
         places = [
             Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
             for rank, node in enumerate(nodes)
@@ -226,7 +372,7 @@ class Pools(Models):
         """In a thread: does what the publisher asks of the engine, which is here."""
         asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
         with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
-            while not self._closing:
+            while not self._closing.is_set():
                 name, *arguments = self.ray.get(asked.remote())
                 try:
                     found = getattr(self._engine, name)(*arguments)
@@ -239,8 +385,10 @@ class Pools(Models):
         pending = list(references)
         with waiting(what):
             while pending:
-                done, pending = self.ray.wait(pending, num_returns=1)
-                self.get(done[0])
+                self.check()
+                done, pending = self.ray.wait(pending, num_returns=1, timeout=PING_S)
+                for one in done:
+                    self.get(one)
         return [self.get(one) for one in references]
 
     def get(self, reference: Any) -> Any:
@@ -248,7 +396,7 @@ class Pools(Models):
 
         Raises:
             TandemError: the worker's.
-            RankFailed: a worker died, or its machine; says whose.
+            WorkerDied: a worker died, or its machine; says whose.
         """
         failures = self.ray.exceptions
         try:
@@ -265,17 +413,15 @@ class Pools(Models):
             who, words = self._names.get(getattr(cause, "actor_id", None) or "", "a pool"), str(cause)
             if "creation task" in words:
                 raise RankFailed(f"the worker of {who} cannot start: {words.splitlines()[-1]}") from error
-            raise RankFailed(
-                f"the worker of {who} died, and the run with it; the same command goes on from the newest checkpoint"
-            ) from error
+            raise WorkerDied(f"the worker of {who} died") from error
 
-    def noticed(self, pool: Pool, process: int) -> bool:
-        """True if a call was done by a process that has taken the place of one that died."""
-        replaced = process != pool.processes[0]
-        if replaced:
-            log.warning("process %d of a model on Ray died; process %d has taken its place", pool.processes[0], process)
-            pool.processes[0] = process
-        return replaced
+    def noticed(self, pool: Pool, process: int, rank: int = 0) -> None:
+        """This process answered: counts it where it has taken the place of one that died."""
+        with self._lock:
+            before, pool.processes[rank] = pool.processes[rank], process
+            self.replaced += before != process
+        if before != process:
+            log.warning("process %d of a model on Ray died; process %d has taken its place", before, process)
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
         """Has every worker do it."""
@@ -314,37 +460,21 @@ class Pools(Models):
 
     def close(self) -> None:
         """Ends all workers, and the cluster if it was started here. Idempotent."""
-        self._closing = True
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join(CLOSE_S)
         members = [member for pool in self.pools.values() for member in pool.members]
         if members:
             self.ray.wait([one.close.remote() for one in members], num_returns=len(members), timeout=CLOSE_S)
-        for member in members:
-            self.ray.kill(member)
         for pool in self.pools.values():
-            self.ray.util.remove_placement_group(pool.group)
+            self._drop(pool)
         self.pools = {}
         if self._started:
             self.ray.shutdown()
             self._started = False
-
-
-@contextlib.contextmanager
-def open_pools(
-    config: TrainConfig,
-    plan: RunPlan,
-    process: Process,
-    steps: int,
-    run: str,
-    engine: InferenceEngine | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[Pools]:
-    """The workers of a run, for a block. ``steps`` and ``run``: of the run, and its name. ``engine``: generates here."""
-    pools = Pools(config, plan, engine, tokenizer)
-    try:
-        pools.start(process, steps, run)
-        yield pools
-    finally:
-        pools.close()
+        if self._head is not None:
+            self._head.close()
+            self._head = None
 
 
 class RayConductor(LocalConductor):
@@ -356,7 +486,8 @@ class RayConductor(LocalConductor):
         self._order: Order[Any] = Order(self._memory)
         self._begun: list[tuple[Stage, Pool, list[Any]]] = []
         self._costs: list[tuple[Stage, list[Spent], float]] = []
-        self._replaced = 0
+        self.calls: list[tuple[Stage, list[Spent], float]] = []
+        """The calls of the last step, with what each process spent, and the seconds that were waited here."""
 
     def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
         """Calls the method that a stage is: in a pool it begins, and references come back. The model of a reward is waited
@@ -425,10 +556,12 @@ class RayConductor(LocalConductor):
             began = time.monotonic()
             with self._around(stage), waiting(f"{stage.name}, in a worker on Ray"):
                 while any(one in pending for one in outputs):
-                    done, pending = self._pools.ray.wait(pending, num_returns=1)
-                    self._pools.get(done[0])
+                    self._pools.check()
+                    done, pending = self._pools.ray.wait(pending, num_returns=1, timeout=PING_S)
+                    for one in done:
+                        self._pools.get(one)
             costs = [self._pools.get(one)[1] for one in outputs]
-            self._replaced += self._pools.noticed(pool, costs[0].process)
+            self._pools.noticed(pool, costs[0].process)
             self._costs.append((stage, costs, time.monotonic() - began))
 
     def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
@@ -439,11 +572,12 @@ class RayConductor(LocalConductor):
         """
         self._finish()
         calls, self._costs = self._costs, []
+        self.calls = calls
         found = self._metrics(metrics)
         found["remote/read_mib"] = sum(cost.read_bytes for _, costs, _ in calls for cost in costs) / MIB
         found["remote/added_mib"] = sum(costs[0].added_bytes for _, costs, _ in calls) / MIB
         found["remote/wait_s"] = sum(waited for *_, waited in calls)
-        found["remote/replaced"] = float(self._replaced)
+        found["remote/replaced"] = float(self._pools.replaced)
         for stage, costs, _ in calls:
             name = "remote/busy_s/" + stage.name.replace(": ", "_").replace(" ", "_")
             found[name] = found.get(name, 0.0) + costs[0].seconds

@@ -51,6 +51,7 @@ from tandem.flow.calls import (
     VERIFIER,
     score_stage,
 )
+from tandem.flow.extensions import load_extensions
 from tandem.flow.mid_episode import awaited, beside_episodes
 from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
@@ -98,6 +99,9 @@ class Resident:
 
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
+
+    own: str | None = None
+    """The user's class of its train engine, as `extend.train_engine` names it; None: Tandem's."""
 
     generating: tuple[int, ...] = (0,)
     """The ranks that it sits on if it is the inference engine, a model that writes, or one that episodes ask."""
@@ -229,6 +233,7 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
         ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, a model sits where it
             cannot, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
     """
+    step = load_extensions(config, step)
     if isinstance(config, DistillConfig):
         plan = _distillation(config)
     elif isinstance(config, TrainConfig):
@@ -258,16 +263,9 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     refuse(part_problems(config))  # again, now that the records of functions in files are known
     asked = parts.credit.advantage.asked
     values = _has_critic(config, asked)
-    residents = [
-        Resident(
-            "actor",
-            actor,
-            "both" if critic.shared else "lm",
-            trained=True,
-            mini_batches=actor.mini_batches,
-            epochs=actor.epochs_per_batch,
-        )
-    ]
+    head: Head = "both" if critic.shared else "lm"
+    counts: dict[str, Any] = {"mini_batches": actor.mini_batches, "epochs": actor.epochs_per_batch}
+    residents = [Resident("actor", actor, head, trained=True, own=config.extend.train_engine, **counts)]
     if values and not critic.shared:
         residents.append(_critic(config))
     if kl.coefficient > 0:
@@ -521,7 +519,7 @@ def _distillation(config: DistillConfig) -> RunPlan:
 def _preference(config: PreferenceConfig) -> RunPlan:
     loss = choose(PREFERENCE_LOSSES, config.loss, "loss").part
     refuse(component_problems("loss", "loss", config.loss))
-    actor = Resident("actor", config.actor, trained=True)
+    actor = Resident("actor", config.actor, trained=True, own=config.extend.train_engine)
     residents = (actor, _reference(config)) if loss.needs_reference else (actor,)
     both = tuple(resident.name for resident in residents)
     awake = {"compute_reference": ("reference",), "compute_baseline": both}
@@ -532,7 +530,8 @@ def _preference(config: PreferenceConfig) -> RunPlan:
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
     kind = config.supervision if isinstance(config, RewardModelConfig) else None
-    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True)
+    own = config.extend.train_engine
+    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True, own=own)
     learner = Role("learner", LANGUAGE_MODEL if kind is None else REWARD_MODEL[kind], ("actor",))
     roles = [Role("batches", NEXT_BATCH), learner]
     return _traced(config, learn_from_rows, roles, ("actor",), (actor,), paired=kind in ("pairs", "safety"))

@@ -90,6 +90,9 @@ class Spent(NamedTuple):
     process: int
     """The number of the process that did it."""
 
+    began: float
+    """Seconds since 1970."""
+
     seconds: float
     read_bytes: int
     """Fields that came to this process for it."""
@@ -175,13 +178,13 @@ class PoolMember:
         batch: dict[str, torch.Tensor] = {}
         for name, value in zip(names or (), values, strict=False):
             batch |= {} if value is None or name in batch else {name: value}
-        began = time.monotonic()
+        at, began = time.time(), time.monotonic()
         given = () if names is None else (TensorDict(batch, batch_size=[]),)
         found = getattr(self.roles[role], call)(*given, *plain, **named)
         if isinstance(found, torch.Tensor):  # the scores of a reward's model
             found = dict(zip(added, (found,), strict=True))
         fields = [found[name] if name in found.keys() else None for name in added]
-        cost = Spent(os.getpid(), time.monotonic() - began, _bytes(batch.values()), _bytes(fields))
+        cost = Spent(os.getpid(), at, time.monotonic() - began, _bytes(batch.values()), _bytes(fields))
         output = ({} if added else found, cost)
         return (output, *fields) if added and self.team.main else output
 

@@ -140,7 +140,7 @@ def start_process(config: BaseConfig) -> Process:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = choose_device(config)
     cuda = device != "cpu"
-    if cuda and isinstance(config, TrainConfig) and config.rollout.weights.channel == "ipc":
+    if cuda and isinstance(config, TrainConfig) and config.rollout.weights.terms.on_gpu:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # its blocks have no CUDA handle
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     wanted = trainer_ranks(config)

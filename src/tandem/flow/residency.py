@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.api.activity import waiting
+from tandem.api.activity import span, waiting
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import WaitTimeout
 from tandem.api.team import Team
@@ -122,7 +122,7 @@ class Residency:
             return
         switch = self._switch = self._switches.setdefault(name, _Switch())
         began = time.perf_counter()
-        with self._timer("switch"):
+        with span(f"wake: {name}"), self._timer("switch"):
             trim_heap()  # gradients and activations of the stage before are no part of what is planned
             moves = self.plan.moves(name, self._state)
             if moves.again is not None:

@@ -20,6 +20,7 @@ from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.check import check_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
+from tandem.flow.extensions import own_train_engine
 from tandem.flow.plan import Resident, RunPlan
 from tandem.flow.process import Process, choose_device
 from tandem.flow.residency import Residency
@@ -29,11 +30,11 @@ from tandem.flow.team import TeamEngine, form_team
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
+from tandem.models.footprint import adapters_of
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
-from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
-from tandem.models.shape import Shape
+from tandem.models.shape import read_shape
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
@@ -59,6 +60,7 @@ def open_model(
     copies = [(rank,) for rank in resident.ranks] if resident.in_episodes else [resident.ranks]
     teams = [form_team(ranks, process.team) for ranks in copies]
     team = next((team for team in teams if team.member), None)
+    own = None if resident.own is None else own_train_engine(resident.own)
     build = partial(
         build_train_engine,
         resident.engine,
@@ -70,6 +72,7 @@ def open_model(
         team=team,
         adapter=resident.adapter,
         class_label=resident.class_label,
+        own=own,
         trunk=trunk.engine if isinstance(trunk, TeamEngine) else trunk,
     )
     if team is process.team:
@@ -140,11 +143,9 @@ def check_models(
         if resident.head == "text":  # `check_scores` and `check_partner` look at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
-        architecture = check_train_engine(
-            config, folder, layout, torch.device(device), dtype, resident.head, key, resident.class_label
-        )
+        check_train_engine(config, folder, layout, torch.device(device), dtype, resident.head, key, resident.class_label)
         if config.lora.rank is not None:
-            refuse_unknown_targets(config.lora, Shape.of(architecture).linears)
+            adapters_of(config.lora, read_shape(str(folder)))  # refuses names of matrices that are not there
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:

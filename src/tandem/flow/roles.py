@@ -66,7 +66,7 @@ def open_roles(
         actor = make_actor(config, plan, trainer, critic if isinstance(critic, SharedCritic) else None)
         if reference is not None:
             reference.follow(trainer, lambda: actor.version)
-        archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
+        archive, verifier = make_proof(config, process, trainer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         residency.deliver_by(publisher.deliver_again)

@@ -13,6 +13,7 @@ from tandem.api.batch import num_sequences, pack
 from tandem.api.chat_template import render, text_of
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure, UserCodeFailed
+from tandem.api.media import MediaTokens, encode, media_of
 from tandem.api.plugins import interrupted_after, run_user_code
 from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
@@ -23,6 +24,7 @@ from tandem.flow.plan import PlannedScore, RunPlan
 from tandem.flow.stages import Stage
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.flow.writing import Judged, WritingRole
+from tandem.media.parts import read_for
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.reward import Reward, Scored, is_open
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
@@ -78,20 +80,25 @@ class ModelReader:
 
     def _silence(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A conversation that ends with an empty reply. It is judged too, or silence would cost the policy nothing."""
+        messages = read_for(self.tokenizer, messages)
         try:
             rendered = render(self.tokenizer, messages)
         except DataFailure as error:
             raise DataFailure("template_refuses", f"the chat template refuses an empty reply: {error}") from error
-        return self.text(rendered)
+        return self._whole(encode(self.tokenizer, rendered, media_of(messages)))
 
     def text(self, text: str) -> dict[str, Any]:
         """Implements `ScoreReader.text`."""
-        ids = self._chat.encode(text)
-        if not ids:
+        return self._whole(encode(self.tokenizer, text))
+
+    def _whole(self, tokens: MediaTokens) -> dict[str, Any]:
+        """The fields of a text of which each token but the first counts."""
+        count = len(tokens.ids)
+        if not count:
             raise DataFailure("empty_text", "there is nothing for the model to read")
-        if len(ids) > self.max_length:
-            raise DataFailure("too_long", f"{len(ids)} tokens, and the model that scores reads {self.max_length}")
-        return _fields(Encoded(ids, [False] + [True] * (len(ids) - 1), []))
+        if count > self.max_length:
+            raise DataFailure("too_long", f"{count} tokens, and the model that scores reads {self.max_length}")
+        return _fields(Encoded(tokens.ids, [False] + [True] * (count - 1), tokens.media))
 
     def trajectory(self, sample: Sample) -> dict[str, Any]:
         """Implements `ScoreReader.trajectory`."""

@@ -1,7 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.state import Stateful
 from tandem.api.team import Team
+from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
-from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.remote.keeping import Keeping
 from tandem.flow.balance import make_balance
 from tandem.flow.collector import keep_from_collector
 from tandem.flow.conductor import Conductor, LocalConductor
 from tandem.flow.critic import Models
 from tandem.flow.delivery import weights_folder
+from tandem.flow.extensions import own_inference_engine
 from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
@@ -38,10 +40,11 @@ from tandem.flow.sleep_plan import AGAIN
 from tandem.flow.stages import Stage
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
-from tandem.flow.training import Made, TrainingSession
+from tandem.flow.training import Lasting, Made, TrainingSession
 from tandem.flow.writing import WritingModel
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
+from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
 from tandem.rewards.reward import Reward
@@ -211,9 +214,11 @@ def open_session(
     run: str,
     plan: RunPlan | None = None,
     parts: EpisodeParts | None = None,
+    lasting: Lasting | None = None,
 ) -> Iterator[Session]:
     """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
 
+    ``lasting``: has the engine and the workers of a session before this one, if there was one, and closes them.
     ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks. ``plan``:
     says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
     """
@@ -224,20 +229,24 @@ def open_session(
     residency = make_residency(config, plan, timer, process.team)
     generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
     with contextlib.ExitStack() as stack:
+        lasting = lasting or stack.enter_context(Lasting())
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
             stack.callback(parts.close)
-            roomy = with_room(config, process.device, rows, parts.tokenizer, folder, parts.services.asked)
-            engine = make_engine(roomy, process, folder, run)
+            if lasting.engine is None:
+                roomy = with_room(config, process.device, rows, parts.tokenizer, folder, parts.services.asked)
+                lasting.engine = make_engine(roomy, process, folder, run)
+            engine = lasting.engine
             parts.services.get("engine").start(engine)
-            if engine is not None:
-                stack.callback(engine.close)
         residency.add_engine(engine)
         pools = None
         if config.runner == "ray":
-            from tandem.flow.on_ray import RayConductor, open_pools  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.on_ray import Pools, RayConductor  # noqa: PLC0415 Ray is an extra
 
-            pools = stack.enter_context(open_pools(config, plan, process, steps, run, engine, parts.tokenizer))
+            pools = lasting.pools
+            if pools is None:
+                pools = lasting.pools = Pools(config, plan, engine, parts.tokenizer)
+                pools.start(process, steps, run)
             opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.residents))
         else:
             opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
@@ -253,6 +262,8 @@ def open_session(
             )
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
+            if pools is not None:
+                pools.when_lost = rollout.fail
         keep_from_collector(stack)
         roles = {**opened.objects, "rollout": rollout}
         own = (roles, parts, loader, engine, meter, scorer)
@@ -270,7 +281,7 @@ def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contex
 def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
     """A block for the time of a stage."""
     meter.begins(stage.time)
-    with timer(stage.time):
+    with timer(stage.time, stage.role, stage.name):
         yield
 
 
@@ -292,12 +303,13 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     ranks = generating_ranks(config)
     if process.rank not in ranks:
         return None
-    kept = kept_servers()
-    return build_inference_engine(
+    kept, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
+    build = partial(
+        build_inference_engine,
         config.rollout,
         folder=folder,
         placement=placement(config),
-        threads=process.generation_threads(placement(config), len(ranks)),
+        threads=threads,
         device=process.device,
         deterministic=config.deterministic,
         ranks=process.ranks_here,
@@ -309,3 +321,31 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         memory_limit_gib=config.memory_limit_gib,
         sleeps=process.device != "cpu" and servers_sleep(config),
     )
+    if config.extend.inference_engine is None:
+        return build()
+    return _own_engine(config, build, folder, process.device, threads)
+
+
+def _own_engine(
+    config: TrainConfig, build: Callable[[], InferenceEngine], folder: Path, device: str, threads: int
+) -> InferenceEngine:
+    """The engine of the user's class. ``build``: makes that of `rollout.backend`, which it may ask for, and which is closed
+    if it cannot be made."""
+    own = own_inference_engine(config)
+    engine = build() if "engine" in own.asked else None
+    try:
+        made: InferenceEngine = own(
+            engine=engine,
+            folder=folder,
+            settings=config.rollout.engine,
+            dtype=resolve_dtype(config.rollout.dtype, device),
+            device=device,
+            version=WeightVersion(0),
+            threads=engine_threads(config.rollout, placement=placement(config), threads=threads),
+            deterministic=config.deterministic,
+        )
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    return made

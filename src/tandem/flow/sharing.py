@@ -82,11 +82,12 @@ def _is_alone(resident: Resident) -> bool:
 
 
 def _trunk(resident: Resident) -> Trunk | None:
-    """Names what a resident could share; None if it is trained, has no memory of its own, lies on several ranks, writes
-    (another kind of engine does that), or computes beside the others while episodes run."""
+    """Names what a resident could share; None if it is trained, has an engine of the user's or no memory of its own, lies on
+    several ranks, writes (another kind of engine does that), or computes beside the others while episodes run."""
     engine = resident.engine
     trained = resident.changes and (engine is None or engine.lora.rank is None)
     own = engine is None or trained or resident.base_of is not None or resident.head == "text" or resident.in_episodes
+    own = own or resident.own is not None
     if engine is None or own or not _is_alone(resident):
         return None
     folder = present(engine.path)

@@ -105,10 +105,10 @@ def sleep_plan(
         shape = read(actor.engine.path)
         engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
         parts |= _engine_parts(training, shape, where, engines)
-        if training.rollout.weights.channel == "ipc":  # from one delivery to the next, for a server that is started again
+        if training.rollout.weights.terms.on_gpu:  # from one delivery to the next, for a server that is started again
             dtype = getattr(torch, where.dtype(training.rollout.dtype))
             always.append((Part(ENGINE, "delivered weights"), staged_bytes(shape.tensors(), dtype)))
-            remedies.append("leave rollout.weights.channel=ipc out")
+            remedies.append(f"leave rollout.weights.channel={training.rollout.weights.channel} out")
     if any(resident.in_episodes for resident in plan.residents):
         remedies.append("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))")
     stages = _stages(config, plan, parts, gradients, where)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 
+from tandem.api.engines import InferenceEngine
 from tandem.api.samples import Dropped, Group
 from tandem.api.state import Stateful
 from tandem.api.team import Team
@@ -29,6 +30,27 @@ class Made(NamedTuple):
     history: Mapping[int, WeightVersion] | None = None
     batch: TensorDict | None = None
     dropped: Sequence[Dropped] = ()
+
+
+@dataclass
+class Lasting(contextlib.AbstractContextManager["Lasting"]):
+    """The engine and the workers, which outlive a session: the next of the same run takes them over. Leaving the block
+    closes them."""
+
+    engine: InferenceEngine | None = None
+    pools: Any = None
+    """`tandem.flow.on_ray.Pools`; None before they start, and where this process has the models."""
+
+    def close(self) -> None:
+        """Closes both; the next session makes others."""
+        with contextlib.ExitStack() as stack:
+            for one in (self.engine, self.pools):  # the pools first: a publisher of theirs may ask the engine
+                if one is not None:
+                    stack.callback(one.close)
+            self.engine = self.pools = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Elsewhere(Protocol):

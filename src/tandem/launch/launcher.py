@@ -56,10 +56,13 @@ class LaunchJob:
     ranks: int
     grace_s: float = 30.0
     max_restarts: int = 0
+    prefix: tuple[str, ...] = ()
+    """A program that starts each group, and its words: ``("nice", "-n", "5")``. It must become the command that it starts,
+    as `exec` does, or pass signals and standard input on."""
 
     def command(self, python: str = sys.executable) -> list[str]:
         """The command of one group."""
-        return [python, "-P", "-m", "tandem", "launch", "ranks", *self.words]
+        return [*self.prefix, python, "-P", "-m", "tandem", "launch", "ranks", *self.words]
 
 
 class Launcher(ABC):

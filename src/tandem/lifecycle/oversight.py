@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Self
 
 from tandem.api.activity import ACTIVITY, OTHER_RANKS, activity, enter
-from tandem.api.failures import RankFailed, Stalled
+from tandem.api.failures import RankFailed, Stalled, WorkerDied
 from tandem.api.team import Team
 from tandem.config.arithmetic import is_save_due, stalled_after_s
 from tandem.config.errors import TandemError
@@ -38,6 +38,10 @@ itself."""
 class Leaving(KeyboardInterrupt):
     """The run ends because it was asked to, after a step, with all that was to be saved."""
 
+    def _render_traceback_(self) -> list[str]:
+        """A notebook shows these lines in place of a traceback, which tells a user nothing."""
+        return ["Interrupted after a whole step, which is saved: the same call goes on from there."]
+
 
 class Oversight:
     """Over one run, from the moment its folder is open; a context manager.
@@ -56,6 +60,26 @@ class Oversight:
         self._fault: TandemError | None = None
         self._before: dict[int, Any] = {}
         self._ended, self._left = threading.Event(), threading.Event()
+        self.mended = 0
+        """Times that this process went on after a worker of the run had died."""
+
+    def go_on(self, error: WorkerDied) -> None:
+        """Passes if the run goes on from its newest checkpoint after this.
+
+        Raises:
+            WorkerDied: `recover.max_restarts` does not allow it, or the run was asked to end.
+        """
+        most = self._config.max_restarts
+        if self._asked is not None or self.mended + restarts() >= most:
+            how = "" if most else "; recover.max_restarts=N lets it do so by itself"
+            failure = WorkerDied(f"{error}, and the run with it; the same command goes on from the newest checkpoint{how}")
+            failure.may_pass = not self.mended  # else the launcher would count from 0 again
+            raise failure from error
+        self.mended += 1
+        log.warning("%s: going on from the newest checkpoint (%d of recover.max_restarts=%d)", error, self.mended, most)
+        if self._run is not None:
+            self._run.restarted(self.mended + restarts(), str(error))
+        enter("build")
 
     def asked(self) -> bool:
         """True if the run shall end after this step; the same on all ranks. Collective."""
@@ -68,10 +92,10 @@ class Oversight:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of a run that may be started again, or whose saves may fail."""
-        found = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
+        metrics = {"recover/restarts": float(restarts() + self.mended)} if self._config.max_restarts else {}
         if self._run is not None and self._run.failed_saves:
-            found["checkpoint/failed"] = float(self._run.failed_saves)
-        return found
+            metrics["checkpoint/failed"] = float(self._run.failed_saves)
+        return metrics
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -118,8 +142,8 @@ class Oversight:
         """The words about a run that leaves after this step: what is kept."""
         if is_save_due(self._whole, ACTIVITY.step, 0, leaving=True):
             return "is saved"
-        there = checkpoints(self._folder / "checkpoints")
-        newest = f"the newest checkpoint is {there[-1]}" if there else "there is no checkpoint"
+        saved = checkpoints(self._folder / "checkpoints")
+        newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
         return f"is abandoned, for `checkpoint` asks for no save on leaving: {newest}"
 
     def _lose_patience(self, number: int) -> None:
@@ -136,10 +160,10 @@ class Oversight:
         """On a thread of its own; time counts only between looks close to each other, for a machine may sleep."""
         seen, idle, before = None, 0.0, time.monotonic()
         while not self._ended.wait(LOOK_S):
-            now, told = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
+            now, activity_now = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
             idle, before = idle + min(now - before, 2 * LOOK_S), now
-            if told != seen or ACTIVITY.waits == OTHER_RANKS:
-                seen, idle = told, 0.0
+            if activity_now != seen or ACTIVITY.waits == OTHER_RANKS:
+                seen, idle = activity_now, 0.0
             elif idle > limit:
                 self._stalled(idle)
                 return

@@ -38,10 +38,10 @@ class Progress:
     def remaining(self, last: int) -> range:
         return range(self.step + 1, last + 1)
 
-    def keep_accuracy(self, step: int, found: Mapping[str, float]) -> None:
+    def keep_accuracy(self, step: int, figures: Mapping[str, float]) -> None:
         """Keeps the accuracy among the figures of an evaluation, if they state one."""
-        if "eval/accuracy" in found:
-            self.evaluations[step] = found["eval/accuracy"]
+        if "eval/accuracy" in figures:
+            self.evaluations[step] = figures["eval/accuracy"]
 
     def state_dict(self) -> State:
         return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
@@ -52,7 +52,7 @@ class Progress:
 
 
 class DurableLedger:
-    """A ledger and its file: what ended in a step is committed with that step; a checkpoint states how far it went."""
+    """A ledger and its file. Prompts are committed with the step in which they end; a checkpoint records the last commit."""
 
     def __init__(self, ledger: Ledger, file: LedgerFile, progress: Progress):
         self._ledger, self._file, self._progress = ledger, file, progress
@@ -66,7 +66,7 @@ class DurableLedger:
         self._refused = []
 
     def forget(self) -> None:
-        """A run that begins anew has trained on nothing."""
+        """Empties the ledger, for a run that begins anew."""
         self._file.roll_back(0)
 
     def state_dict(self) -> State:
@@ -96,13 +96,14 @@ class Recovery:
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         prepare: Callable[[str], None] = lambda part: None,
         elsewhere: Elsewhere | None = None,
+        again: bool = False,
     ):
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
         nothing of them changes. ``prepare``: wakes what the part of this name loads into; collective. ``elsewhere``: the
-        processes that have parts of their own."""
+        processes that have parts of their own. ``again``: this process goes on with the run that it has begun itself."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
         self.team = team
-        self._prepare, self._elsewhere = prepare, elsewhere
+        self._prepare, self._elsewhere, self._again = prepare, elsewhere, again
 
     def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
         """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
@@ -148,6 +149,8 @@ class Recovery:
             with self.team.together():
                 if self._ledger is not None:
                     self._ledger.forget()
+                if self._again and "tracker" in self._parts:
+                    self._parts["tracker"].load_state_dict({"step": -1})
             self._begin()
             return None
         with self.team.together():
@@ -163,7 +166,7 @@ class Recovery:
         return path
 
     def _begin(self, step: int = 0) -> None:
-        """Nothing of the configuration can be refused any more. ``step``: after which the run goes on. Collective."""
+        """Marks the run as started: from here on no configuration is refused. ``step``: the last one done. Collective."""
         with self.team.together():
             if self._run is not None:
                 self._run.begin(step)
@@ -176,23 +179,21 @@ class Recovery:
         run = self._run
         assert run is not None, "rank 0 has the run folder"
         remove_leftovers(run.checkpoints)
-        if run.going is None:
+        before = run.going.found if run.going is not None and not self._again else None
+        if before is None and not self._again:
             return None
-        found = newest_valid(run.checkpoints, run.going.found.id or None)
-        if found is None:
-            log.warning(
-                "%s was cut off before its first checkpoint: it begins anew at step 0%s",
-                run.path,
-                f", and the metrics up to step {run.going.found.steps} are set aside" if run.going.found.steps else "",
-            )
+        point = newest_valid(run.checkpoints, run.id if before is None else before.id or None)
+        if point is None:
+            aside = f", and the metrics up to step {before.steps} are set aside" if before and before.steps else ""
+            log.warning("%s was cut off before its first checkpoint: it begins anew at step 0%s", run.path, aside)
             return None
-        for path, reason in found.skipped:
+        for path, reason in point.skipped:
             log.warning("%s %s; it is skipped, and set aside", path, reason)
-        found.set_skipped_aside()
-        if found.manifest.run != run.id:
-            run.adopt(found.manifest.run)
-        log.info("going on after step %d, from %s", found.step, found.path)
-        return found.path
+        point.set_skipped_aside()
+        if point.manifest.run != run.id:
+            run.adopt(point.manifest.run)
+        log.info("going on after step %d, from %s", point.step, point.path)
+        return point.path
 
 
 UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}, "verifier": {"pool": [], "undecided": 0, "missed": 0}}
@@ -217,9 +218,15 @@ def parts_of(
 
 
 def recovery_of(
-    session: TrainingSession, run: RunFolder | None, tracker: Tracker | None, device: str, stack: contextlib.ExitStack
+    session: TrainingSession,
+    run: RunFolder | None,
+    tracker: Tracker | None,
+    device: str,
+    stack: contextlib.ExitStack,
+    *,
+    again: bool = False,
 ) -> Recovery:
-    """For the loop; closes the ledger's file with ``stack``. Collective."""
+    """Makes the recovery of a run; ``stack`` closes the ledger's file. ``again``: see `Recovery`. Collective."""
     progress, ledger = Progress(), None
     with session.team.together():
         if run is not None and session.ledger is not None:
@@ -228,4 +235,4 @@ def recovery_of(
     parts = parts_of(session, progress, tracker, ledger, device)
     prepare = lambda part: session.conductor.prepare(LOADS.get(part, part))  # noqa: E731
     doing: dict[str, Any] = {"still": session.standing_still, "prepare": prepare, "elsewhere": session.elsewhere}
-    return Recovery(run, parts, progress, session.team, ledger=ledger, **doing)
+    return Recovery(run, parts, progress, session.team, ledger=ledger, again=again, **doing)

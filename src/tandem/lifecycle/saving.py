@@ -1,15 +1,17 @@
-"""When a checkpoint is saved, and whether training waits until it is written."""
+"""Saves checkpoints when they are due, while training waits or beside it."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tandem.api.activity import within
+from tandem.api.activity import waiting, within
 from tandem.api.failures import NotWritten, RankFailed, Stalled
 from tandem.api.state import State
 from tandem.api.team import Team
@@ -19,11 +21,67 @@ from tandem.launch.rank import time_to_save_s
 from tandem.lifecycle.oversight import Leaving
 from tandem.lifecycle.recovery import Recovery
 from tandem.lifecycle.summary import Saveable, save_if_due
-from tandem.state.background import BackgroundSave
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
 
 log = logging.getLogger(__name__)
+
+
+class BackgroundSave:
+    """Writes a checkpoint while the caller goes on. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._future: Future[Path | None] | None = None
+        self._what = ""
+        self._seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._future is not None and not self._future.done()
+
+    def start(self, what: str, work: Callable[[], Path | None]) -> None:
+        """Calls ``work`` in the background. ``what`` it writes: for messages. The one before must have been taken."""
+        assert self._future is None, "one save at a time"
+        future: Future[Path | None] = Future()
+        self._future, self._what = future, what
+
+        def run() -> None:
+            began = time.perf_counter()
+            try:
+                path = work()
+            except BaseException as error:  # the worker boundary: whoever waits gets it
+                self._seconds = time.perf_counter() - began
+                future.set_exception(error)
+            else:
+                self._seconds = time.perf_counter() - began
+                future.set_result(path)
+
+        # a daemon: a disk that hangs must not keep the process from ending
+        threading.Thread(target=run, name="checkpoint-save", daemon=True).start()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Waits for at most so long (None: as long as it takes); whether nothing is being written any more. A large one on a
+        slow disk is healthy, and whoever watches over the run sees one that writes nothing any more
+        (`recover.stalled_after_s`)."""
+        if self._future is not None:
+            with waiting(self._what):
+                wait([self._future], seconds)
+        return not self.busy
+
+    def take(self) -> tuple[Path | None, float] | None:
+        """The result of the last `start`, once: the checkpoint, and the seconds that it took; None where nothing was
+        started. Waits for it, as long as it takes.
+
+        Raises:
+            CheckpointFailed: it failed; or whatever else ``work`` raised.
+        """
+        future = self._future
+        if future is None:
+            return None
+        self.wait(None)
+        self._future = None
+        return future.result(), self._seconds
+
 
 LateWriter = Callable[[Mapping[str, State]], Callable[[Path], None] | None]
 """From a copy of all states to what writes the models that they are of; None where these models cannot be written so."""
@@ -44,7 +102,7 @@ class Saving:
     files, the same rename. One save at a time: a second one waits for the first. What fails in the thread is raised by the
     next `is_due` or `save`, or on leaving. After the last step training waits for the whole save.
 
-    Of several ranks each copies what it has, where rank 0 can read it (`tandem.state.shared_parts`); that is all that they
+    Of several ranks each copies what it has, where rank 0 can read it (`tandem.state.snapshot`); that is all that they
     do together. Rank 0's thread writes, by itself; the ranks hear what came of it where they meet anyway.
     """
 
@@ -130,8 +188,8 @@ class Saving:
 
     def metrics(self) -> dict[str, float]:
         """Seconds since the last call: of waiting for a save that was under way, and of those that ended beside training."""
-        found, self._seconds = self._seconds, {}
-        return found
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def _began_beside(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Copies the state and lets a thread write it; False where that cannot be done. Collective."""
@@ -139,7 +197,8 @@ class Saving:
             return False
         states = self._recovery.states()
         why_not = self.snapshots.why_not(states)
-        why_not = self._team.share(lambda: why_not or self._why_not(states))
+        no_writer = "these models are not written from a copy of their state"
+        why_not = self._team.share(lambda: why_not or (no_writer if self._late_writer(states) is None else None))
         if why_not is not None:
             log.info("training waits for each save: %s", why_not)
             self.beside = False
@@ -161,11 +220,6 @@ class Saving:
 
         self._under_way = self._team.share(begin)
         return self._under_way
-
-    def _why_not(self, states: Mapping[str, State]) -> str | None:
-        if self._late_writer(states) is None:
-            return "these models are not written from a copy of their state"
-        return None
 
     def _write_beside(self, step: int, models: Saveable, copy: State, metrics: Mapping[str, float]) -> Path | None:
         """In the thread, on rank 0."""
@@ -207,10 +261,10 @@ class Saving:
         return not self._under_way
 
     def _take(self) -> None:
-        """Waits for what the thread is writing, on rank 0; elsewhere there is none."""
-        found = self._background.take()
-        if found is not None:
-            path, seconds = found
+        """On rank 0, waits for the save under way and takes its result. Other ranks have none."""
+        outcome = self._background.take()
+        if outcome is not None:
+            path, seconds = outcome
             self.checkpoint = path or self.checkpoint
             self._count("time/save_background_s", seconds)
 
@@ -247,14 +301,14 @@ class Saving:
             RankFailed: the launcher ends this rank.
             CheckpointFailed: the save failed.
         """
-        told: RankFailed | None = None
+        failure_elsewhere: RankFailed | None = None
         try:
             ended = self._background.wait(time_to_save_s())
         except RankFailed as failure:  # raised where the launcher's signal finds it
-            told, ended = failure, self._background.wait(time_to_save_s())
+            failure_elsewhere, ended = failure, self._background.wait(time_to_save_s())
         if ended:
             self._take()
         else:
             log.warning("the checkpoint that was being written is left unfinished: the time to end is over")
-        if told is not None:
-            raise told
+        if failure_elsewhere is not None:
+            raise failure_elsewhere

@@ -35,7 +35,7 @@ class Saveable(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """The outcome of a run."""
 
@@ -47,6 +47,12 @@ class Summary:
     checkpoint: Path | None = None
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
+
+    def __repr__(self) -> str:
+        """Short, because a notebook shows it below a cell."""
+        shown = ", ".join(f"{name} {self.metrics[name]:.4g}" for name in ("reward/mean", "loss") if name in self.metrics)
+        saved = "no checkpoint" if self.checkpoint is None else f"checkpoint {self.checkpoint}"
+        return f"<{self.steps} steps, {shown or 'no metrics'}, {saved}>"
 
 
 def announce(
@@ -96,7 +102,7 @@ def announce_absent(resolved: Resolved[Any], plan: RunPlan, model: str, *, every
 
 
 def tell_limit(config: BaseConfig, num_rows: int) -> None:
-    """Says which limit ends the run where both are set; the dry run says so in its arithmetic."""
+    """If two limits are set, warns which of them ends the run. (The dry run prints it with its arithmetic.)"""
     limit = first_limit(config, num_rows)
     if limit:
         log.warning("%s", limit)
@@ -161,11 +167,6 @@ def telling_step(number: int) -> Iterator[None]:
         yield
     except UserCodeFailed as error:
         raise UserCodeFailed(f"step {number}: {error}") from error
-
-
-def run_id(team: Team, run: RunFolder | None) -> str:
-    """The run's own name, as rank 0 has it, on all ranks. Collective."""
-    return team.share(lambda: run.id if run is not None else "")
 
 
 def save_if_due(

@@ -78,10 +78,10 @@ class Source:
         self._value, self._lock = value, threading.Lock()
         self._medium: Medium | None = None
 
-    def read(self) -> Medium:
-        """The medium. Raises `DataFailure` with the reason."""
+    def read(self, again: bool = False) -> Medium:
+        """The medium. ``again``: the media store may have lost it. Raises `DataFailure` with the reason."""
         with self._lock:
-            if self._medium is None:
+            if self._medium is None or again:
                 found = self._found()
                 if isinstance(found, Path):
                     with _opened(found) as file:
@@ -91,14 +91,17 @@ class Source:
                 self._medium = keep(self.kind, read_image(found) if self.kind == "image" else read_sound(found))
             return self._medium
 
-    def check(self) -> None:
-        """Raises the `DataFailure` that the place and the header give reason for; nothing is decoded, no host is asked."""
+    def check(self) -> float:
+        """The pixels of an image or the seconds of a sound, as the header says; 0.0 where a host must be asked for it.
+
+        Raises:
+            DataFailure: the place or the header gives reason for it; nothing is decoded.
+        """
         found, check = self._found(), check_image if self.kind == "image" else check_sound
         if isinstance(found, Path):
             with _opened(found) as file:
-                check(file)
-        elif not isinstance(found, str):
-            check(found)
+                return check(file)
+        return 0.0 if isinstance(found, str) else check(found)
 
     def __str__(self) -> str:
         """The path or URL; of others the kind and a digest of what they hold."""

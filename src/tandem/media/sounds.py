@@ -49,13 +49,14 @@ def read_sound(source: bytes | tuple[Any, float]) -> np.ndarray:
     return np.rint(mono * 2**15).clip(-(2**15), 2**15 - 1).astype(np.int16)
 
 
-def check_sound(source: bytes | IO[bytes] | tuple[Any, float]) -> None:
-    """Raises the `DataFailure` that the header of a sound gives reason for; the samples of a file are not looked at."""
+def check_sound(source: bytes | IO[bytes] | tuple[Any, float]) -> float:
+    """Seconds. Raises the `DataFailure` that the header of a sound gives reason for; the samples of a file are not looked
+    at."""
     if isinstance(source, tuple):
-        _of_array(*source)
-    else:
-        with _opened(source):
-            pass
+        samples, rate = _of_array(*source)
+        return len(samples) / rate
+    with _opened(source) as file:
+        return float(file.frames / file.samplerate)
 
 
 def _library(name: str) -> Any:

@@ -121,6 +121,17 @@ def packed(number: int) -> bytes:
         return _file(medium(number).kind, number).read_bytes()
 
 
+def file_size(medium: Medium) -> int:
+    """Bytes of the file of a medium. Raises `FileNotFoundError`."""
+    return _file(medium.kind, medium.number).stat().st_size
+
+
+def remove(number: int) -> None:
+    """Removes a medium from the store, if it is there."""
+    for kind in _ENDINGS:
+        _file(kind, number).unlink(missing_ok=True)
+
+
 def _number(kind: MediaKind, data: np.ndarray) -> int:
     digest = hashlib.sha256(f"{kind} {data.shape}".encode())
     digest.update(np.ascontiguousarray(data, "<i2" if kind == "audio" else None).data)

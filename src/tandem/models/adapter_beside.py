@@ -22,6 +22,9 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", ADAPTER_SETTINGS
 MODULES = "modules"
 """Entry of the metadata of its tensors: the ends of the names of the matrices, with commas between."""
 
+TOWERS = "towers"
+"""Another one: the parts of a media model that have adapters beside its layers."""
+
 
 def digest_of_base(folder: Path) -> str:
     """Digest of the weight files of a model folder: another one if they are others."""
@@ -53,7 +56,8 @@ def adapter_beside(model: Path) -> AdapterBeside | None:
         rank, base, modules = int(settings["r"]), str(settings["base_model_name_or_path"]), settings["target_modules"]
         if isinstance(modules, str):  # a pattern, for a media model
             modules = about[MODULES].split(",")
-        lora = LoRAConfig(rank, float(settings["lora_alpha"]), tuple(map(str, modules)))
+        towers = tuple(filter(None, about.get(TOWERS, "").split(",")))
+        lora = LoRAConfig(rank, float(settings["lora_alpha"]), tuple(map(str, modules)), towers)
         dtype = getattr(torch, about["base_dtype"])
         here = present(base)
         if here is None or digest_of_base(here) != about["base"] or not isinstance(dtype, torch.dtype):

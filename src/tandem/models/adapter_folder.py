@@ -1,7 +1,6 @@
 """Adapters on disk, in peft's format: ``PeftModel.from_pretrained(base, folder)`` opens them."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from tandem.api.weight_files import save_tensors
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.lora import LoRAConfig
-from tandem.models.adapter_beside import MODULES, SETTINGS, WEIGHTS, digest_of_base
+from tandem.models.adapter_beside import MODULES, SETTINGS, TOWERS, WEIGHTS, digest_of_base
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.lora import merged
 from tandem.models.streaming import tensors_of
@@ -53,11 +52,11 @@ def write_adapter(
     modules: list[str],
     *,
     classifier: bool,
-    within: str = "",
+    pattern: str = "",
 ) -> None:
     """Writes a new folder. ``tensors``: float32, under the names of `TrainEngine.adapter_weights`; other ones are heads.
 
-    ``modules``: the last parts of the names of the matrices. ``within``: prefix of all of them in a media model, whose
+    ``modules``: the last parts of the names of the matrices. ``pattern``: of their whole names in a media model, whose
     towers have matrices of the same names.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.scaling * (lora.rank or 0),
         "lora_dropout": lora.dropout,
-        "target_modules": rf"{re.escape(within)}.*\.({'|'.join(modules)})" if within else modules,
+        "target_modules": pattern or modules,
         "modules_to_save": ["score"] if classifier else None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -77,7 +76,7 @@ def write_adapter(
     named = {_PREFIX + name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
     # beside the tensors: peft takes keys in its settings that it does not know for those of a newer peft, and says so
     about = {"format": "pt", "base": base.digest, "base_dtype": str(base.dtype).removeprefix("torch.")}
-    about[MODULES] = ",".join(modules)
+    about |= {MODULES: ",".join(modules), TOWERS: ",".join(lora.towers)}
     save_tensors(named, folder / WEIGHTS, metadata=about)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

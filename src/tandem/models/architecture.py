@@ -3,23 +3,23 @@
 What is listed here is computed exactly; everything else is refused by name when the model is opened.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tandem.config.errors import ConfigError
+from tandem.models.families import FAMILIES, with_facts
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
 """``model_type`` of the configurations that work. SmolLM and SmolLM2 are ``llama``."""
 
-_INSIDE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+_INSIDE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """``model_type`` of the language model in a media model → that of the text model whose layers it has."""
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _REFUSED = {
     "gemma3": "its pictures are attended in both directions; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
-    "qwen3_vl": "the features of a picture enter several of its layers",
 }
 
 
@@ -100,13 +100,14 @@ class Architecture:
         from tandem.models.media.families import text_config  # noqa: PLC0415 - families know attention, which knows this
 
         whole, config = config, text_config(config)
-        kind = _INSIDE.get(config.model_type, config.model_type)
+        family = FAMILIES.get(config.model_type)
+        kind = family.like if family is not None else _INSIDE.get(config.model_type, config.model_type)
         _refuse_what_is_not_exact(whole, config, kind)
         gemma = kind in ("gemma2", "gemma3_text")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention_bias = bool(getattr(config, "attention_bias", False))
-        return cls(
+        architecture = cls(
             model_type=kind,
             num_layers=config.num_hidden_layers,
             num_heads=heads,
@@ -133,6 +134,7 @@ class Architecture:
             sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
             rope=_ropes(config, head_dim),
         )
+        return architecture if family is None else replace(architecture, **with_facts(family, config, architecture))
 
 
 def _refuse_what_is_not_exact(whole: Any, config: Any, kind: str) -> None:
@@ -198,13 +200,20 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
         )
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(parameters))
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(config, parameters))
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return Rope(inv_freq.float(), float(scaling), _axes(parameters))
+    return Rope(inv_freq.float(), float(scaling), _axes(config, parameters))
 
 
-def _axes(parameters: dict[str, Any]) -> torch.Tensor | None:
-    """`Rope.axes`: those of one position after those of another."""
-    sections = parameters.get("mrope_section")
-    return None if sections is None else torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+def _axes(config: Any, parameters: dict[str, Any]) -> torch.Tensor | None:
+    """`Rope.axes`: those of one position after those of another; of Qwen3-VL every third one is of the height, from the
+    second on, and of the width, from the third on, and the others are of the time."""
+    interleaved = config.model_type == "qwen3_vl_text"
+    sections = parameters.get("mrope_section", [24, 20, 20] if interleaved else None)
+    if sections is None or not interleaved:
+        return None if sections is None else torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    axes = torch.zeros(config.head_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.models.native import load
+from tandem.models.native import function, load
 
 STEP, LARGEST = 32, 512
 """Head dimensions are multiples of the one, and at most the other."""
@@ -62,9 +62,8 @@ class _Call(ctypes.Structure):
 class _Kernel:
     def __init__(self, path: Path, dtype: torch.dtype):
         library = ctypes.CDLL(str(path))
-        self.attend, self.backward = library.attend, library.attend_backward
-        for function in (self.attend, self.backward):
-            function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_int], None
+        types = [ctypes.POINTER(_Call), ctypes.c_int]
+        self.attend, self.backward = (function(library, name, types) for name in ("attend", "attend_backward"))
 
 
 @functools.cache

@@ -29,10 +29,12 @@ class Adapters:
     """Names of the matrices that have an adapter, see `Shape.linears`."""
 
     dropout: bool = False
+    tower_widths: int = 0
+    """Inputs and outputs of the matrices of towers that have one, added up."""
 
     def parameters(self, shape: Shape) -> int:
-        """Number of parameters of all layers."""
-        return shape.layers * self.rank * self.widths(shape)
+        """Number of parameters of all layers and towers."""
+        return self.rank * (shape.layers * self.widths(shape) + self.tower_widths)
 
     def widths(self, shape: Shape) -> int:
         """Inputs and outputs of one layer's matrices, added up."""
@@ -51,8 +53,10 @@ def adapters_of(lora: LoRAConfig, shape: Shape) -> Adapters | None:
     """
     if lora.rank is None:
         return None
-    refuse_unknown_targets(lora, shape.linears)
-    return Adapters(lora.rank, tuple(module for module in shape.linears if targets(lora, module)), lora.dropout > 0)
+    seen = shape.tower_matrices(lora.towers)
+    refuse_unknown_targets(lora, [*shape.linears, *seen])
+    modules = tuple(module for module in shape.linears if targets(lora, module))
+    return Adapters(lora.rank, modules, lora.dropout > 0, sum(sum(seen[path]) for path in seen if targets(lora, path)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from tandem.api.weight_files import INDEX
 from tandem.api.weight_files import UNREADABLE as FEWER
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.attention import NAME
+from tandem.models.families import load_family
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ MAX_SIZES = {
     "encoder_ffn_dim": 2**22,
     "image_size": 2**16,
     "max_source_positions": 2**20,
+    "num_position_embeddings": 2**20,
 }
 """No model comes near; of as many as a configuration says lists, modules and buffers would be made."""
 
@@ -65,6 +67,7 @@ def read_hf_config(place: str | os.PathLike[str]) -> PretrainedConfig:
     Raises:
         ConfigError: it cannot be read, wants code of its own, or says what no model has.
     """
+    load_family()
     try:
         refuse_absurd(Path(place))
         return AutoConfig.from_pretrained(place, trust_remote_code=False)

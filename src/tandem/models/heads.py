@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PretrainedConfig
+from transformers import AutoModelForTokenClassification, PretrainedConfig
 
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, error_words, read_weights
 from tandem.models.layout import TokenLayout
-from tandem.models.media.families import family_class
+from tandem.models.media.families import classifier_class, family_of, opener
 from tandem.models.media.family import MediaFamily
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.stopping import as_list, stop_ids
@@ -31,9 +31,9 @@ class PackedScalarModel(PackedModel):
     """A transformers sequence classifier, read at every token. ``chosen``: of one with several classes, the number of the
     class whose log-odds against all others are the score; None where it has one label."""
 
-    def __init__(self, model: nn.Module, chosen: int | None = None):
-        """``model``: as `PackedCausalLM` takes it, with a head called ``score``."""
-        super().__init__(model)
+    def __init__(self, model: nn.Module, chosen: int | None = None, family: MediaFamily | None = None):
+        """``model``, ``family``: as `PackedCausalLM` takes them, with a head called ``score``."""
+        super().__init__(model, family)
         self.chosen = chosen
 
     def forward(self, layout: TokenLayout) -> Outputs:
@@ -118,16 +118,19 @@ def read_classifier(
     chosen = None if class_label is None else class_number(folder, config, class_label)
     brings_head, padding = prepare_classifier(folder, config, class_label)
     config.num_labels = labels if tokens or chosen is not None else 1
-    kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
-    model = read_weights(kind, folder, config, dtype, device, () if brings_head else (HEAD,))
+    family = family_of(folder, config)
+    kind, attention = AutoModelForTokenClassification if tokens else classifier_class(config), opener(family)[1]
+    model = read_weights(kind, folder, config, dtype, device, () if brings_head else (HEAD,), attention)
     if tokens and chosen is None:
         model.score = _log_odds(model.score)
     if not brings_head:
         nn.init.zeros_(model.score.weight)
-    model.config.pad_token_id = padding
+    if family is None:  # transformers has no classifier of media models that would read it
+        model.config.pad_token_id = padding
+    packed = PackedScalarModel(model, chosen, family)
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
-    model.model.embed_tokens.padding_idx = None
-    return PackedScalarModel(model, chosen)
+    packed.decoder.embed_tokens.padding_idx = None
+    return packed
 
 
 def _log_odds(head: nn.Linear) -> nn.Linear:
@@ -171,14 +174,8 @@ def prepare_classifier(folder: Path, config: PretrainedConfig, class_label: Clas
     ``class_label``: the class that is the score, of a classifier with several; then its labels stay.
 
     Raises:
-        ConfigError: it is a media model, has more labels and none is chosen, no such class, or no usable padding token.
+        ConfigError: it has more labels and none is chosen, no such class, or no usable padding token.
     """
-    kind = family_class(config)
-    if kind is not None:
-        raise ConfigError(
-            f"{folder} reads {' and '.join(kind.kinds)}, and transformers has no classifier of that kind for a critic or "
-            "reward model: critic.shared=true puts a value head on the actor; a reward model reads text"
-        )
     brings_head = is_classifier(config)
     if class_label is not None:
         class_number(folder, config, class_label)
@@ -203,13 +200,14 @@ def padding_token(folder: Path, config: PretrainedConfig) -> int:
     Raises:
         ConfigError: all of them end texts, or there are none.
     """
-    ends = {*as_list(config.eos_token_id), *stop_ids(folder, config)}
-    for token in (config.pad_token_id, config.bos_token_id, *_special_tokens(folder)):
-        if token is not None and token not in ends and token < config.vocab_size:
+    text = config.get_text_config()
+    ends = {*as_list(text.eos_token_id), *stop_ids(folder, config)}
+    for token in (text.pad_token_id, text.bos_token_id, *_special_tokens(folder)):
+        if token is not None and token not in ends and token < text.vocab_size:
             return token
     raise ConfigError(
         f"config.json of {folder} has no padding token that transformers could tell from the end of a text "
-        f"(pad_token_id={config.pad_token_id}, bos_token_id={config.bos_token_id}, ends {sorted(ends)}), and its "
+        f"(pad_token_id={text.pad_token_id}, bos_token_id={text.bos_token_id}, ends {sorted(ends)}), and its "
         "tokenizer has no other special token; set pad_token_id there to a token that no text ends with"
     )
 

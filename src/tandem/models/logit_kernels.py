@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.models.native import load
+from tandem.models.native import function, load
 
 FACTS = 4
 """Numbers that describe the softmax of a row: the highest scaled logit, the logarithm of the sum of exponentials below it,
@@ -24,9 +24,9 @@ class LogitKernels:
     def __init__(self, path: Path, dtype: torch.dtype):
         library = ctypes.CDLL(str(path))
         pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-        self._read, self._differentiate = library.read_logits, library.differentiate_logits
-        self._read.argtypes = [pointer] * 3 + [real, threads, pointer, number, number, threads]
-        self._differentiate.argtypes = [pointer] * 3 + [real] + [pointer] * 3 + [number, number, threads]
+        behind = [number, number, threads]
+        self._read = function(library, "read_logits", [pointer] * 3 + [real, threads, pointer, *behind])
+        self._differentiate = function(library, "differentiate_logits", [pointer] * 3 + [real] + [pointer] * 3 + behind)
 
     def read(
         self,

@@ -17,6 +17,7 @@ from torch.nn.functional import dropout, linear
 
 from tandem.config.errors import ConfigError
 from tandem.config.lora import ALL_LINEAR, LoRAConfig
+from tandem.models.media.features import tower_matrices
 from tandem.models.packed import PackedModel
 
 A, B = "lora_A", "lora_B"
@@ -77,11 +78,12 @@ def refuse_unknown_targets(lora: LoRAConfig, modules: Iterable[str]) -> None:
     """
     there = sorted(modules)
     named = {name for module in there for name in targets(lora, module)}
+    shown = sorted({".".join(module.split(".")[-2:]) for module in there})
     for name in lora.target_modules:
         if name not in named:
             raise ConfigError(
                 f"lora.target_modules has {name!r}, which no matrix of this model's layers ends with; there are "
-                f"{', '.join(there)}, and {ALL_LINEAR}"
+                f"{', '.join(shown)}, and {ALL_LINEAR}"
             )
 
 
@@ -105,8 +107,13 @@ def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed
                 continue
             seen.add(path)
             if targets(lora, path):
-                parent, _, name = path.rpartition(".")
-                setattr(layer.get_submodule(parent), name, LoRALinear(module, lora))
+                _put(layer, path, module, lora)
+    if packed.media is not None:
+        for path, module in tower_matrices(packed.media.family, packed.model, lora.towers):
+            seen.add(path)
+            if targets(lora, path):
+                _put(packed.model, path, module, lora)
+        packed.media.find_weights()
     refuse_unknown_targets(lora, seen)
     drawn = {n: Drawn(n, p.shape, seed) for n, p in packed.named_parameters() if n.endswith(f".{A}")}
     with torch.no_grad():
@@ -115,6 +122,11 @@ def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed
             if not parameter.is_meta:
                 parameter.copy_(values[:])
     return drawn
+
+
+def _put(within: nn.Module, path: str, matrix: nn.Linear, lora: LoRAConfig) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(within.get_submodule(parent), name, LoRALinear(matrix, lora))
 
 
 def fill_adapters(packed: PackedModel, tensors: Mapping[str, torch.Tensor]) -> None:

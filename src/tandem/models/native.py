@@ -4,6 +4,7 @@ Of each source there are two libraries: one for bfloat16 numbers, which needs AV
 float32 numbers, which needs AVX2. ``TANDEM_KERNELS=0`` turns all of them off.
 """
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -14,12 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from tandem.api.activity import is_profiled, span
 from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
 
@@ -43,6 +45,21 @@ def _instructions(dtype: torch.dtype) -> list[str] | None:
     if dtype != torch.float32:
         return None
     return _AVX512 if torch.cpu._is_avx512_supported() else ["-mavx2"] if torch.cpu._is_avx2_supported() else None
+
+
+def function(library: ctypes.CDLL, name: str, types: Sequence[Any], result: Any = None) -> Callable[..., Any]:
+    """A function of a compiled library, from its C types; a profile shows its calls beside torch's operators."""
+    compiled = library[name]
+    compiled.argtypes, compiled.restype = types, result
+    shown = f"kernel: {name}"
+
+    def call(*arguments: Any) -> Any:
+        if not is_profiled():  # a hundred calls a token
+            return compiled(*arguments)
+        with span(shown):
+            return compiled(*arguments)
+
+    return call
 
 
 def load(

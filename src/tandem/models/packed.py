@@ -100,9 +100,9 @@ class PackedModel(nn.Module):
     def hidden(self, layout: TokenLayout) -> torch.Tensor:
         """States after each token, normalised, ``[C, H]``; under context parallelism this rank's."""
         decoder = self.decoder
-        tokens = {"input_ids": layout.ids} if self.media is None else {"inputs_embeds": self._embeddings(layout, self.media)}
+        given = {"input_ids": layout.ids[None]} if self.media is None else self._shown(layout, self.media)
         return decoder(
-            **{name: given[None] for name, given in tokens.items()},
+            **given,
             position_ids=layout.at[None] if layout.at.dim() == 1 else layout.at.T[:, None],
             # nobody reads it; without one transformers would ask the device where sequences begin
             attention_mask=layout.ids.new_zeros(1, 1, 1, 1),
@@ -110,13 +110,18 @@ class PackedModel(nn.Module):
             packing=layout.packing,
         ).last_hidden_state[0]
 
-    def _embeddings(self, layout: TokenLayout, media: Features) -> torch.Tensor:
-        """Embeddings of the tokens, features where they stand, ``[C, H]``."""
+    def _shown(self, layout: TokenLayout, media: Features) -> dict[str, Any]:
+        """Embeddings of the tokens with features where they stand, ``[1, C, H]``, and those that layers get."""
         embeddings = self.decoder.embed_tokens(layout.ids)
         if layout.media is None:
-            return embeddings + media.nothing()
+            return {"inputs_embeds": (embeddings + media.nothing())[None]}
         rows = SummedRows.apply(media.of(layout.media.numbers, layout.ids.device), layout.media.row)
-        return embeddings.index_copy(0, layout.media.place, rows.to(embeddings.dtype))
+        first, *others = rows.to(embeddings.dtype).chunk(1 + media.family.layers_fed, dim=-1)
+        given = {"inputs_embeds": embeddings.index_copy(0, layout.media.place, first)[None]}
+        if not others:
+            return given
+        shown = torch.zeros_like(layout.ids, dtype=torch.bool).index_fill(0, layout.media.place, True)
+        return given | {"visual_pos_masks": shown[None], "deepstack_visual_embeds": others}
 
     def read_scalar(self, states: torch.Tensor, weight: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """One number a token, ``[T]`` float32, from ``states [C, H]`` and ``weight [1, H]``."""

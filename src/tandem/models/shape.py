@@ -9,7 +9,7 @@ from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.foreign import read_hf_config
-from tandem.models.media.families import tower_sizes
+from tandem.models.media.families import TowerSize, tower_sizes
 
 Head = Literal["lm", "scalar", "both"]
 Dtype = Literal["float32", "bfloat16"]
@@ -47,8 +47,8 @@ class Shape:
     stored: int = 4
     """Bytes of a number in the files of the model, as its configuration says; 4 where it does not."""
 
-    towers: tuple[tuple[str, int], ...] = ()
-    """The parts of a media model that see or hear, as `actor.freeze` names them, and the parameters of each."""
+    towers: tuple[TowerSize, ...] = ()
+    """The parts of a media model that see or hear."""
 
     @property
     def query(self) -> int:
@@ -99,11 +99,15 @@ class Shape:
 
     def tower_parameters(self, names: Container[str] | None = None) -> int:
         """Parameters of the towers; ``names``: of these alone."""
-        return sum(count for name, count in self.towers if names is None or name in names)
+        return sum(tower.parameters for tower in self.towers if names is None or tower.name in names)
+
+    def tower_matrices(self, names: Container[str]) -> dict[str, list[int]]:
+        """Path of each matrix of these towers → inputs and outputs."""
+        return {path: sizes for tower in self.towers if tower.name in names for path, *sizes in tower.matrices}
 
     def tensors(self) -> Iterator[int]:
         """Numbers in each tensor of a language model, in the order in which a trained model gives them; a tower is one."""
-        yield from (count for _, count in self.towers)
+        yield from (tower.parameters for tower in self.towers)
         biased = {"o_proj": self.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.qkv_bias)
         yield self.embedding
         for _ in range(self.layers):

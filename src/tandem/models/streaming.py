@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForSequenceClassification
 
 from tandem.api.activity import did
 from tandem.api.weight_files import stored_entries
 from tandem.config.errors import ConfigError
-from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
 from tandem.models.foreign import (
     UNREADABLE,
@@ -36,7 +34,7 @@ from tandem.models.heads import (
     refuse_classifier,
 )
 from tandem.models.load import read_config
-from tandem.models.media.families import family_class, family_of, opener
+from tandem.models.media.families import classifier_class, family_class, family_of, opener
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.stopping import set_stop_ids
 from tandem.models.tensor_parallel import Pieces
@@ -97,20 +95,23 @@ def open_unfilled(
         return None
     config = read_config(folder)
     may_miss: set[str] = set()
+    family = family_of(folder, config)
+    kind, attention = opener(family)
     if head == "scalar" and is_token_classifier(config):
         return None  # its head is computed from the one in the file
     if head == "scalar":
-        brings_head, config.pad_token_id = prepare_classifier(folder, config)
+        brings_head, padding = prepare_classifier(folder, config)
+        if family is None:  # see `read_classifier`
+            config.pad_token_id = padding
         may_miss = set() if brings_head else {HEAD}
         if not brings_head:
             files = {name: tensor for name, tensor in files.items() if name != HEAD}
-        model = _empty(AutoModelForSequenceClassification, NAME, config, folder)
-        model.model.embed_tokens.padding_idx = None  # see `read_classifier`
-        packed: PackedModel = PackedScalarModel(model)
+        model = _empty(classifier_class(config), attention, config, folder)
+        packed: PackedModel = PackedScalarModel(model, family=family)
+        packed.decoder.embed_tokens.padding_idx = None  # see `read_classifier`
     else:
         refuse_classifier(folder, config)
-        family = family_of(folder, config)
-        model = _empty(*opener(family), config, folder)
+        model = _empty(kind, attention, config, folder)
         model.generation_config = read_generation_config(folder) or model.generation_config
         set_stop_ids(model, folder)
         packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens, family=family)

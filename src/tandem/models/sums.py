@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.models.native import load
+from tandem.models.native import function, load
 
 
 class _Sums:
@@ -18,9 +18,8 @@ class _Sums:
     def __init__(self, path: Path, dtype: torch.dtype):
         library = ctypes.CDLL(str(path))
         pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self.add_to, self.square_sum = library.add_to, library.square_sum
-        self.add_to.argtypes = [pointer, pointer, number, threads]
-        self.square_sum.argtypes, self.square_sum.restype = [pointer, number, threads], ctypes.c_double
+        self.add_to = function(library, "add_to", [pointer, pointer, number, threads])
+        self.square_sum = function(library, "square_sum", [pointer, number, threads], ctypes.c_double)
 
 
 @functools.cache

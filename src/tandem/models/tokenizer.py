@@ -151,6 +151,8 @@ def save_classifier_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) 
 
     With another one, such as the usual end of a text, transformers would score the padding of a row.
     """
-    own = copy.deepcopy(tokenizer)
-    own.pad_token = own.convert_ids_to_tokens(read_hf_config(folder).pad_token_id)
-    own.save_pretrained(folder)
+    own = tokenizer
+    if getattr(tokenizer, "media", None) is None:  # of media models transformers has no classifier
+        own = copy.deepcopy(tokenizer)
+        own.pad_token = own.convert_ids_to_tokens(read_hf_config(folder).pad_token_id)
+    save_tokenizer(own, folder)

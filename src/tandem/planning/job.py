@@ -270,7 +270,7 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, sampl
         adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
         seats=seats,
-        opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.channel == "ipc" else 0,
+        opened=staged_bytes(shape.tensors(), getattr(torch, delivered)) if rollout.weights.terms.on_gpu else 0,
     )
 
 

@@ -78,7 +78,7 @@ def gradients_of_the_step(model: PlannedModel, room: Room) -> Iterator[MemoryIte
     yield gradients(model, room, pieces * FLOAT32 * model.masters / model.parts)
     largest = max(model.piece.embedding, model.piece.hidden * model.piece.intermediate)
     if model.adapters is not None:
-        largest = model.adapters.rank * max(max(model.shape.linears[name]) for name in model.adapters.modules)
+        largest = model.adapters.rank * max((max(model.shape.linears[name]) for name in model.adapters.modules), default=0)
     yield room.item(model.role, "norm of the gradients", NORM_BYTES * largest / model.parts, _place(model))
 
 

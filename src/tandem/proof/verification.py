@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.gap import Evidence, gap
 from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
 from tandem.api.failures import DeliveryDisproved
 from tandem.config.delivery import VerifyConfig
-from tandem.proof.diagnosis import likely_cause, missing_update
 from tandem.proof.scoring import Scorer, Verified
-from tandem.proof.tokenisation import explained_by_tokenisation
 from tandem.roles.samples import trained_tokens
 
 log = logging.getLogger(__name__)
@@ -79,7 +76,6 @@ class Verifier:
         self,
         scorer: Scorer,
         config: VerifyConfig,
-        tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
         *,
         schedule: Schedule | None = None,
@@ -92,7 +88,7 @@ class Verifier:
         ``confirmations``: verifications that must agree that an update is missing. ``keeps_kv``: tokens after an update
         stand on keys and values of before, so they are not verified. ``hot_first_token``: nor is the first token of a reply,
         drawn at another temperature."""
-        self._scorer, self._config, self._tokenizer, self._dtype = scorer, config, tokenizer, dtype
+        self._scorer, self._config, self._dtype = scorer, config, dtype
         self._keeps_kv, self._hot_first_token, self._seed = keeps_kv, hot_first_token, seed
         self._warned = False
         self._version: Callable[[], int] = lambda: 0
@@ -121,8 +117,8 @@ class Verifier:
         return {"pool": pool, "undecided": self._undecided, "missed": self._missed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place of the evidence that is here."""
-        self._pool = deque((Evidence(**{k: v.clone() for k, v in one.items()}) for one in state["pool"]), maxlen=POOL)
+        """Replaces the evidence."""
+        self._pool = deque((Evidence(**{k: v.clone() for k, v in part.items()}) for part in state["pool"]), maxlen=POOL)
         self._undecided, self._missed = int(state["undecided"]), int(state["missed"])
         self._schedule.suspicious = self._missed > 0
 
@@ -144,39 +140,35 @@ class Verifier:
     def verify(self, batch: TensorDict, version: int) -> dict[str, float]:
         """Verifies as `verify_if_due` does, always. ``version``: of the weights that train now."""
         chosen = choose(batch, self._config.trajectories, self._seed + version)
-        found = self.score(select(batch, chosen), version)
-        total, count = int(trained_tokens(batch).sum()), int(found.known.sum())
-        share = {"gap/verified": count / max(1, total), "gap/unknown": found.unknown_share}
+        verified = self.score(select(batch, chosen), version)
+        total, count = int(trained_tokens(batch).sum()), int(verified.known.sum())
+        share = {"gap/verified": count / max(1, total), "gap/unknown": verified.unknown_share}
         share["memory/kept_versions_gib"] = self._scorer.kept_gib
         if not count:
             log.warning("no token of the batch could be verified: the versions that made them are not kept")
             return share
-        rollout = found.batch["rollout_logprobs"]
-        off = gap(found.stamped, rollout, found.known)
-        explained = explained_by_tokenisation(
-            found.batch, off, found.known, self.tolerance, self._tokenizer, lambda b: self._scorer.score(b, None)
-        )
+        rollout = verified.batch["rollout_logprobs"]
+        off = gap(verified.stamped, rollout, verified.known)
         metrics = {
-            "gap/numeric": float((off - explained).sum()) / count,
-            "gap/stale": float(gap(found.newest, found.stamped, found.known).sum()) / count,
-            "gap/tokenisation": float(explained.sum()) / count,
+            "gap/numeric": float(off.sum()) / count,
+            "gap/stale": float(gap(verified.newest, verified.stamped, verified.known).sum()) / count,
         }
-        if self._is_off(found, off):
-            cause = likely_cause(found, version, self.tolerance, self._scorer)
-            raise DeliveryDisproved(self._describe(found, off, cause, within=False))
-        return share | metrics | self._weigh(found, off, version)
+        if self._is_off(verified, off):
+            cause = likely_cause(verified, version, self.tolerance, self._scorer)
+            raise DeliveryDisproved(self._describe(verified, off, cause, within=False))
+        return share | metrics | self._weigh(verified, off, version)
 
-    def _weigh(self, found: Verified, off: torch.Tensor, version: int) -> dict[str, float]:
+    def _weigh(self, verified: Verified, off: torch.Tensor, version: int) -> dict[str, float]:
         """Adds the evidence that the last update arrived to that of before, and acts on what it says together.
 
         Raises:
             DeliveryDisproved: as many verifications as must agree call the update missing.
         """
-        both = found.known & ~found.older.isnan()
+        both = verified.known & ~verified.older.isnan()
         if int(both.sum()) < MIN_TOKENS:
             return {}
-        rollout, sequences = found.batch["rollout_logprobs"], sequence_index(found.batch)
-        self._pool.append(Evidence.of(rollout[both], found.compared[both], found.older[both], sequences[both]))
+        rollout, sequences = verified.batch["rollout_logprobs"], sequence_index(verified.batch)
+        self._pool.append(Evidence.of(rollout[both], verified.compared[both], verified.older[both], sequences[both]))
         together = Evidence.pooled(list(self._pool))
         metrics = {"gap/update_sigmas": together.sigmas}
         if abs(together.sigmas) < SIGMAS:
@@ -185,13 +177,13 @@ class Verifier:
         self._pool.clear()
         self._undecided = 0
         metrics["gap/undecided"] = 0.0
-        if found.exact:
+        if verified.exact:
             metrics["gap/missing_update"] = together.missing_share
         self._missed = self._missed + 1 if together.sigmas < 0 else 0
         self._schedule.suspicious = self._missed > 0
         if self._missed >= self._confirmations:
-            cause = missing_update(-together.sigmas, together.missing_share if found.exact else None)
-            raise DeliveryDisproved(self._describe(found, off, cause, within=True))
+            cause = missing_update(-together.sigmas, together.missing_share if verified.exact else None)
+            raise DeliveryDisproved(self._describe(verified, off, cause, within=True))
         if self._missed:
             log.warning(
                 "the engine seems to lack the last update before version %d, or a part of it (%.1f standard errors); every "
@@ -215,12 +207,12 @@ class Verifier:
 
     def score(self, part: TensorDict, version: int) -> Verified:
         """Scores a part of a batch under every version that its tokens, or those of the version before, need."""
-        mask, stamps, kept = self._mask(part), part["versions"], {*self._scorer.kept(), version}
+        mask, stamps, numbers = self._mask(part), part["versions"], {*self._scorer.kept(), version}
         named = {int(number) for number in stamps[mask].unique()}
-        before = {number - 1 for number in named} & kept
-        scores = {number: self._score(part, number, version) for number in sorted(named & kept | {version})}
+        before = {number - 1 for number in named} & numbers
+        scores = {number: self._score(part, number, version) for number in sorted(named & numbers | {version})}
         stamped = _by_stamp(stamps, scores, age=0)
-        exact = self._scores_in_float32(part, sorted(named & kept | before), version) if before else None
+        exact = self._scores_in_float32(part, sorted(named & numbers | before), version) if before else None
         compared = exact or scores | {
             number: self._score(part, number, version) for number in sorted(before - scores.keys())
         }
@@ -264,22 +256,22 @@ class Verifier:
             mask = mask & (part["versions"] == per_token(part, first))
         return mask
 
-    def _is_off(self, found: Verified, off: torch.Tensor) -> bool:
-        counts = sum_by_sequence(found.batch, found.known.float())
-        sums = sum_by_sequence(found.batch, off)
+    def _is_off(self, verified: Verified, off: torch.Tensor) -> bool:
+        counts = sum_by_sequence(verified.batch, verified.known.float())
+        sums = sum_by_sequence(verified.batch, off)
         if float(sums.sum()) > self.tolerance * float(counts.sum()):
             return True
-        groups = found.batch["group_id"]
+        groups = verified.batch["group_id"]
         for group in groups.unique():
             mine = groups == group
             if counts[mine].sum() >= MIN_TOKENS and sums[mine].sum() > GROUP_FACTOR * self.tolerance * counts[mine].sum():
                 return True
         return False
 
-    def _describe(self, found: Verified, off: torch.Tensor, cause: str, *, within: bool) -> str:
-        """``within``: the gap is within the tolerance."""
+    def _describe(self, verified: Verified, off: torch.Tensor, cause: str, *, within: bool) -> str:
+        """The message. ``within``: the gap is within the tolerance, and only its direction is wrong."""
         dtype = str(self._dtype).removeprefix("torch.")
-        stamps, count = found.batch["versions"][found.known], int(found.known.sum())
+        stamps, count = verified.batch["versions"][verified.known], int(verified.known.sum())
         named = str(int(stamps.min())) + (f" to {int(stamps.max())}" if stamps.min() < stamps.max() else "")
         if within:
             return (
@@ -296,14 +288,14 @@ class Verifier:
 
 def _by_stamp(stamps: torch.Tensor, scores: dict[int, torch.Tensor], *, age: int) -> torch.Tensor:
     """The score of each token ``[T]`` under the version ``age`` before the one that it is stamped with; NaN without it."""
-    found = torch.full(stamps.shape, torch.nan)
+    scored_by_stamp = torch.full(stamps.shape, torch.nan)
     for number, scored in scores.items():
-        found = torch.where(stamps == number + age, scored, found)
-    return found
+        scored_by_stamp = torch.where(stamps == number + age, scored, scored_by_stamp)
+    return scored_by_stamp
 
 
 def choose(batch: TensorDict, count: int, seed: int) -> torch.Tensor:
-    """Indices ``[≤ count]`` of trajectories with trained tokens: of as many groups as there are, otherwise at random."""
+    """Picks at most ``count`` trajectories with trained tokens, from as many groups as possible; returns their indices."""
     trained = sum_by_sequence(batch, trained_tokens(batch).float()) > 0
     candidates = trained.nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
@@ -315,3 +307,78 @@ def choose(batch: TensorDict, count: int, seed: int) -> torch.Tensor:
         ranked.append((seen[group], place, index))
         seen[group] += 1
     return torch.tensor(sorted(index for _, _, index in sorted(ranked)[:count]), dtype=torch.int64)
+
+
+WHOLE = 0.75
+"""From this share on an update is missing as a whole."""
+
+
+def missing_update(sigmas: float, share: float | None) -> str:
+    """The cause where only the direction of the gap shows it. ``sigmas``: standard errors by which it does. ``share``: the
+    part of the update that is missing; None if rounding hides how large it is."""
+    much = "all or most" if share is None else "all" if share > WHOLE else "a part"
+    regression = "" if share is None else f"{share:.0%} by regression, "
+    return (
+        f"{much} of the last update before their version is missing ({regression}{sigmas:.0f} standard errors), which is "
+        "too small to see token by token: they are stamped one version too new, or the server did not apply it. Restart the "
+        "server, and look in its log for the update"
+    )
+
+
+def likely_cause(verified: Verified, version: int, tolerance: float, scorer: Scorer) -> str:
+    """The cause of a gap above the tolerance, and what to do. ``version``: of the weights that train now. Collective."""
+    wrong, count = _affected(verified, tolerance)
+    where, known = "", verified.known
+    if 0 < len(wrong) < count:
+        where = f"only {len(wrong)} of {count} prompts are affected, as when one of several servers is wrong: "
+        known = known & torch.isin(verified.batch["group_id"], torch.tensor(wrong))[sequence_index(verified.batch)]
+    return where + (
+        _wrong_version(verified, known, version, tolerance, scorer)
+        or "unknown, for no version that is kept fits. Restart the server, see that it flushes its prefix cache with each "
+        "update, and compare its model folder, tokenizer and temperature with the trainer's"
+    )
+
+
+def _off(verified: Verified, scored: torch.Tensor, known: torch.Tensor) -> float:
+    """Mean difference between ``scored`` and the engine's log-probabilities over the ``known`` tokens, all ``[T]``."""
+    rollout = verified.batch["rollout_logprobs"]
+    return float(gap(scored.nan_to_num(0.0), rollout, known).sum()) / max(1, int(known.sum()))
+
+
+def _affected(verified: Verified, tolerance: float) -> tuple[list[int], int]:
+    """The groups whose gap is above the tolerance, and the number of groups with known tokens."""
+    groups = verified.batch["group_id"][sequence_index(verified.batch)]
+    named = groups[verified.known].unique().tolist()
+    return [g for g in named if _off(verified, verified.stamped, verified.known & (groups == g)) > tolerance], len(named)
+
+
+def _wrong_version(verified: Verified, known: torch.Tensor, version: int, tolerance: float, scorer: Scorer) -> str:
+    """Looks for one version that made all tokens, or for stamps that are one version too new; empty if neither fits."""
+    stamps = verified.batch["versions"][known]
+    newest, oldest = int(stamps.max()), int(stamps.min())
+    tried = {number: number for number in scorer.kept()} | {version: None}
+    if newest == oldest:
+        tried.pop(newest, None)
+    offs = {number: _off(verified, scorer.score(verified.batch, name), known) for number, name in tried.items()}
+    limit = min(tolerance, _off(verified, verified.stamped, known) / 2)
+    fitting = min(offs, key=lambda number: offs[number], default=None)
+    fitting = fitting if fitting is not None and offs[fitting] <= limit else None
+    behind = not bool(verified.older[known].isnan().any()) and _off(verified, verified.older, known) <= limit
+    if fitting is not None and fitting > oldest:
+        return (
+            f"they are from version {fitting}, newer than they say: the server switched before it stamped. It must stamp "
+            "each token with the weights that made it"
+        )
+    if fitting is not None and (not behind or newest - fitting > 1 or fitting == 0):
+        late = " (or they are stamped one version too new)" if behind and newest == 1 else ""
+        return (
+            f"all of them are from version {fitting}: no update after it was ever applied, though the server said so{late}. "
+            "Restart the server, and look in its log for the update"
+        )
+    if behind:
+        said = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
+        return (
+            f"they are stamped one version too new: those that say {said} are from the version before, or the last update "
+            "came after its stamp. The stamp must come from the server that computes, not from the client"
+        )
+    return ""

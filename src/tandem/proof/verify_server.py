@@ -128,9 +128,8 @@ def verify_engine(
     verifier = Verifier(
         Scorer(trainer, archive, resolve_dtype(dtype, device), Team(), rounds=False),
         VerifyConfig(every_steps=1, trajectories=questions, tolerance=tolerance),
-        tokenizer,
         resolve_dtype(dtype, device),
         confirmations=1,
     )
-    found = verifier.verify(pack(rows), model.number)
-    return found | {"version": float(engine.version.number), "tokens": float(sum(len(r.output_ids) for r in responses))}
+    metrics = verifier.verify(pack(rows), model.number)
+    return metrics | {"version": float(engine.version.number), "tokens": float(sum(len(r.output_ids) for r in responses))}

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import ASKS, CALLS, PROBE, render, special_ids, text_of, with_arguments
 from tandem.api.failures import DataFailure
+from tandem.api.media import kinds_of
 from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
@@ -354,20 +355,30 @@ def _with_system_block(
 
 def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Calls and results as the text of assistant and user, for a template that knows neither. Results in a row: one turn."""
-    results: list[str] = []
+    results: list[Any] = []
     for message in messages:
         if message["role"] == "tool":
-            results.append(f"<tool_response>\n{text_of(message['content'])}\n</tool_response>")
+            results.append(message["content"])
             continue
         if results:
-            yield {"role": "user", "content": "\n".join(results)}
+            yield {"role": "user", "content": _results(results)}
             results = []
         if message.get("tool_calls"):
             yield {"role": message["role"], "content": _content_with_calls(message)}
         else:
             yield message
     if results:
-        yield {"role": "user", "content": "\n".join(results)}
+        yield {"role": "user", "content": _results(results)}
+
+
+def _results(contents: Sequence[Any]) -> Any:
+    """One content of several results: a text, or parts where images or sounds are among them."""
+    parts: list[Any] = []
+    for content in contents:
+        shown = content if kinds_of(content) else [{"type": "text", "text": text_of(content)}]
+        before = "\n<tool_response>\n" if parts else "<tool_response>\n"
+        parts += [{"type": "text", "text": before}, *shown, {"type": "text", "text": "\n</tool_response>"}]
+    return parts if any(map(kinds_of, contents)) else text_of(parts)
 
 
 def _content_with_calls(message: Mapping[str, Any]) -> str:

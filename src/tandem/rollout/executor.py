@@ -171,6 +171,10 @@ class Rollout:
         if self._team.main:
             self._pool.end_step()
 
+    def fail(self, error: Exception) -> None:
+        """Whoever waits for a batch, now or later, gets this error. For any thread."""
+        self._pool.fail(error)
+
     def begin_again(self) -> None:
         """Begins episodes that run, and groups that are not judged whole, again, because the reward has changed."""
         with self._pool.locked() as book:

@@ -72,9 +72,9 @@ class EpisodePool:
         """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
         ``generators``: the ranks that run episodes; None: rank 0 alone."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
-        self.loop = BackgroundLoop(on_blocked=self._break)
+        self.loop = BackgroundLoop(on_blocked=self.fail)
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
-        self._others = OtherRanks(generators, self.loop, self._break)
+        self._others = OtherRanks(generators, self.loop, self.fail)
 
         # The lock of `_changed` guards the book. Its holder may schedule calls on the loop, but must not wait for it: the
         # loop may itself be waiting for the lock. Waiters are woken when there may be something for them.
@@ -226,7 +226,7 @@ class EpisodePool:
         try:
             self._others.give(episodes)
         except Exception as error:  # the worker boundary: a row that cannot travel must reach whoever waits
-            self._break(error)
+            self.fail(error)
             return
         for episode in episodes:
             episode.task = loop.create_task(self._run(episode))
@@ -239,7 +239,7 @@ class EpisodePool:
         except EpisodeFailure as failure:
             self._end(episode, failure)
         except Exception as error:  # the worker boundary: a bug here must reach whoever waits
-            self._break(error)
+            self.fail(error)
 
     def _end(self, episode: Episode, outcome: Group | EpisodeFailure) -> None:
         did(*GENERATING)
@@ -255,9 +255,10 @@ class EpisodePool:
                 if full or not book.running or book.broken or self._deterministic or self._config.on_expiry != "mask":
                     self._changed.notify_all()
         except Exception as error:  # the worker boundary: a filter or a loader that raised must reach whoever waits
-            self._break(error)
+            self.fail(error)
 
-    def _break(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Breaks the pool: whoever waits gets this error. For any thread."""
         with self._changed:
             self._book.broken = self._book.broken or error
             self._changed.notify_all()

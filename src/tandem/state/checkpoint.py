@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from tandem.api.activity import did
+from tandem.api.lines import sync
 from tandem.api.team import Team
 from tandem.config.errors import TandemError
 from tandem.state.existing import checkpoints, step_of
@@ -55,9 +56,9 @@ def save_checkpoint(
     if temporary is not None:
         for write in (write_model, write_state):
             if write is not None:  # a failure of one rank ends the others before their next collective call
-                with _removed_on_failure(run, temporary), team.together(), _all_or_nothing(run, step, temporary):
+                with _removed_on_failure(run, temporary), team.together(), _explained(run, step):
                     write(temporary if write is write_model else temporary / STATE)
-        with _removed_on_failure(run, temporary), team.together(), _all_or_nothing(run, step, temporary):
+        with _removed_on_failure(run, temporary), team.together(), _explained(run, step):
             if run is not None:
                 save_tokenizer(temporary)
                 if write_state is not None:
@@ -71,7 +72,7 @@ def _publish(run: RunFolder, step: int, temporary: Path) -> None:
     """The rename that makes it a checkpoint, once all of it is on the disk."""
     _flush(temporary)
     os.rename(temporary, run.checkpoints / f"step_{step}")
-    _flush_entry(run.checkpoints)
+    sync(run.checkpoints)
     log.info("saved %s", run.checkpoints / f"step_{step}")
 
 
@@ -81,7 +82,7 @@ def _begin(run: RunFolder | None, step: int) -> Path | None:
     folder, temporary = run.checkpoints, run.checkpoints / f".step_{step}.partial"
     if (folder / f"step_{step}").is_dir():
         return None
-    with _all_or_nothing(run, step, temporary):
+    with _explained(run, step):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         _check_space(folder)
@@ -102,7 +103,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(run: RunFolder | None, temporary: Path) -> Iterator[None]:
-    """Another rank's failure, which `Team.together` raises here, leaves nothing behind either."""
+    """Removes the half-written folder after any failure, also one of another rank, which `Team.together` raises here."""
     try:
         yield
     except BaseException:
@@ -112,16 +113,12 @@ def _removed_on_failure(run: RunFolder | None, temporary: Path) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _all_or_nothing(run: RunFolder | None, step: int, temporary: Path) -> Iterator[None]:
-    """A block that leaves nothing behind if it fails, and explains a refusal of the disk; rank 0, which has the run, sees to
-    it."""
+def _explained(run: RunFolder | None, step: int) -> Iterator[None]:
+    """A block in which a refusal of the disk becomes `CheckpointFailed`; on rank 0, which has the run."""
     try:
         yield
-    except BaseException as error:
-        if run is None:
-            raise
-        shutil.rmtree(temporary, ignore_errors=True)
-        if _is_disk_error(error):
+    except Exception as error:  # the libraries below have several kinds of errors for a full disk
+        if run is not None and _is_disk_error(error):
             raise CheckpointFailed(_explain(run.checkpoints, step, error)) from error
         raise
 
@@ -131,20 +128,20 @@ def checkpoints_to_keep(
 ) -> set[Path]:
     """The newest ``keep_last`` checkpoints (None: all), those whose step is a multiple of ``keep_every``, and the one where
     the metric ``keep_best`` is highest, or lowest with a minus sign before its name."""
-    found = checkpoints(folder)
+    paths = checkpoints(folder)
     if keep_last is None:
-        return set(found)
-    chosen = set(found[-max(1, keep_last) :])
-    chosen |= {path for path in found if keep_every and step_of(path) % keep_every == 0}
-    best = best_of(found, keep_best) if keep_best else None
+        return set(paths)
+    chosen = set(paths[-max(1, keep_last) :])
+    chosen |= {path for path in paths if keep_every and step_of(path) % keep_every == 0}
+    best = best_of(paths, keep_best) if keep_best else None
     return chosen | ({best} if best is not None else set())
 
 
-def best_of(found: Sequence[Path], metric: str) -> Path | None:
+def best_of(paths: Sequence[Path], metric: str) -> Path | None:
     """The checkpoint with the best value, the latest of equals; None where none knows the metric."""
     sign, name = (-1.0, metric[1:]) if metric.startswith("-") else (1.0, metric)
     values: list[tuple[float, int, Path]] = []
-    for path in found:
+    for path in paths:
         with contextlib.suppress(InvalidCheckpoint):
             value = read_manifest(path).metrics.get(name)
             values += [(sign * value, step_of(path), path)] if value is not None else []
@@ -176,28 +173,18 @@ def _check_space(folder: Path) -> None:
 def _flush(folder: Path) -> None:
     """All files and folders in `folder` to disk, so that a power cut after the rename cannot leave empty files."""
     for path in [*folder.rglob("*"), folder]:
-        _flush_entry(path)
+        sync(path)
         did("save")
 
 
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_disk_error(error: BaseException) -> bool:
+def _is_disk_error(error: Exception) -> bool:
     """The Rust libraries below transformers report the system's errors as exceptions of theirs, the number in the text."""
-    return isinstance(error, (OSError, SafetensorError)) or (
-        isinstance(error, Exception) and re.search(r"\(os error \d+\)", str(error)) is not None
-    )
+    return isinstance(error, (OSError, SafetensorError)) or (re.search(r"\(os error \d+\)", str(error)) is not None)
 
 
-def _explain(folder: Path, step: int, error: BaseException) -> str:
-    there = checkpoints(folder)
-    before = f"the newest complete checkpoint is {there[-1]}" if there else "there is no earlier checkpoint"
+def _explain(folder: Path, step: int, error: Exception) -> str:
+    complete = checkpoints(folder)
+    before = f"the newest complete checkpoint is {complete[-1]}" if complete else "there is no earlier checkpoint"
     return (
         f"the checkpoint of step {step} could not be saved: {error}. Nothing of it was left behind; {before}. "
         "Free some space, lower checkpoint.keep_last, or put run.root on a larger disk."

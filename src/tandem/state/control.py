@@ -6,7 +6,6 @@ and is known by its name: it is made once, also if the run is killed in between.
 """
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.api.lines import append_line
+from tandem.api.lines import append_line, sync
 from tandem.config.changes import Change
 from tandem.state.existing import rows_of
 from tandem.state.run_folder import write_atomically
@@ -25,7 +24,7 @@ JOURNAL = "control.jsonl"
 
 @dataclass(frozen=True)
 class Request:
-    """A change that somebody asks for, or asked for before the run was killed."""
+    """A request for a change; it may be older than the last kill of the run."""
 
     id: str
     change: Change | None
@@ -36,7 +35,7 @@ class Request:
 
     @property
     def recorded(self) -> bool:
-        """True if it was made before."""
+        """True if the change was made before the run was killed."""
         return self.step is not None
 
 
@@ -59,8 +58,8 @@ def requests(folder: Path) -> list[Request]:
 
 def _read(file: Path) -> Change | None:
     try:
-        asked = json.loads(file.read_text(encoding="utf-8"))
-        return Change(str(asked["action"]), str(asked["value"]))
+        change = json.loads(file.read_text(encoding="utf-8"))
+        return Change(str(change["action"]), str(change["value"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # also a ConfigError: nothing of that name
         return None
 
@@ -115,13 +114,12 @@ class Mailbox:
             NotWritten: the disk refuses.
         """
         assert request.change is not None, "what cannot be read is refused"
-        asked = {"action": request.change.action, "value": request.change.value}
-        row = {"step": step, "id": request.id, "run": self._run, "of": self._reward, **asked, "reward": reward}
+        change = {"action": request.change.action, "value": request.change.value}
+        row = {"step": step, "id": request.id, "run": self._run, "of": self._reward, **change, "reward": reward}
         row["time"] = round(time.time(), 3)
         path = self._folder / JOURNAL
         append_line(path, json.dumps(row, ensure_ascii=False))
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
         self._made.insert(self._next, row)  # a run that went back has changes of later steps before it
         self._next += 1
 

@@ -18,7 +18,7 @@ from tandem.config.errors import ConfigError
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "control/changes")
 SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite", "trajectories", "checkpoints", "checkpoints/*")
-"""Files that a run writes, each of them again and again or at its beginning."""
+"""Files whose dates show when a run last wrote something."""
 
 BLOCK_BYTES = 2**16
 
@@ -46,9 +46,9 @@ class ExistingRun:
         words = {"running": "was killed before it could end", "unknown": "left no run.json"}
         ended = words.get(self.status, self.status)
         numbers = {name: self.metrics.get(name) for name in SHOWN}
-        told = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, (int, float)))
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, (int, float)))
         parts = [f"{self.steps} step{'' if self.steps == 1 else 's'} done", ended + (f" ({self.when})" if self.when else "")]
-        parts += [f"last metrics: {told}"] if told else []
+        parts += [f"last metrics: {figures}"] if figures else []
         parts += [f"checkpoints: {', '.join(self.checkpoints)}"] if self.checkpoints else ["no checkpoint"]
         return "; ".join(parts)
 
@@ -101,7 +101,7 @@ def last_metrics(folder: Path) -> dict[str, Any]:
 
 
 def _from_the_end(path: Path) -> Iterator[str]:
-    """The last line first; no more of the file is read than is asked for."""
+    """Yields the lines from the last to the first, and reads only as much of the file as it needs."""
     with path.open("rb") as file:
         at, rest = file.seek(0, os.SEEK_END), b""
         while at > 0:
@@ -120,8 +120,8 @@ def step_of(path: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest step first."""
-    found = [path for path in folder.iterdir() if path.is_dir() and step_of(path) >= 0] if folder.is_dir() else []
-    return sorted(found, key=step_of)
+    folders = [path for path in folder.iterdir() if path.is_dir() and step_of(path) >= 0] if folder.is_dir() else []
+    return sorted(folders, key=step_of)
 
 
 def is_held(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a Hugging Face folder that has nothing else."""
+"""Writes the model of a checkpoint as a Hugging Face folder, without the training state."""
 
 import json
 import logging
@@ -42,21 +42,21 @@ def checkpoint_of(run: Path, step: str | None = None) -> Path:
     """
     if step is None and step_of(run) >= 0 and (run / "config.json").is_file():
         return _whole(run)
-    found = checkpoints(run / "checkpoints")
-    if existing_run(run) is None or not found:
+    saved = checkpoints(run / "checkpoints")
+    if existing_run(run) is None or not saved:
         raise ConfigError(f"{run} is no run with a checkpoint; `tandem runs` lists the runs that there are")
-    names = ", ".join(path.name for path in found)
+    names = ", ".join(path.name for path in saved)
     if step == "best":
-        best = best_of(found, _keep_best(run))
+        best = best_of(saved, _keep_best(run))
         if best is None:
             raise ConfigError(f"{run}: no checkpoint states the metric {_keep_best(run)}; there are {names}")
         return _whole(best)
     if step is not None:
         path = run / "checkpoints" / f"step_{step.removeprefix('step_')}"
-        if path not in found:
+        if path not in saved:
             raise ConfigError(f"{run} has no checkpoint of step {step!r}; there are {names}")
         return _whole(path)
-    for path in reversed(found):
+    for path in reversed(saved):
         try:
             return _whole(path)
         except ConfigError as error:

@@ -171,8 +171,8 @@ class LedgerFile:
         self.close()
 
     def _last(self) -> tuple[int, int, str]:
-        found = self._db.execute("SELECT number, records, digest FROM commits ORDER BY number DESC LIMIT 1").fetchone()
-        return found or (0, 0, "")
+        row = self._db.execute("SELECT number, records, digest FROM commits ORDER BY number DESC LIMIT 1").fetchone()
+        return row or (0, 0, "")
 
     def _commits(self) -> Iterator[tuple[str, list[Record]]]:
         """(digest, prompts) of each commit, in order; one query over all of them, grouped as it is read."""

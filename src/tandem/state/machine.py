@@ -19,13 +19,13 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     """Installed versions by distribution name, and Python's; None where a package is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -50,8 +50,8 @@ def gpus() -> list[dict[str, Any]]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1)} for gpu in found]
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": gpu.name, "memory_gib": round(gpu.total_memory / GIB, 1)} for gpu in properties]
 
 
 def memory_available_gib(cgroup: Path = Path("/sys/fs/cgroup")) -> float:

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -101,15 +101,15 @@ def verify(folder: Path, step: int, run: str | None) -> Manifest:
             raise InvalidCheckpoint(f"lacks {name}")
         if path.stat().st_size != size:
             raise InvalidCheckpoint(f"is torn: {name} has {path.stat().st_size} of {size} bytes")
-    there = (path for path in (folder / STATE).rglob("*") if path.is_symlink() or not path.is_dir())
-    own = {path.relative_to(folder).as_posix() for path in there} - {FILE}
-    if own - manifest.files.keys():
-        raise InvalidCheckpoint(f"has {min(own - manifest.files.keys())}, which its manifest does not name")
+    paths = (path for path in (folder / STATE).rglob("*") if path.is_symlink() or not path.is_dir())
+    names = {path.relative_to(folder).as_posix() for path in paths} - {FILE}
+    if names - manifest.files.keys():
+        raise InvalidCheckpoint(f"has {min(names - manifest.files.keys())}, which its manifest does not name")
     try:
-        found = _hashed(folder, list(manifest.files))
+        hashes = _hashed(folder, list(manifest.files))
     except OSError as error:
         raise InvalidCheckpoint(f"cannot be read: {error}") from error
-    for name, (_, sha) in found.items():
+    for name, (_, sha) in hashes.items():
         if sha != manifest.files[name][1]:
             raise InvalidCheckpoint(f"is damaged: {name} is not what was written (SHA-256 {sha[:12]}…)")
     return manifest
@@ -170,22 +170,16 @@ def newest_valid(folder: Path, run: str | None) -> ResumePoint | None:
     Raises:
         NothingToResume: there are some, and none is whole. Names each with what is wrong with it.
     """
-    found, skipped = newest_of(checkpoints(folder), run)
-    if found is not None or not skipped:
-        return found
-    told = "; ".join(f"{path.name} {why}" for path, why in skipped)
-    raise NothingToResume(
-        f"no checkpoint in {folder} can be resumed: {told}. Nothing of it was changed. Begin another run with "
-        "trial_name=…, from the weights of a checkpoint with actor.path=FOLDER, or move this folder away."
-    )
-
-
-def newest_of(paths: Sequence[Path], run: str | None) -> tuple[ResumePoint | None, tuple[tuple[Path, str], ...]]:
-    """The last of these checkpoints that is whole, and those after it that are not, each with the reason."""
     skipped: list[tuple[Path, str]] = []
-    for path in reversed(paths):
+    for path in reversed(checkpoints(folder)):
         try:
-            return ResumePoint(path, verify(path, step_of(path), run), tuple(skipped)), tuple(skipped)
+            return ResumePoint(path, verify(path, step_of(path), run), tuple(skipped))
         except InvalidCheckpoint as reason:
             skipped.append((path, str(reason)))
-    return None, tuple(skipped)
+    if not skipped:
+        return None
+    reasons = "; ".join(f"{path.name} {why}" for path, why in skipped)
+    raise NothingToResume(
+        f"no checkpoint in {folder} can be resumed: {reasons}. Nothing of it was changed. Begin another run with "
+        "trial_name=…, from the weights of a checkpoint with actor.path=FOLDER, or move this folder away."
+    )

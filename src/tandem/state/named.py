@@ -81,26 +81,26 @@ def named_model(text: str) -> str:
     Raises:
         ConfigError: the run is there, and the checkpoint is not.
     """
-    found = named_run(text)
-    if found is not None:
-        return str(found.checkpoint.absolute())
+    run = named_run(text)
+    if run is not None:
+        return str(run.checkpoint.absolute())
     return text
 
 
 def run_names(root: Path) -> list[str]:
     """EXPERIMENT/TRIAL of the runs below a folder."""
-    found = [path for path in run_folders(root) if path != root and existing_run(path)] if root.is_dir() else []
-    return [f"{path.parent.name}/{path.name}" for path in found]
+    folders = [path for path in run_folders(root) if path != root and existing_run(path)] if root.is_dir() else []
+    return [f"{path.parent.name}/{path.name}" for path in folders]
 
 
 def no_run(name: str) -> str:
     """Says that there is no such run, and which there are."""
     place = Path(name).expanduser()
     root = place.parent.parent if len(place.parts) > 2 else Path(RunConfig().root)
-    there = run_names(root)
-    near = difflib.get_close_matches(f"{place.parent.name}/{place.name}", there, 1, 0.5)
-    more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
-    listed = f"there are {', '.join(there[:SHOWN])}{more} (`tandem runs`)" if there else f"there is none below {root}"
+    names = run_names(root)
+    near = difflib.get_close_matches(f"{place.parent.name}/{place.name}", names, 1, 0.5)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    listed = f"there are {', '.join(names[:SHOWN])}{more} (`tandem runs`)" if names else f"there is none below {root}"
     return f"there is no run {name}" + (f", did you mean {near[0]}" if near else "") + f"; {listed}"
 
 
@@ -115,9 +115,9 @@ def pinned(resolved: Resolved[Any]) -> Resolved[Any]:
     for key, value in leaves(resolved.config):
         if key not in MODEL_KEYS or not value or (path := named_model(value)) == value:
             continue
-        if (found := named_run(value)) is not None and found.step is None and hasattr(config, "trial_name"):
+        if (run := named_run(value)) is not None and run.step is None and hasattr(config, "trial_name"):
             before = value_before(run_path(config.run.root, config.experiment_name, config.trial_name), key)
-            if before and Path(before).parent.parent == found.folder.absolute():
+            if before and Path(before).parent.parent == run.folder.absolute():
                 path = before
         config = _with(config, key.split("."), path)
         sources[key] = f"{PINNED}{'a' if '@' in value else 'the newest'} checkpoint of {value}"

@@ -11,8 +11,7 @@ from tandem.api.team import Team
 
 
 class RandomStates:
-    """The random states of all ranks. With another number of ranks than before, a rank that is new takes the state of rank
-    0."""
+    """The random states of all ranks. If a run goes on with more ranks, each new rank takes the state of rank 0."""
 
     def __init__(self, device: str, team: Team):
         """``device``: of this process; a GPU has a generator of its own."""

@@ -39,9 +39,9 @@ def refuse_existing(folder: Path) -> None:
 
     A run that failed before its first step left nothing worth keeping: its folder may be used again.
     """
-    found = existing_run(folder)
-    if found is not None and not _left_nothing(found):
-        raise RunFolderTaken(_taken(found))
+    run = existing_run(folder)
+    if run is not None and not _left_nothing(run):
+        raise RunFolderTaken(_taken(run))
 
 
 def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
@@ -52,23 +52,23 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
     """
 
     def examine(folder: Path) -> Going | None:
-        found = existing_run(folder)
-        if found is None or _left_nothing(found):
+        run = existing_run(folder)
+        if run is None or _left_nothing(run):
             return None
-        if (found.steps or found.checkpoints) and not (folder / "config.yaml").is_file():
-            raise RunFolderTaken(f"{_taken(found)} It cannot go on: without config.yaml nobody knows what it was.")
+        if (run.steps or run.checkpoints) and not (folder / "config.yaml").is_file():
+            raise RunFolderTaken(f"{_taken(run)} It cannot go on: without config.yaml nobody knows what it was.")
         changed = tuple(_changes(folder, config))
         refused = [d for d in changed if not (d.may_change if override else d.passes)]
-        longer = any(d.key.startswith("total_train_") for d in changed) and found.checkpoints
-        if found.status == "finished" and not longer:
+        longer = any(d.key.startswith("total_train_") for d in changed) and run.checkpoints
+        if run.status == "finished" and not longer:
             raise RunFolderTaken(
-                f"{_taken(found)} To train it longer, repeat the command with a larger total_train_steps and --override."
+                f"{_taken(run)} To train it longer, repeat the command with a larger total_train_steps and --override."
             )
         if longer:
-            _refuse_shorter(found, config.total_train_steps)
+            _refuse_shorter(run, config.total_train_steps)
         if refused:
-            raise ConfigError(_disagreement(found, refused))
-        return Going(found, changed)
+            raise ConfigError(_disagreement(run, refused))
+        return Going(run, changed)
 
     return examine
 
@@ -79,19 +79,19 @@ def value_before(folder: Path, key: str) -> Any:
     Raises:
         ConfigError: nobody knows what it was.
     """
-    found = existing_run(folder)
-    value = None if found is None or _left_nothing(found) else written_config(folder, "what the run was", "restore it")
+    run = existing_run(folder)
+    value = None if run is None or _left_nothing(run) else written_config(folder, "what the run was", "restore it")
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _refuse_shorter(found: ExistingRun, total: int | None) -> None:
+def _refuse_shorter(run: ExistingRun, total: int | None) -> None:
     """A finished run is not made shorter, and one that was cut off does not end before its newest checkpoint."""
-    done = found.steps if found.status == "finished" else step_of(Path(found.checkpoints[-1]))
+    done = run.steps if run.status == "finished" else step_of(Path(run.checkpoints[-1]))
     if total is not None and total < done:
         raise ConfigError(
-            f"{found.folder} holds a run of {done} steps, and total_train_steps={total} would make it shorter: give more "
+            f"{run.folder} holds a run of {done} steps, and total_train_steps={total} would make it shorter: give more "
             "steps than that, or begin another run with trial_name=…"
         )
 
@@ -105,7 +105,7 @@ def _changes(folder: Path, config: BaseConfig) -> list[KeyDifference]:
     return list(differences(before, now, plain_data(type(config)()))) if before else []
 
 
-def _disagreement(found: ExistingRun, refused: list[KeyDifference]) -> str:
+def _disagreement(run: ExistingRun, refused: list[KeyDifference]) -> str:
     fixed = [difference for difference in refused if not difference.may_change]
     lines = "".join(f"\n  {difference}" for difference in refused)
     if fixed:
@@ -116,15 +116,15 @@ def _disagreement(found: ExistingRun, refused: list[KeyDifference]) -> str:
         )
     else:
         remedy = "add --override to go on with the new values, or give those that it began with"
-    return f"{found.folder} holds a run with another configuration ({found.describe()}):{lines}\n{remedy}."
+    return f"{run.folder} holds a run with another configuration ({run.describe()}):{lines}\n{remedy}."
 
 
-def _left_nothing(found: ExistingRun) -> bool:
-    return found.status == "failed" and found.steps == 0 and not found.checkpoints
+def _left_nothing(run: ExistingRun) -> bool:
+    return run.status == "failed" and run.steps == 0 and not run.checkpoints
 
 
-def _taken(found: ExistingRun) -> str:
+def _taken(run: ExistingRun) -> str:
     return (
-        f"{found.folder} holds a run: {found.describe()}. A run is never overwritten: choose another name with "
+        f"{run.folder} holds a run: {run.describe()}. A run is never overwritten: choose another name with "
         "trial_name=…, or move that folder away."
     )

@@ -199,6 +199,11 @@ class RunFolder:
             self._write_info()
         return str(self.info[name])
 
+    def restarted(self, number: int, cause: str) -> None:
+        """Writes down that this process goes on with the run after a failure."""
+        self.info["restarts"] = [*self.info.get("restarts", []), {"at": now(), "cause": cause, "number": number}]
+        self._write_info()
+
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, `step_N/` each; it need not exist yet."""
@@ -296,26 +301,26 @@ def _info(experiment: str, trial: str, seed: int | None, command: str | None) ->
 
 
 def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, Any]:
-    """The same of a run that goes on: its name and beginning, and a line for this time.
+    """``info`` of a run that goes on: with its old name and start, and one more line under ``resumed``.
 
     Without a checkpoint it begins anew, and the metrics of what is lost are set aside.
     """
-    before, found = run_info(folder), going.found
-    line = {"at": now(), "was": found.status, "steps": found.steps, "changed": [str(d) for d in going.changed]}
+    before, run = run_info(folder), going.found
+    line = {"at": now(), "was": run.status, "steps": run.steps, "changed": [str(d) for d in going.changed]}
     was, now_ = before.get("versions") or {}, info["versions"]
     line["versions"] = {name: f"{was[name]} → {now_[name]}" for name in was if now_.get(name, was[name]) != was[name]}
     line["before"] = [{"path": d.path} | ({} if d.added else {"value": d.before}) for d in going.changed]
-    if not found.checkpoints and (folder / "metrics.jsonl").is_file():
+    if not run.checkpoints and (folder / "metrics.jsonl").is_file():
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
         os.rename(folder / "metrics.jsonl", aside)
         line["lost"] = aside.name
-    facts = ("id", "started", "restarts", *(("kernels", "training_kernels") if found.checkpoints else ()))
-    kept = {name: before[name] for name in facts if name in before}
-    return info | kept | {"resumed": [*times_resumed(folder), line]}
+    facts = ("id", "started", "restarts", *(("kernels", "training_kernels") if run.checkpoints else ()))
+    same = {name: before[name] for name in facts if name in before}
+    return info | same | {"resumed": [*times_resumed(folder), line]}
 
 
 def _flock(lock: IO[str]) -> None:
-    """Takes it, in a moment where somebody who only looks has it (`existing.is_held`). Raises `OSError`."""
+    """Takes the lock; waits a moment, for `existing.is_held` holds it while it looks. Raises `OSError`."""
     until = time.monotonic() + LOOKED_AT_S
     while True:
         try:
@@ -340,10 +345,10 @@ def refuse_unwritable(root: str | Path, path: Path) -> None:
 
 def require_writable(folder: Path) -> None:
     """Passes if a folder is there and can be written to, or can be made; raises `OSError` as making it would."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(nearest, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
@@ -384,7 +389,7 @@ STACKS = "stacks-{number}.txt"
 
 
 def stacks_file(folder: Path) -> Path:
-    """The next one that is not there."""
+    """The first free name for a file of stacks in the folder."""
     return next(p for n in itertools.count(1) if not (p := folder / STACKS.format(number=n)).exists())
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api.activity import did
 from tandem.api.state import Parted, Stateful
 from tandem.api.team import Team
-from tandem.api.weight_files import save_tensors
+from tandem.api.weight_files import in_groups, save_tensors
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
@@ -81,13 +81,13 @@ POOLS = "pool-*"
 
 
 def read_parts(folder: Path) -> dict[str, Any]:
-    """The parts of a run, whoever wrote them. Raises as `read_tree`."""
+    """All parts of a run, also those that other processes wrote. Raises as `read_tree`."""
     trees = [read_tree(folder), *map(read_tree, sorted(folder.glob(POOLS)))]
     return {name: part for tree in trees for name, part in tree.items()}
 
 
 def _split(value: Any, name: str, tensors: dict[str, torch.Tensor | Parted]) -> Any:
-    """The plain part; tensors go into ``tensors`` under their path."""
+    """Returns the plain data; puts each tensor into ``tensors`` under its path."""
     if isinstance(value, (torch.Tensor, Parted)):
         tensors[name] = value.detach() if isinstance(value, torch.Tensor) else value
         return {MARK: name}
@@ -126,28 +126,15 @@ def _gathered(tensors: Mapping[str, torch.Tensor | Parted], *, all_of_them: bool
 
 
 def _write_tensors(folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    held: dict[str, torch.Tensor] = {}
-    places: set[int] = set()
-    number = size = 0
-
-    def close_file() -> None:
-        nonlocal held, number, size
-        number += 1
-        save_tensors(held, folder / TENSOR_FILES.replace("*", f"{number:05}"))
-        held, size = {}, 0
-        places.clear()
-
-    for name, tensor in stream:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in places:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)  # safetensors wants memory of each one's own
-        places.add(storage.data_ptr())
-        held[name] = tensor.contiguous()
-        size += tensor.nbytes
-        if size >= FILE_BYTES:
-            close_file()
-    if held:
-        close_file()
+    for number, group in enumerate(in_groups(stream, FILE_BYTES), 1):
+        places: set[int] = set()
+        for name, tensor in group.items():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != tensor.nbytes or storage.data_ptr() in places or not tensor.is_contiguous():
+                # safetensors wants memory of each one's own
+                group[name] = tensor.clone(memory_format=torch.contiguous_format)
+            places.add(storage.data_ptr())
+        save_tensors(group, folder / TENSOR_FILES.replace("*", f"{number:05}"))
 
 
 def load_part(name: str, part: Stateful, tree: Mapping[str, Any], where: object) -> None:

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 LINES, TENSORS = "trajectories", "batches"
+TIMELINE = "timeline.jsonl"
+"""One line a step: what each rank did when, as `tandem.tracking.statistics.Span` has it."""
+
 TIMES, TIMES_OF = "requests.times", "requests.sample_id"
 """Beside the fields of the batch: `RequestTiming` of each request ``[R, 3]``, and the sample that it belongs to ``[R]``."""
 

@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,12 @@ import psutil
 from tandem.api.activity import within
 
 GIB = 2**30
+
+MOST_SPANS = 1000
+"""Blocks of a step that a timer remembers."""
+
+Span = tuple[str, str, float, float]
+"""(role, stage, begin, end): what a process did when, in seconds since 1970: those of several processes can be compared."""
 
 
 class PhaseTimer:
@@ -26,17 +33,18 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._inner_s = 0.0  # of the phases within the one that is open
         self._began = time.perf_counter()
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str, role: str = "", stage: str = "") -> Iterator[None]:
         """Counts the time of the ``with`` block for `phase`, also when it raises; a phase may come several times, and
-        another one within it stops its clock.
+        another one within it stops its clock. The block is a span of `role` too, under the name of `stage`.
 
         Whoever watches over the run sees the phase too (`tandem.api.activity`).
         """
-        began, outer = time.perf_counter(), self._inner_s
+        at, began, outer = time.time(), time.perf_counter(), self._inner_s
         self._inner_s = 0.0
         try:
             with within(phase):
@@ -45,6 +53,13 @@ class PhaseTimer:
             passed = time.perf_counter() - began
             self._seconds[phase] = self._seconds.get(phase, 0.0) + passed - self._inner_s
             self._inner_s = outer + passed
+            self._spans.append((role or phase, stage or phase, at, at + passed))
+
+    def spans(self) -> list[Span]:
+        """The blocks that have ended since the last call, in that order; the last `MOST_SPANS` of them."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
 
     def seconds(self, phase: str) -> float:
         """Seconds of this step so far."""

@@ -15,19 +15,25 @@ from tensordict import TensorDict
 
 from tandem.api.lines import append_line, not_written
 from tandem.api.samples import Dropped, Group
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, check_methods, factory_of
 from tandem.api.weights import WeightVersion
+from tandem.config.errors import ConfigError
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.dataset_card import write_card
 from tandem.tracking.health import HealthWatch
 from tandem.tracking.progress import ProgressDisplay, line
+from tandem.tracking.record_files import TIMELINE
 from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.sinks.base import Sink, SinkRun
+from tandem.tracking.statistics import Span
 
 log = logging.getLogger(__name__)
 
 KEY = "tracking.sinks"
+
+MOST_RANKS = 64
+"""Ranks whose spans are in the timeline."""
 
 
 def check_sinks(config: TrackingConfig) -> None:
@@ -39,7 +45,9 @@ def check_sinks(config: TrackingConfig) -> None:
     """
     for sink in config.sinks:
         term = read_term(sink, KEY)
-        Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
+        who, make = f"{KEY}={term.name}", factory_of("sink", term.name, KEY)
+        Services().check(who, make, term.arguments, ("run",))
+        check_methods(who, make, [name for name in ("log", "close") if isinstance(make, type) and not hasattr(make, name)])
 
 
 def _row(text: str) -> dict[str, Any] | None:
@@ -59,7 +67,8 @@ class Tracker:
     with its cause, and training goes on.
 
     Raises:
-        ConfigError: a sink that does not exist or is not installed, at construction.
+        ConfigError: a sink that does not exist, is not installed, or refuses its knobs (a port that is taken), at
+            construction.
     """
 
     def __init__(
@@ -83,7 +92,7 @@ class Tracker:
         services = Services(run=SinkRun(folder, config.project, self.run_name, dict(config_dict or {})))
         self._sinks: dict[str, Sink] = {}
         for sink in config.sinks:
-            self._try(f"sink {sink}", self._open, sink, services)
+            self._try(f"sink {sink}", self._open, sink, services, refused=ConfigError)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         write_card(folder, notes)
         self._health = HealthWatch(folder)
@@ -102,9 +111,10 @@ class Tracker:
         history: Mapping[int, WeightVersion] | None = None,
         batch: TensorDict | None = None,
         dropped: Sequence[Dropped] = (),
+        spans: Sequence[Sequence[Span]] = (),
     ) -> None:
         """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was,
-        ``batch`` is what was trained, with all fields, and ``dropped`` what was not.
+        ``batch`` is what was trained, with all fields, ``dropped`` what was not, and ``spans`` what each rank did when.
 
         Raises:
             NotWritten: the disk refuses the line of metrics; nothing of the step is recorded.
@@ -116,6 +126,8 @@ class Tracker:
             self.series.setdefault(name, []).append((step, value))
         self.last |= values
         self._step = step
+        if spans:
+            self._try("the timeline", self._keep_spans, step, spans)
         self.record(step, groups, history, batch, dropped)
         for name, sink in list(self._sinks.items()):
             if not self._try(f"sink {name}", sink.log, step, values):
@@ -125,6 +137,11 @@ class Tracker:
         self._health.look(step, self.series)
         if self.config.plot_every_steps and step - self._drawn_at >= self.config.plot_every_steps:
             self.draw()
+
+    def _keep_spans(self, step: int, spans: Sequence[Sequence[Span]]) -> None:
+        """A line of `timeline.jsonl`; a step that is made again has another line, and the last one counts."""
+        ranks = [[(role, stage, round(a, 4), round(b, 4)) for role, stage, a, b in rank] for rank in spans[:MOST_RANKS]]
+        append_line(self.folder / TIMELINE, json.dumps({"step": step, "ranks": ranks}))
 
     def record(
         self,
@@ -213,13 +230,17 @@ class Tracker:
         term = read_term(sink, KEY)
         self._sinks[sink] = services.make(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments)
 
-    def _try(self, what: str, function: Callable[..., object], *arguments: object) -> bool:
-        """Calls it; False and, the first time, a warning where it raises.
+    def _try(
+        self, what: str, function: Callable[..., object], *arguments: object, refused: type[Exception] | tuple[()] = ()
+    ) -> bool:
+        """Calls it; False and, the first time, a warning where it raises anything else than ``refused``.
 
         The one broad ``except`` of this room: libraries of sinks raise whatever they like, and none of it is worth a run.
         """
         try:
             function(*arguments)
+        except refused:
+            raise
         except Exception as error:  # the boundary of a sink: training goes on without it
             if what not in self._warned:
                 self._warned.add(what)

@@ -5,7 +5,7 @@ its batch; nothing else waits. Evaluation and saving do not stop generation.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,12 @@ from typing import Any, Literal
 from tensordict import TensorDict
 
 from tandem.api.activity import enter
+from tandem.api.failures import WorkerDied
 from tandem.config.load import Resolved
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.state_parts import sleep_plan_here
-from tandem.flow.training import TrainingSession
+from tandem.flow.training import Lasting, TrainingSession
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Recovery, recovery_of
 from tandem.lifecycle.saving import Saving
@@ -32,10 +33,11 @@ from tandem.lifecycle.summary import (
     telling_step,
     to_be_fetched,
 )
-from tandem.lifecycle.weight_record import record_weights
 from tandem.planning.drawing import drawing
 from tandem.rollout.failure_budget import NoBatch
+from tandem.state.existing import checkpoints
 from tandem.state.resuming import may_go_on
+from tandem.state.weight_digests import record_weights
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.trainers.control import Control
 from tandem.trainers.opening import Run, start_run
@@ -48,6 +50,10 @@ Open = Callable[[Run[Any], Any], AbstractContextManager[tuple[TrainingSession, C
 """Opens the session of a run with that, and what takes changes of it; None: it takes none."""
 
 
+Watch = Callable[[Iterable[int], TrainingSession], Iterable[int]]
+"""Hands on the numbers of the steps to do, one after another, and so sees where each begins and ends."""
+
+
 def run_training(
     resolved: Resolved[Any],
     config: Any,
@@ -57,12 +63,13 @@ def run_training(
     dry_run: bool | Literal["all"] = False,
     override: bool = False,
     until: int | None = None,
+    watch: Watch | None = None,
 ) -> Summary:
     """Opens the run of ``resolved``, and trains with its models as ``config`` says, which is another configuration if it
     distils. ``dry_run`` prints the configuration and the batch arithmetic and starts nothing; ``"all"``: also the values
     that are as by default. A run that was cut off in the
     same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``: the
-    step after which it stops, to go on some other time.
+    step after which it stops, to go on some other time. ``watch``: see `Watch`.
 
     Raises:
         ConfigError: anything about the configuration or the rows.
@@ -85,14 +92,37 @@ def run_training(
         run = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         team, device = run.process.team, run.process.device
         oversight = stack.enter_context(Oversight(resolved.config, run.folder, team))
-        session, control = stack.enter_context(open_session(run, parts))
-        recovery, models = recovery_of(session, run.folder, run.tracker, device, stack), session.models
-        late, tokenizer = models.late_writer, models.save_tokenizer
-        saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
-        record = partial(record_weights, team, run.folder, partial(models.digests, team))
-        session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
-        summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
-        return end_run(summary, run.folder, run.steps)
+        run, last = replace(run, lasting=stack.enter_context(Lasting())), min(run.steps, until or run.steps)
+        while True:
+            try:
+                with contextlib.ExitStack() as attempt:
+                    again = oversight.mended > 0
+                    if again:
+                        mend(run)
+                    session, control = attempt.enter_context(open_session(run, None if again else parts))
+                    recovery = recovery_of(session, run.folder, run.tracker, device, attempt, again=again)
+                    models = session.models
+                    late, tokenizer = models.late_writer, models.save_tokenizer
+                    saving = attempt.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
+                    record = partial(record_weights, team, run.folder, partial(models.digests, team))
+                    session.roles.update(recorder=SimpleNamespace(record=record), saver=saving)
+                    summary = loop(session, run, last, recovery, saving, oversight, control, watch)
+                return end_run(summary, run.folder, run.steps)
+            except WorkerDied as error:
+                oversight.go_on(error)
+
+
+def mend(run: Run[Any]) -> None:
+    """After the death of a worker: what lives stays, and takes the newest checkpoint later; without one all begins anew.
+
+    Raises:
+        WorkerDied: another worker is gone.
+    """
+    assert run.lasting is not None and run.folder is not None, "the controller of workers is rank 0"
+    if checkpoints(run.folder.checkpoints) and run.lasting.pools is not None:
+        run.lasting.pools.mend()
+    else:
+        run.lasting.close()
 
 
 def step(session: TrainingSession) -> tuple[dict[str, float], TensorDict]:
@@ -111,6 +141,7 @@ def loop(
     saving: Saving,
     oversight: Oversight,
     control: Control | None = None,
+    watch: Watch | None = None,
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them. ``control``: takes
     changes of the run."""
@@ -123,8 +154,9 @@ def loop(
         with session.team.together():  # every rank, for only rank 0 has found anything
             if tracker is not None and found:
                 tracker.log(0, found)
-    timer.metrics(), session.residency.metrics()  # what came before the first step is not part of it
-    for number in progress.remaining(last):
+    timer.metrics(), timer.spans(), session.residency.metrics()  # what came before the first step is not part of it
+    numbers = progress.remaining(last)
+    for number in numbers if watch is None else watch(numbers, session):
         enter("between", number)
         if control is not None:
             control.before(number)
@@ -142,9 +174,10 @@ def loop(
         progress.keep_accuracy(number, found)
         metrics |= found | timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
         metrics |= control.metrics() if control is not None else {}
+        spans = session.team.gather(timer.spans())
         metrics |= session.models.moved() | {"memory/peak_gib": peak_memory_gib()}
         made = session.made(batch)
-        saving.persist(partial(tracker.log, number, metrics, *made) if tracker is not None else None)
+        saving.persist(partial(tracker.log, number, metrics, *made, spans=spans) if tracker is not None else None)
         del batch, made
         asked = oversight.asked() and number < last
         leaving = asked or number == last < run.steps

@@ -15,8 +15,8 @@ from tandem.flow.critic import Models
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process, keep_kernels, start_process
-from tandem.flow.training import TrainingSession
-from tandem.lifecycle.summary import open_run, run_id, save_if_due, tell_limit
+from tandem.flow.training import Lasting, TrainingSession
+from tandem.lifecycle.summary import open_run, save_if_due, tell_limit
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.tracker import Tracker
@@ -42,6 +42,9 @@ class Run(Generic[C]):
     tracker: Tracker | None
     id: str
     """Names the run to servers that several runs may reach; the same on all ranks."""
+
+    lasting: Lasting | None = None
+    """The objects that one session of the run leaves to the next; None: there is only one."""
 
     def evaluate_if_due(self, session: TrainingSession, step: int) -> dict[str, float]:
         """The figures of the validation rows by metric name; empty if `evaluate.every_steps` asks for none at this step
@@ -100,4 +103,5 @@ def start_run(
     with contextlib.ExitStack() as stack:
         folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
         keep_kernels(config, process, folder)
-        yield Run(config, plan, rows, steps, process, folder, tracker, run_id(process.team, folder))
+        name = process.team.share(lambda: "" if folder is None else folder.id)
+        yield Run(config, plan, rows, steps, process, folder, tracker, name)

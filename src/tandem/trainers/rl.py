@@ -34,17 +34,21 @@ def run_session(resolved: Resolved[Any], config: TrainConfig, **how: Any) -> Sum
     """Opens the run of ``resolved``, and trains with its models as ``config`` says. ``how``: see `run_training`."""
 
     @contextlib.contextmanager
-    def opened(run: Run[TrainConfig], parts: EpisodeParts) -> Iterator[tuple[Session, Control]]:
+    def opened(run: Run[TrainConfig], parts: EpisodeParts | None) -> Iterator[tuple[Session, Control]]:
         log_choice(resolved, run.process)
         with open_learning(run, parts) as session:
-            yield session, Control(run, session, parts, written=resolved.sources, distils=resolved.config is not config)
+            yield (
+                session,
+                Control(run, session, session.episodes, written=resolved.sources, distils=resolved.config is not config),
+            )
 
     return run_training(resolved, config, prepare, opened, **how)
 
 
 @contextlib.contextmanager
-def open_learning(run: Run[TrainConfig], parts: EpisodeParts) -> Iterator[Session]:
-    """The session of a run, which can evaluate."""
-    with open_session(run.config, run.process, run.rows, run.steps, run.id, run.plan, parts) as session:
+def open_learning(run: Run[TrainConfig], parts: EpisodeParts | None) -> Iterator[Session]:
+    """The session of a run, which can evaluate. ``parts``: None makes them."""
+    given = (run.config, run.process, run.rows, run.steps, run.id, run.plan, parts, run.lasting)
+    with open_session(*given) as session:
         session.roles["evaluator"] = SimpleNamespace(evaluate=partial(evaluate, run.config, session, run.rows))
         yield session

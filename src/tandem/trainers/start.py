@@ -206,8 +206,7 @@ def check_weights_folder(config: TrainConfig) -> None:
         ConfigError: it cannot; says why.
     """
     servers = kinds_of(config.rollout.backend, config.rollout.fleet) - {"embedded"}
-    channel = config.rollout.weights.channel
-    if channel in ("ipc", "collective") or (channel != "disk" and not servers):
+    if not config.rollout.weights.uses_folder(servers=bool(servers)):
         return
     folder = weights_folder(config)
     try:

@@ -230,7 +230,7 @@ def open_row_session(recipe: Recipe, run: Run[Any], tokenizer: PreTrainedTokeniz
     loader = Loader(run.rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
     roles = {"batches": batches, "learner": recipe.learner(engine, config, reference)}
-    conductor = LocalConductor(lambda stage: timer(stage.time), residency, plan)
+    conductor = LocalConductor(lambda stage: timer(stage.time, stage.role, stage.name), residency, plan)
     own = (run, tokenizer, engine, reference, batches)
     session = RowSession(plan, timer, residency, conductor, process.team, roles, *own)
     roles["evaluator"] = session

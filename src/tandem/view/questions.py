@@ -15,7 +15,7 @@ from tandem.protocol.schema import Schema, integer, record, text
 from tandem.tracking.record_files import lines_path, recorded_steps
 from tandem.view.columns import MOST_TOKENS, TokenColumns, decoder, told_columns
 from tandem.view.filters import read_filter
-from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line
+from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line, question_of
 from tandem.view.media import ShownMedia, media_numbers
 from tandem.view.runs import (
     Runs,
@@ -25,6 +25,7 @@ from tandem.view.runs import (
     facts,
     log_entries,
     summary,
+    timeline,
 )
 
 MOST_TEXT = 200_000
@@ -64,7 +65,8 @@ class RunAnswers:
             ConfigError: a run, step or sample that there is not, or a filter that cannot be read.
         """
         if name == "runs":
-            return [summary(run, folder) for run, folder in self.runs.all().items()]
+            lines = [summary(run, folder) for run, folder in self.runs.all().items()]
+            return [line | {"health": bounded(line["health"])} for line in lines]
         folder = self.runs.folder(body["run"])
         rest = {key: value for key, value in body.items() if key != "run"}
         return getattr(self, f"_{name}")(folder, **rest)
@@ -88,12 +90,17 @@ class RunAnswers:
     def _log(self, folder: Path, name: str) -> dict[str, Any]:
         return log_entries(folder, name)
 
+    def _timeline(self, folder: Path, step: int) -> list[list[tuple[str, str, float, float]]]:
+        return timeline(folder, step)
+
     def _steps(self, folder: Path) -> list[int]:
         return recorded_steps(folder)
 
-    def _reasons(self, folder: Path) -> list[dict[str, Any]]:
+    def _reasons(self, folder: Path) -> dict[str, Any]:
         sql = "SELECT dropped AS reason, count(*) AS count, max(step) AS step FROM samples WHERE dropped != ''"
-        return list(self.index(folder).rows(f"{sql} GROUP BY dropped ORDER BY count DESC LIMIT 100"))
+        index = self.index(folder)
+        pending = len(index.pending())
+        return {"rows": list(index.rows(f"{sql} GROUP BY dropped ORDER BY count DESC LIMIT 100")), "pending": pending}
 
     def _samples(self, folder: Path, step: int, filter: str, order: str, offset: int, limit: int) -> dict[str, Any]:
         """The samples of a step, or of all steps (-1), that fit a filter: figures and how their texts begin."""
@@ -145,6 +152,15 @@ class RunAnswers:
         found = [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
         shown = ShownMedia()
         return [{**sample, "media": [shown.of(one) for one in media_numbers(sample.get("messages"))]} for sample in found]
+
+    def _again(self, folder: Path, step: int, group: int, other: str) -> dict[str, Any]:
+        """The groups of the same prompt in a run, which may be this one: (step, group, samples, success) as recorded."""
+        asked, index = self.index(folder), self.index(self.runs.folder(other))
+        asked.update(step)
+        prompt = next(asked.rows("SELECT prompt FROM samples WHERE step = ? AND grp = ?", [step, group]), {"prompt": None})
+        sql = "SELECT step, grp, samples, success FROM groups WHERE prompt = ? ORDER BY step, grp LIMIT 2000"
+        groups = [list(row.values()) for row in index.rows(sql, [prompt["prompt"]])]
+        return {"groups": groups, "pending": len(index.pending())}
 
     def _tokens(self, folder: Path, step: int, line: int, first: int) -> dict[str, Any]:
         """The tokens of a sample and their figures, by trajectory."""
@@ -214,6 +230,7 @@ SCHEMAS: dict[str, Schema] = {
     "config": record(_RUN, ["run"]),
     "differences": record({**_RUN, "other": text(500)}, ["run", "other"]),
     "log": record({**_RUN, "name": text(500)}, ["run", "name"]),
+    "timeline": record(_STEP, ["run", "step"]),
     "steps": record(_RUN, ["run"]),
     "reasons": record(_RUN, ["run"]),
     "samples": record(
@@ -225,6 +242,7 @@ SCHEMAS: dict[str, Schema] = {
         ["run", "step", "filter", "order", "offset", "limit"],
     ),
     "group": record({**_STEP, "group": integer(-1, 2**53)}, ["run", "step", "group"]),
+    "again": record({**_STEP, "group": integer(-1, 2**53), "other": text(500)}, ["run", "step", "group", "other"]),
     "tokens": record({**_STEP, "line": integer(0, 10**9), "first": integer(0, 10**9)}, ["run", "step", "line", "first"]),
     "prompts": record(
         {**_RUN, "order": {"enum": list(_PROMPT_ORDERS)}, "offset": integer(0, 10**9)}, ["run", "order", "offset"]
@@ -283,12 +301,9 @@ def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         "source",
     )
     told = {name: row[name] for name in keep} | {"group": row["grp"]}
-    for name in ("prompt", "completion"):
-        words = sample.get(name)
-        told[name] = (
-            words[-SHOWN_PROMPT:] if isinstance(words, str) and name == "prompt" else str(words or "")[:SHOWN_PROMPT]
-        )
-    return told
+    prompt = sample.get("prompt")  # a prompt that was dropped before anything was generated has its turns alone
+    told["prompt"] = (prompt if isinstance(prompt, str) else question_of(sample))[-SHOWN_PROMPT:]
+    return told | {"completion": str(sample.get("completion") or "")[:SHOWN_PROMPT]}
 
 
 def bounded(value: Any, most: int = MOST_TEXT) -> Any:

@@ -147,6 +147,7 @@ def _of_step(questions: RunAnswers, name: str, step: int, room: int) -> Iterator
     body = {"run": name, "step": step, "filter": "", "order": "group", "offset": 0, "limit": 1000}
     said = questions.ask("samples", body)
     yield _key("samples", body), said
+    yield _key("timeline", {"run": name, "step": step}), questions.ask("timeline", {"run": name, "step": step})
     for group in dict.fromkeys(row["group"] for row in said["rows"]):
         body = {"run": name, "step": step, "group": group}
         yield _key("group", body), bounded(questions.ask("group", body), MOST_TEXT)

@@ -91,8 +91,8 @@ class Viewer(Application):
         async def answer(body: dict[str, Any], _: web.Request) -> Any:
             try:
                 said = await asyncio.to_thread(self._questions.ask, name, body)
-                if name in ("samples", "prompts", "reasons"):
-                    await self._bring_up_to_date(body["run"])
+                if name in ("samples", "prompts", "reasons", "again"):
+                    await self._bring_up_to_date(body.get("other", body["run"]))
             except ConfigError as error:
                 raise Refusal(404, str(error)) from error
             return said

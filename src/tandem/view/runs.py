@@ -16,10 +16,13 @@ from tandem.config.errors import ConfigError
 from tandem.config.resume import differences
 from tandem.state.existing import existing_run, rows_of, run_folders, run_info, status_now, written_config
 from tandem.tracking.catalog import explain
-from tandem.tracking.record_files import recorded_steps
+from tandem.tracking.record_files import TIMELINE, recorded_steps
 
 MOST_ROWS = 4000
 """Rows of a metrics file that are told at once; of a longer one every second, third, …"""
+
+MOST_SICKNESSES = 50
+"""Lines about the health of a run that are told."""
 
 LOG_BYTES = 1 << 18
 """The end of a log that is shown."""
@@ -38,7 +41,7 @@ _SIGNS += ("trajectories", "checkpoints", ".lock")
 MOST_WHOLE = 10**300
 """Whole numbers beyond it are none that a figure can show."""
 
-_NOTHING: dict[str, Any] = {"status": "empty", "steps": 0, "metrics": {}, "checkpoints": [], "recorded": 0}
+_NOTHING: dict[str, Any] = {"status": "empty", "steps": 0, "metrics": {}, "checkpoints": [], "recorded": 0, "health": []}
 """The line of a run of which nothing is known."""
 
 
@@ -107,6 +110,7 @@ def _summary(name: str, folder: Path) -> dict[str, Any]:
         "metrics": {key: value for key, value in run.metrics.items() if _is_number(value)},
         "checkpoints": list(run.checkpoints),
         "recorded": len(recorded_steps(folder)),
+        "health": list(rows_of(folder / "health.jsonl"))[-MOST_SICKNESSES:],
         **{key: str(info.get(key) or "") for key in ("started", "ended", "command", "error")},
         "seconds": info.get("seconds") if _is_number(info.get("seconds")) else None,
     }
@@ -217,9 +221,23 @@ def _time(value: Any) -> float | None:
 def facts(folder: Path) -> dict[str, Any]:
     """Environment, ends, resumptions and changes of a run."""
     size = sum(_size(Path(place, name)) for place, _, names in os.walk(folder) for name in names)
-    return {"info": run_info(folder), "changes": list(rows_of(folder / "control.jsonl"))[-500:], "bytes": size} | {
-        "health": list(rows_of(folder / "health.jsonl"))[-500:]
-    }
+    return {"info": run_info(folder), "changes": list(rows_of(folder / "control.jsonl"))[-500:], "bytes": size}
+
+
+def timeline(folder: Path, step: int) -> list[list[tuple[str, str, float, float]]]:
+    """The spans of each rank in a step: (role, stage, begin, end), in seconds after the first one; empty where none is
+    recorded, as in runs of before there was a timeline."""
+    line = b""
+    with contextlib.suppress(OSError), (folder / TIMELINE).open("rb") as file:
+        for text in file:
+            line = text if text.startswith(b'{"step": %d,' % step) else line  # of a step made again, the last one counts
+    try:
+        ranks = json.loads(line)["ranks"]
+        spans = [[(str(role), str(stage), float(a), float(b)) for role, stage, a, b in rank] for rank in ranks]
+    except (ValueError, KeyError, TypeError, RecursionError):  # none, or torn
+        return []
+    began = min((span[2] for rank in spans for span in rank), default=0.0)
+    return [[(role, stage, round(a - began, 4), round(b - began, 4)) for role, stage, a, b in rank] for rank in spans]
 
 
 def _size(path: Path) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from tandem.api.weights import WeightSource, tensor_digest
-from tandem.weights.pieces import digest_in
 
 DIGEST_THREADS = 2
 """Digests are computed beside the casting and copying."""
@@ -27,11 +26,11 @@ class Delivery:
     """The key of the digests; see `WeightUpdate.key`."""
 
 
-class Channel(ABC):
+class WeightChannel(ABC):
     """One way of handing tensors over. A delivery is valid until the next `put`."""
 
     for_adapters = True
-    """True if the tensors of an adapter may come alone; not where others than our own engines read them."""
+    """True if an adapter may be delivered alone. False for servers of other makers, which need whole weights."""
 
     streams = False
     """True if nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
@@ -40,7 +39,7 @@ class Channel(ABC):
     """The key of the digests; see `WeightUpdate.key`. Whoever publishes may set it where `takes_key`."""
 
     takes_key = True
-    """False where others than our own engines compare the digests: these are SHA-256."""
+    """False if servers of other makers compare the digests too: then they are SHA-256."""
 
     @abstractmethod
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
@@ -58,7 +57,7 @@ class Channel(ABC):
             pass
 
     def withdraw(self) -> None:
-        """The last delivery was given up: no engine has it, and the one before is still served."""
+        """Called when the last delivery was given up: no engine has it, and all serve the one before."""
         return
 
     @abstractmethod
@@ -76,38 +75,38 @@ class LocalSource(WeightSource):
         yield from self.named_tensors
 
 
-class LocalChannel(Channel):
+class LocalChannel(WeightChannel):
     """To an engine of this process. Copies only what has another dtype: the engine copies anyway."""
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
         """Puts tensors as they are. In its own dtype a tensor is not copied: do not train before the engine has taken it."""
-        kept: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
         with Digests(self.key) as digests:
             for name, tensor in named_tensors:
                 tensor = tensor.detach().to(dtype)
-                kept.append((name, tensor))
+                tensors.append((name, tensor))
                 digests.add(name, tensor)
-        return Delivery(LocalSource(tuple(kept)), digests.result(), sum(tensor.nbytes for _, tensor in kept), self.key)
+        return Delivery(LocalSource(tuple(tensors)), digests.result(), sum(tensor.nbytes for _, tensor in tensors), self.key)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the channel holds no memory."""
 
 
-class NoChannel(Channel):
-    """To nobody: of a rank without an engine, which takes part in the stream and keeps none of it."""
+class NoChannel(WeightChannel):
+    """The channel of a rank without an engine: it takes part in the collective stream and keeps nothing of it."""
 
     def __init__(self, *, digests: bool = False, key: int | None = None):
-        """``digests``: the rank says which version it is, by ``key``; the others hear it."""
+        """``digests``: this rank computes the digests, by ``key``, and shares the version with the other ranks."""
         self._digests, self.key = digests, key
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Puts tensors one by one. One tensor is held at a time: a model that fits only when it is sharded is never whole
+        """Reads the stream to its end. It holds one tensor at a time, so a model that fits only in shards is never whole
         here."""
         digests, num_bytes = {}, 0
         for name, tensor in named_tensors:
             num_bytes += tensor.numel() * dtype.itemsize
             if self._digests:
-                digests[name] = digest_in(tensor, dtype, self.key)
+                digests[name] = tensor_digest(tensor.detach().to(dtype), self.key)
         return Delivery(LocalSource(()), digests, num_bytes, self.key)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Weights over a process group, streamed: the trainer broadcasts buckets, and each engine takes them as they come.
+"""Weights over a process group, streamed: the trainer broadcasts one tensor after another, and each engine takes it.
 
-Nothing lies ready anywhere, so neither side holds more than a bucket beside its own tensors. A group lasts for one
+Nothing lies ready anywhere, so neither side holds more than one tensor beside its own. A group lasts for one
 update: one that broke leaves nothing to repair.
 """
 
@@ -17,22 +17,12 @@ import torch
 import torch.distributed as dist
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.weights import WeightSource
-from tandem.weights.channel import Channel, Delivery
-from tandem.weights.pieces import digest_in, pieces
+from tandem.api.weights import WeightSource, tensor_digest
+from tandem.weights.channel import Delivery, WeightChannel
 
-BUCKET_BYTES = 32 * 2**20
 POLL_S = 0.0005
 JOINED = "joined"
 """Key under which the store counts those who wish to receive."""
-
-
-@dataclass(frozen=True)
-class Announced:
-    """One tensor of the stream."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,9 +35,10 @@ class CollectiveSource(WeightSource):
     port: int
     backend: str
     receivers: int
-    announced: tuple[Announced, ...]
+    announced: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of each tensor, in the order of the stream."""
+
     dtype: torch.dtype
-    bucket_bytes: int
     timeout_s: float
     device: str = "cpu"
     """The receiving engine's."""
@@ -67,36 +58,22 @@ class CollectiveSource(WeightSource):
             raise OSError(f"the stream of weights from {self.host}:{self.port} broke off: {error}") from error
 
     def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.version != (own := version_of(self.backend)):
+        if self.version != (version := version_of(self.backend)):
             raise OSError(
-                f"the trainer has NCCL {self.version}, and this engine has {own}: install the same version for both"
+                f"the trainer has NCCL {self.version}, and this engine has {version}: install the same version for both"
             )
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
         rank = store.add(JOINED, 1)
         if rank > self.receivers:
             raise OSError(f"the stream of weights is for {self.receivers} engines, and as many have joined it already")
         with DeliveryGroup(self.backend, store, rank, self.receivers + 1, self.timeout_s, self.host) as group:
-            yield from self._take(group)
-
-    def _take(self, group: "DeliveryGroup") -> Iterator[tuple[str, torch.Tensor]]:
-        device = torch.device(self.device)
-        left = sum(torch.Size(a.shape).numel() for a in self.announced) * self.dtype.itemsize
-        bucket, place, filled = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device), 0, 0
-        for announced in self.announced:
-            tensor = torch.empty(announced.shape, dtype=self.dtype, device=device)
-            data, done = tensor.reshape(-1).view(torch.uint8), 0
-            while done < len(data):
-                if place == filled:
-                    filled, place = min(left, self.bucket_bytes), 0
-                    left -= filled
-                    group.broadcast(bucket[:filled])
-                count = min(filled - place, len(data) - done)
-                data[done : done + count] = bucket[place : place + count]
-                place, done = place + count, done + count
-            yield announced.name, tensor
+            for name, shape in self.announced:
+                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+                group.broadcast(tensor)
+                yield name, tensor
 
 
-class CollectiveChannel(Channel):
+class CollectiveChannel(WeightChannel):
     """To engines that can be reached over the network, by ``torch.distributed`` and without a disk.
 
     The stream is read twice: for the digests, which travel ahead of the tensors, and for the tensors.
@@ -111,24 +88,23 @@ class CollectiveChannel(Channel):
         *,
         backend: str = "gloo",
         host: str = "127.0.0.1",
-        bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = 300.0,
     ):
         """``receivers``: engines that take each update. ``backend``: ``gloo``, or ``nccl`` where all have GPUs. ``host``:
         address of this machine that the engines reach. ``timeout_s``: of each wait for another process."""
         self._receivers, self._backend, self._host = receivers, backend, host
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._timeout_s = timeout_s
         self._store: dist.TCPStore | None = None
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Lays the tensors out. Holds a few MiB; the tensors themselves go out in `send`."""
+        """Digests the tensors and says what will come; they themselves go out in `send`."""
         digests: dict[str, str] = {}
         announced = []
         for name, tensor in named_tensors:
             if name in digests:
                 raise ValueError(f"tensor {name!r} came twice")
-            digests[name] = digest_in(tensor, dtype, self.key)
-            announced.append(Announced(name, tuple(tensor.shape)))
+            digests[name] = tensor_digest(tensor.detach().to(dtype), self.key)
+            announced.append((name, tuple(tensor.shape)))
         wait = timedelta(seconds=self._timeout_s)
         with socket.create_server((self._host, 0)) as listening:  # torch's own would listen at all addresses
             self._store = dist.TCPStore(
@@ -146,11 +122,10 @@ class CollectiveChannel(Channel):
             self._receivers,
             tuple(announced),
             dtype,
-            self._bucket_bytes,
             self._timeout_s,
             version=version_of(self._backend),
         )
-        num_bytes = sum(torch.Size(a.shape).numel() for a in announced) * dtype.itemsize
+        num_bytes = sum(torch.Size(shape).numel() for _, shape in announced) * dtype.itemsize
         return Delivery(source, digests, num_bytes, self.key)
 
     def send(
@@ -161,8 +136,9 @@ class CollectiveChannel(Channel):
         try:
             self._await_receivers(given_up)
             with DeliveryGroup(self._backend, self._store, 0, self._receivers + 1, self._timeout_s, self._host) as group:
-                for bucket in self._buckets(named_tensors, dtype):
-                    group.broadcast(bucket, given_up)
+                device = torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else "cpu"
+                for _, tensor in named_tensors:
+                    group.broadcast(tensor.detach().to(device, dtype).contiguous(), given_up)
         except RuntimeError as error:
             if isinstance(error, WeightUpdateFailed):
                 raise
@@ -187,22 +163,6 @@ class CollectiveChannel(Channel):
                     f"{joined} came"
                 )
             time.sleep(0.01)
-
-    def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The bytes of all tensors end to end, cut into buckets; each is valid until the next is asked for."""
-        device = _device(self._backend)
-        bucket, filled = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device), 0
-        for _, tensor in named_tensors:
-            for piece in pieces(tensor, dtype, device):
-                while len(piece):
-                    count = min(len(piece), self._bucket_bytes - filled)
-                    bucket[filled : filled + count] = piece[:count]
-                    piece, filled = piece[count:], filled + count
-                    if filled == self._bucket_bytes:
-                        yield bucket
-                        filled = 0
-        if filled:
-            yield bucket[:filled]
 
 
 class DeliveryGroup:
@@ -235,14 +195,17 @@ class DeliveryGroup:
         if kind is not None:
             group.abort()  # what an NCCL call has left on the GPU ends too
 
-    def broadcast(self, bucket: torch.Tensor, given_up: Callable[[], bool] = lambda: False) -> None:
-        """From rank 0 to all; returns when this process has sent or received it.
+    def broadcast(self, tensor: torch.Tensor, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Sends from rank 0 to all; returns when this process has sent or received it. An empty tensor is not sent.
 
         Raises:
             RuntimeError: another process left, or the wait passed its deadline.
         """
         assert self._group is not None
-        work = self._group.broadcast([bucket], dist.BroadcastOptions())
+        if not tensor.numel():
+            return
+        data = tensor.reshape(-1).view(torch.uint8)  # bytes: every backend takes them, whatever the dtype
+        work = self._group.broadcast([data], dist.BroadcastOptions())
         deadline = time.monotonic() + self._timeout_s
         try:
             while not work.is_completed():
@@ -272,7 +235,3 @@ def outliving() -> Iterator[None]:
 def version_of(backend: str) -> str:
     """The version of NCCL here, which must be the same on all sides; empty for gloo, which is torch's own."""
     return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-
-
-def _device(backend: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.api.weights import WeightSource
-from tandem.weights.channel import Channel, Delivery, Digests
+from tandem.weights.channel import Delivery, Digests, WeightChannel
 
 BUCKET_BYTES = 64 << 20
 """Memory that one handle opens, unless a single tensor is larger."""
@@ -83,7 +83,7 @@ class Staged:
         return copy
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, in place. Raises `OSError` once they are dropped."""
+        """Yields views of all tensors. Raises `OSError` after `drop`."""
         for slot in self._slots:
             with self._lock:  # it may be dropped between two of them, by the next version
                 self._check()
@@ -95,10 +95,10 @@ class Staged:
         with self._lock:
             self._check()
             self._handles = self._handles or [_handle(bucket) for bucket in self._buckets]
-            return {"handles": [_words(one) for one in self._handles], "tensors": [list(slot) for slot in self._slots]}
+            return {"handles": [_words(handle) for handle in self._handles], "tensors": [list(slot) for slot in self._slots]}
 
     def drop(self) -> None:
-        """Gives the memory back. Torch would keep it for a process that never opened its handle, or died with it."""
+        """Frees the memory. Torch alone would keep it for a process that never opened its handle, or died with it open."""
         with self._lock:
             self._dropped, handles = True, self._handles
             self._buckets, self._handles = [], []
@@ -132,7 +132,7 @@ class CudaIpcSource(WeightSource):
         return self.staged.place()
 
 
-class CudaIpcChannel(Channel):
+class CudaIpcChannel(WeightChannel):
     """To a server on this process's GPU. A version takes its memory until the next one comes, once."""
 
     for_adapters = False

@@ -16,17 +16,23 @@ from pathlib import Path
 from typing import IO
 
 import torch
+from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.weights import FolderSource
-from tandem.weights.channel import Channel, Delivery
-from tandem.weights.shards import FolderWriter, Shard
+from tandem.api.lines import sync
+from tandem.api.weight_files import INDEX, in_groups, save_tensors
+from tandem.api.weights import FolderSource, tensor_digest
+from tandem.weights.channel import Delivery, WeightChannel
 
 log = logging.getLogger(__name__)
 MIB = 2**20
 
 SHARD_BYTES = 32 * MIB
 """A file is closed once it has this much: what did not change is known file by file."""
+
+FILE = "model-{:05}.safetensors"
+Shard = dict[str, tuple[tuple[int, ...], str]]
+"""One file of a version: name of each tensor → its shape and digest."""
 
 LOCK = ".lock"
 TRIES = 100
@@ -35,11 +41,11 @@ SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of what belongs to a model folder beside the weights."""
 
 
-class DiskChannel(Channel):
+class DiskChannel(WeightChannel):
     """To servers that see a folder of this machine under the same path.
 
-    Streamed: beside the stream's own tensor only a few MiB are held. A file in which nothing changed since the version
-    before is linked to it and not written again.
+    Streamed: beside the stream's own tensor only the tensors of one file are held. A file in which nothing changed since the
+    version before is linked to it and not written again.
     """
 
     for_adapters = False  # its folders are whole models
@@ -80,27 +86,43 @@ class DiskChannel(Channel):
         self._count += 1
         folder = self._own.path / f"update_{self._count}"
         temporary = folder.with_name(f".{folder.name}.partial")
-        before = next(reversed(self._versions.values()), ())
-        writer = FolderWriter(temporary, dtype, self._shard_bytes, before)
+        digests: dict[str, str] = {}
+        num_bytes = written = 0
+        before = next(reversed(self._versions), None)
+        shards: list[Shard] = []
+        old = iter(self._versions.get(before, ()) if before else ())
         try:
             temporary.mkdir()
-            for name, tensor in named_tensors:
-                writer.add(name, tensor)
-            shards = writer.finish()
+            # the stream's own memory is used again for its next tensor
+            copies = (
+                (name, torch.empty(tensor.shape, dtype=dtype).copy_(tensor.detach())) for name, tensor in named_tensors
+            )
+            for group in in_groups(copies, self._shard_bytes):
+                shard = {name: (tuple(tensor.shape), tensor_digest(tensor)) for name, tensor in group.items()}
+                file, size = temporary / FILE.format(len(shards) + 1), sum(tensor.nbytes for tensor in group.values())
+                if before is None or next(old, None) != shard or not _linked(before / file.name, file):
+                    save_tensors(group, file, {"format": "pt"})
+                    written += size
+                shards.append(shard)
+                digests |= {name: digest for name, (_, digest) in shard.items()}
+                num_bytes += size
+            places = {name: FILE.format(number) for number, shard in enumerate(shards, 1) for name in shard}
+            index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+            (temporary / INDEX).write_text(json.dumps(index, indent=1))
             self._copy_settings(temporary, dtype)
-            _flush(temporary)
+            for path in (*temporary.iterdir(), temporary):
+                sync(path)
             os.rename(temporary, folder)
-            _flush(self._own.path)
+            sync(self._own.path)
         except BaseException as error:
-            writer.close()
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise WeightUpdateFailed(self._explain(folder, writer.num_bytes, error)) from error
+            if isinstance(error, (OSError, SafetensorError)):
+                raise WeightUpdateFailed(self._explain(folder, num_bytes, error)) from error
             raise
-        self._versions[folder] = tuple(Shard(folder / shard.path.name, shard.entries) for shard in shards)
-        self.written_bytes = writer.written_bytes
-        self._prune()
-        return Delivery(FolderSource(folder), writer.digests, writer.num_bytes)
+        self._versions[folder], self.written_bytes = tuple(shards), written
+        for oldest in list(self._versions)[: -self._keep]:
+            self._remove(oldest)
+        return Delivery(FolderSource(folder), digests, num_bytes)
 
     def withdraw(self) -> None:
         """Withdraws the last version, which goes, so that it does not push out one that servers have."""
@@ -114,10 +136,6 @@ class DiskChannel(Channel):
             self._own.remove(keep_parent=self._keep_parent)
             self._own = None
 
-    def _prune(self) -> None:
-        for folder in list(self._versions)[: -self._keep]:
-            self._remove(folder)
-
     def _remove(self, folder: Path) -> None:
         del self._versions[folder]
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,10 +148,10 @@ class DiskChannel(Channel):
                 shutil.copyfile(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text())
         name = str(dtype).removeprefix("torch.")
-        told = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(told, name), indent=2))
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, name), indent=2))
 
-    def _explain(self, folder: Path, num_bytes: int, error: OSError) -> str:
+    def _explain(self, folder: Path, num_bytes: int, error: Exception) -> str:
         try:
             free = f"{shutil.disk_usage(self._parent).free / MIB:,.0f} MiB"
         except OSError:
@@ -146,7 +164,7 @@ class DiskChannel(Channel):
 
 
 class OwnFolder:
-    """A folder of this process among those of other runs; removes the folders of runs that are no more.
+    """A folder of this process beside those of other runs. Making one removes the folders that killed runs have left.
 
     The folder's lock ends with its process, however that happens.
     """
@@ -161,7 +179,7 @@ class OwnFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self, *, keep_parent: bool) -> None:
-        """With everything in it; and the parent, if it was the last one there."""
+        """Removes the folder, and its parent if no other folder is left there."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
         if keep_parent:
@@ -174,7 +192,7 @@ class OwnFolder:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Removes it if nobody holds its lock."""
+    """Removes the folder of a run that has ended: nobody holds its lock."""
     try:
         with (folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +204,7 @@ def _remove_if_left(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """The folder, made if it is missing, while no other process makes or removes folders in it. Raises `OSError`."""
+    """Makes ``parent`` if it is missing, and locks it against others that make or remove folders in it. Raises `OSError`."""
     with _lock_of(parent):
         yield
 
@@ -203,11 +221,9 @@ def _lock_of(parent: Path) -> IO[str]:
     raise OSError(f"{parent} was removed {TRIES} times while its lock was waited for")
 
 
-def _flush(folder: Path) -> None:
-    """Writes the small files of a folder, and the folder itself, to the disk; the weights are there already."""
-    for path in (*(p for p in folder.iterdir() if p.is_file() and p.suffix != ".safetensors"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _linked(old: Path, new: Path) -> bool:
+    """Makes ``new`` another name of ``old``; False on a file system without hard links."""
+    with contextlib.suppress(OSError):
+        os.link(old, new)
+        return True
+    return False

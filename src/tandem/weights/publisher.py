@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from tandem.api.team import Team
 from tandem.api.weights import WeightSource, WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.weights.archive import VersionArchive
-from tandem.weights.channel import Channel, Delivery, LocalChannel, NoChannel
+from tandem.weights.channel import Delivery, LocalChannel, NoChannel, WeightChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 log = logging.getLogger(__name__)
@@ -41,15 +41,14 @@ class WeightPublisher:
         run: str,
         model: str = "actor",
         dtype: torch.dtype,
-        channel: Channel | None = None,
-        disk: Callable[[], Channel] | None = None,
+        channel: WeightChannel | None = None,
+        disk: Callable[[], WeightChannel] | None = None,
         archive: VersionArchive | None = None,
         team: Team | None = None,
-        digest: Literal["sum", "sha256"] = "sum",
     ):
         """``channel``: None takes what the engines read, see `channel_for`; ``disk`` makes the one for engines that read
         from a folder. ``archive``: keeps versions that somebody will score again; on the first rank.
-        ``team``: the ranks that train the model; None: all. ``digest``: see `DeliveryConfig`.
+        ``team``: the ranks that train the model; None: all.
 
         Raises:
             ConfigError: an engine reads from a folder, and there is no ``disk``.
@@ -61,8 +60,7 @@ class WeightPublisher:
         nobody = NoChannel(digests=self._team.main)
         self.channel = channel or (channel_for(self._engines, disk) if self._engines else nobody)
         self._archive = archive
-        takes_key = self._team.share(lambda: self.channel.takes_key)
-        self._key = KEY if takes_key and digest == "sum" else None
+        self._key = KEY if self._team.share(lambda: self.channel.takes_key) else None
         if self.channel.takes_key:
             self.channel.key = self._key
         self._streams = self._team.share(lambda: self.channel.streams)  # then every rank reads the stream twice
@@ -148,12 +146,12 @@ class WeightPublisher:
             self._commit(update.version)
 
     def _put(self) -> Delivery:
-        """The trainer's weights, ready to be taken. Collective."""
+        """Puts the trainer's weights into the channel. Collective."""
         with self._team.together(), self._team.whole(self._weights()) as stream:
             return self.channel.put(stream, self._dtype)
 
     def _update(self, number: int, delivery: Delivery) -> WeightUpdate:
-        """The version that lies ready: the first rank's, which alone has to have an engine. Collective."""
+        """Describes what was put as version ``number``. The first rank's word counts. Collective."""
         version = self._team.share(lambda: WeightVersion(number, version_digest(delivery.digests), self._run, self._model))
         adapter = None if self._adapter is None else self._adapter.terms
         return WeightUpdate(version, delivery.source, delivery.digests, adapter, delivery.key)
@@ -161,9 +159,9 @@ class WeightPublisher:
     def state_dict(self) -> dict[str, Any]:
         """The state: the versions' digests, whether of adapters alone, and the contents of the archive."""
         digests = [[number, version.digest] for number, version in self._history.items()]
-        kept = None if self._archive is None else self._archive.state_dict()
-        own = {"number": self._version.number, "digests": digests, "key": self._key, "kept": kept}
-        return own | {"adapter": self._adapter is not None}
+        archived = None if self._archive is None else self._archive.state_dict()
+        state = {"number": self._version.number, "digests": digests, "key": self._key, "kept": archived}
+        return state | {"adapter": self._adapter is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Delivers the trainer's weights, which were loaded before, under the number that they had. Collective.
@@ -172,12 +170,12 @@ class WeightPublisher:
             ConfigError: they are others, or delivered in another dtype.
             WeightUpdateFailed: an engine did not take them.
         """
-        number, own = int(state["number"]), self._version
+        number, served = int(state["number"]), self._version
         digests = {int(which): str(digest) for which, digest in state["digests"]}
         # else an adapter was delivered and now merged weights are, or the reverse: the same version, of another digest
         alike = state.get("adapter", self._adapter is not None) == (self._adapter is not None)
-        if (own.number, own.digest) != (number, digests[number]):  # a server that lived on may be ahead
-            self._version = replace(own, number=number - 1)
+        if (served.number, served.digest) != (number, digests[number]):  # a server that lived on may be ahead
+            self._version = replace(served, number=number - 1)
             self.publish()
         key = state.get("key")
         now = self._version.digest if key == self._key or not alike else self._digest_now(key)
@@ -211,7 +209,7 @@ class WeightPublisher:
         return self._train_engine.weights(self._dtype) if self._adapter is None else self._adapter.weights()
 
     def _keep(self, number: int, source: WeightSource | None) -> None:
-        """Into the archive, if it wants this version; what did not lie ready is read from the trainer. Collective."""
+        """Archives this version if it will be needed. Without ``source`` the trainer is read. Collective."""
         archive = self._archive
         if archive is not None:
             archive.forget(number)
@@ -228,17 +226,17 @@ class WeightPublisher:
         """The tensors go out while the engines prepare. What fails on either side ends the other. Collective."""
         team, beside = self._team, ThreadPoolExecutor(1, "weight-update")
         with team.together(), team.whole(self._weights()) as stream, beside as pool:
-            asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
+            prepared = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
             try:
-                self.channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
+                self.channel.send(stream, self._dtype, lambda: prepared.done() and prepared.exception() is not None)
             except WeightUpdateFailed:
-                if asked.done():
-                    asked.result()  # the engine's own reason says more
+                if prepared.done():
+                    prepared.result()  # the engine's own reason says more
                 raise
-            asked.result()
+            prepared.result()
 
     def _each(self, action: Callable[[InferenceEngine], None]) -> None:
-        """Does it to all engines at the same time; raises the first failure once all have ended."""
+        """Calls ``action`` with all engines at once; raises the first failure after all have ended."""
         if len(self._engines) < 2:  # in this thread, which has warm thread pools
             for engine in self._engines:
                 action(engine)
@@ -277,7 +275,7 @@ class WeightPublisher:
                 log.info("an engine could not discard what was prepared", exc_info=error)
 
 
-def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], Channel] | None = None) -> Channel:
+def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], WeightChannel] | None = None) -> WeightChannel:
     """The channel that all engines can read: a folder as soon as one of them reads nothing else, for those of this machine
     read it too; else shared memory if one lives in another process. There is an engine.
 
@@ -292,4 +290,4 @@ def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], Channel] 
                 "WeightPublisher(…, channel=DiskChannel(folder, base=model_folder))"
             )
         return disk()
-    return SharedMemoryChannel() if any("shared_memory" in one for one in reads) else LocalChannel()
+    return SharedMemoryChannel() if any("shared_memory" in capabilities for capabilities in reads) else LocalChannel()

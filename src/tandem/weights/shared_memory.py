@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tandem.api.weights import WeightSource
-from tandem.weights.channel import Channel, Delivery, Digests
+from tandem.weights.channel import Delivery, Digests, WeightChannel
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _remove(fd: int, path: str) -> None:
     os.unlink(path)
 
 
-class SharedMemoryChannel(Channel):
+class SharedMemoryChannel(WeightChannel):
     """To engines in other processes. Casting and copying are one pass, straight into the segment.
 
     An engine that still reads an update which was given up sees digests that do not fit, and refuses it.

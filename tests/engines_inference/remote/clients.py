@@ -1,7 +1,9 @@
 """Clients of stand-in servers, what is asked of them, and weights to deliver."""
 
 import asyncio
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -57,6 +59,11 @@ def new_weights(folder, number, shift=1.0):
 def update_from_memory(folder, number=1, shift=1.0):
     tensors, digests, version = new_weights(folder, number, shift)
     return WeightUpdate(version, InMemory(tuple(tensors.items())), digests)
+
+
+def next_update(folder, number=1, shift=1.0):
+    """In a folder beside the model's."""
+    return update_from_folder(folder, Path(tempfile.mkdtemp(dir=folder.parent)) / "update", number, shift)
 
 
 def update_from_folder(folder, target, number=1, shift=1.0):

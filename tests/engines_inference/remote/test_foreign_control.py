@@ -1,14 +1,10 @@
 """Engines behind vLLM's and SGLang's interfaces: attaching, updates, and how one is left."""
 
-import asyncio
 import contextlib
-import os
 import sys
-import tempfile
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.remote.foreign import expected_digests
+from tandem.engines.inference.remote.foreign import in_place
 from tandem.engines.inference.remote.foreign.in_server import tandem_vllm_worker
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.launch import ServerProcess
@@ -30,6 +26,7 @@ from tests.engines_inference.remote.clients import (
     attach,
     expected,
     new_weights,
+    next_update,
     update_from_folder,
     update_from_memory,
 )
@@ -121,30 +118,14 @@ def test_running_requests_of_vllm_keep_keys_and_values_over_an_update_if_asked(f
     assert server.requests[-1]["alone"], "else it could begin with keys and values of older weights"
 
 
-def spooled():
-    """Folders of updates that this process has written for servers and not removed."""
-    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return [folder for place in places for folder in place.glob(f"tandem-weights-of-{os.getpid()}-*/update-*")]
-
-
-def test_weights_in_memory_are_delivered_by_a_temporary_folder_which_is_removed(kind, folder):
+def test_weights_that_a_server_cannot_read_are_refused_and_it_serves_what_it_served(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
         before = server.seed
-        folders = []
-        for number in (1, 2):
-            update = update_from_memory(folder, number, shift=float(number))
-            engine.prepare_weights(update)
-            folders += [folder for folder in spooled() if folder not in folders]
-            assert (folders[-1] / "config.json").is_file() and (folders[-1] / "tokenizer.json").is_file()
-            engine.commit_weights(update.version)
-        assert server.seed != before and not folders[0].exists() and folders[1].exists()
-        engine.prepare_weights(update_from_memory(folder, 3))
-        (given_up,) = [folder for folder in spooled() if folder not in folders]
-        engine.discard_weights()
-        assert not given_up.exists()
+        with pytest.raises(WeightUpdateFailed, match=r"reads weights from a folder, got .*; deliver them with DiskChannel"):
+            engine.prepare_weights(update_from_memory(folder, 1))
+        assert server.seed == before and set(ask(engine).versions) == {0}
         engine.close()
-    assert not folders[1].parent.exists()
 
 
 def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
@@ -157,7 +138,6 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
         delivery = channel.put(tensors.items(), torch.float32)
         version = WeightVersion(1, version_digest(delivery.digests), "run")
         engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
-        assert not spooled(), "nothing is written"
         before = server.seed
         engine.commit_weights(version)
         assert server.seed != before and set(ask(engine).versions) == {1}
@@ -168,13 +148,13 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
 def test_tensors_are_read_on_the_cpu_only_for_updates_whose_checksums_are_compared(kind, folder, monkeypatch):
     read = []
     monkeypatch.setattr(
-        expected_digests, "tensor_bytes", lambda tensor, inner=expected_digests.tensor_bytes: read.append(1) or inner(tensor)
+        in_place, "tensor_bytes", lambda tensor, inner=in_place.tensor_bytes: read.append(1) or inner(tensor)
     )
     with kind[1](folder) as server:
         engine, seen = attach(kind, server, folder), []
         engine.updates.verify_budget_s, engine.updates.verify_every = -1.0, 3
         for number in (1, 2, 3):
-            update = update_from_memory(folder, number, shift=float(number))
+            update = next_update(folder, number, shift=float(number))
             engine.prepare_weights(update)
             engine.commit_weights(update.version)
             seen.append((bool(read), engine.statistics()["verified_tensors"] > 5))
@@ -213,7 +193,7 @@ def test_a_server_on_another_gpu_is_refused_handles_of_memory_by_name(folder):
 
 
 def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.foreign.weight_group.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.sglang.BUCKET_BYTES", 4096)
     tensors, _, _ = new_weights(folder, 1)
     channel, groups = SharedMemoryChannel(), []
     with kind[1](folder) as server:
@@ -264,7 +244,7 @@ def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):
 def test_an_update_whose_bytes_changed_on_the_way_never_reaches_the_server(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
-        update = update_from_memory(folder)
+        update = next_update(folder)
         name = min(update.digests)
         digests = {**update.digests, name: "0" * 64}
         version = WeightVersion(1, version_digest(digests), "run")
@@ -280,7 +260,7 @@ def test_an_update_whose_bytes_changed_on_the_way_never_reaches_the_server(kind,
 def test_a_server_that_did_not_take_the_weights_is_paused_until_they_are_delivered(kind, folder, lie):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
-        update = update_from_memory(folder)
+        update = next_update(folder)
         engine.prepare_weights(update)
         server.spoils.add(lie)
         with pytest.raises(ServerFailed, match="checksum" if lie == "load" else "no such folder"):
@@ -314,7 +294,7 @@ def test_an_attached_server_goes_on_when_its_client_leaves(kind, folder):
 def hanging_commit(kind, server, folder):
     """An engine whose server hangs in an update, and what came of that once the block ended."""
     engine, errors = attach(kind, server, folder), []
-    update = update_from_memory(folder)
+    update = next_update(folder)
     engine.prepare_weights(update)
     server.spoils.add("hang")
 
@@ -361,7 +341,7 @@ def test_a_pause_outlasts_an_update(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
         engine.pause()
-        update = update_from_memory(folder)
+        update = next_update(folder)
         engine.prepare_weights(update)
         engine.commit_weights(update.version)
         assert server.paused
@@ -378,8 +358,8 @@ def test_tokens_of_weights_that_this_run_did_not_deliver_are_refused(kind, folde
             ask(engine)
         other = attach(kind, server, folder)  # another run at the same address
         with pytest.raises(ServerFailed, match="another run uses it"):
-            asyncio.run(engine.probe(5.0))
-        assert asyncio.run(other.probe(5.0)).versions == (0,)
+            ask(engine)
+        assert set(ask(other).versions) == {0}
         engine.close()
         other.close()
 
@@ -433,7 +413,7 @@ def test_a_server_that_is_taken_over_ends_what_it_had_and_goes_on_whatever_it_wa
         assert server.running and server.paused, "the server does not notice that its client is gone"
         process = ServerProcess.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
         engine = kind[0].attach_kept(
-            {"url": server.url, "key": "k"}, process, lambda url, key: attach(kind, server, folder, token=key)
+            {"url": server.url, "key": "k"}, process, lambda url, token: attach(kind, server, folder, token=token)
         )
         until(lambda: not server.running)
         assert not server.paused and server.aborted

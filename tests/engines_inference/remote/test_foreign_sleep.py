@@ -28,7 +28,7 @@ from tandem.flow.state_parts import Where, sleep_plan
 from tandem.models.shape import read_shape
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.cuda_ipc import BUCKET_BYTES, CudaIpcChannel, staged_bytes
-from tests.engines_inference.remote.clients import KINDS, ask, attach, update_from_folder, update_from_memory
+from tests.engines_inference.remote.clients import KINDS, ask, attach, next_update, update_from_folder
 from tests.fleet.fleets import Asking, patient, until
 from tests.tiny import KINDS as MODELS
 from tests.tiny import tiny_model_folder
@@ -68,7 +68,7 @@ def test_memory_is_given_back_by_the_servers_own_routes_and_new_weights_wake_it(
         engine.sleep(BOTH)
         engine.sleep(BOTH)  # it sleeps already
         assert server.asleep == set(BOTH) and server.calls == routes(kind, "both")
-        update = update_from_memory(folder)
+        update = next_update(folder)
         engine.prepare_weights(update)
         engine.commit_weights(update.version)
         assert server.asleep == {"kv_cache"}, "the cache has no room before the trainer gives its own back"
@@ -102,7 +102,7 @@ def test_a_cache_that_was_not_to_sleep_sleeps_and_wakes_with_the_weights(kind, f
             if again:
                 engine.sleep(("kv_cache",))
                 engine.wake(("kv_cache",))
-            update = update_from_memory(folder, number, shift=float(number))
+            update = next_update(folder, number, shift=float(number))
             engine.prepare_weights(update)
             engine.commit_weights(update.version)
             assert not server.asleep and not server.paused and set(ask(engine).versions) == {number}

@@ -10,8 +10,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
-from tandem.engines.inference.remote.foreign.sglang import SGLangProtocol
+from tandem.engines.inference.remote.foreign.sglang import SGLangProtocol, handle_payloads
 from tandem.protocol.client import HttpClient
 from tandem.weights.cuda_ipc import BucketLayout
 from tests.engines_inference.remote.clients import KINDS, attach

@@ -1,7 +1,6 @@
 """What a server holds against what was sent to it."""
 
 import hashlib
-import os
 
 import pytest
 import torch
@@ -9,12 +8,10 @@ import torch
 from tandem.api.failures import ServerFailed
 from tandem.api.requests import StopReason
 from tandem.api.weights import WeightVersion, tensor_digest
-from tandem.engines.inference.remote.foreign.completions import Judge
-from tandem.engines.inference.remote.foreign.expected_digests import HeldDigests, changed, compare
+from tandem.engines.inference.remote.foreign.completions import Judge, Labels
+from tandem.engines.inference.remote.foreign.in_place import HeldDigests, changed, compare
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import pack_again
-from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import labels_of
-from tandem.engines.inference.remote.foreign.spool import Spool
 
 URL = "http://127.0.0.1:1"
 
@@ -96,18 +93,6 @@ def test_the_judge_ends_a_completion_at_the_first_reason_in_any_piece():
     assert judge.look([7, 3, 3]) == (1, StopReason.STOP)
     assert Judge(frozenset({7}), 3).look([1, 2, 7, 4]) == (3, StopReason.STOP), "a stop token at the limit is a stop"
     assert Judge(frozenset(), 3).look([1, 2, 7, 4]) == (3, StopReason.LENGTH)
-
-
-def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path):
-    (tmp_path / "model").mkdir()
-    left, alive = tmp_path / "tandem-weights-of-999999999-x", tmp_path / f"tandem-weights-of-{os.getppid()}-x"
-    left.mkdir()
-    alive.mkdir()
-    spool = Spool(tmp_path / "model", memory_disk=tmp_path)
-    folder = spool.write([("w", torch.ones(2))], 8)
-    assert folder.is_relative_to(tmp_path) and not left.exists() and alive.exists()
-    spool.close()
-    assert not folder.exists()
 
 
 class Packs:

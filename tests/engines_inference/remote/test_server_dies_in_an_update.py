@@ -15,8 +15,6 @@ from tandem.engines.inference.remote.foreign.weight_group import (
     GroupDelivery,
     Way,
     WeightGroup,
-    flat_buckets,
-    plan_buckets,
 )
 from tandem.weights.collective import CollectiveChannel
 from tests.ranks import LIBRARIES
@@ -94,7 +92,7 @@ class Server:
 
 def update(delivery, server):
     """One update as a protocol makes it; what the server has read."""
-    plan, found = plan_buckets([(n, t.shape, "float32") for n, t in SENT.items()], 4096), []
+    plan, found = [(name, list(tensor.shape), "float32") for name, tensor in SENT.items()], []
 
     def join(host, port, name):
         server.call("tandem_join", host=host, port=port, size=2, backend="gloo", timeout_s=IMPATIENCE_S)
@@ -102,8 +100,8 @@ def update(delivery, server):
     def send(group):
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(server.call, "tandem_receive", plan=plan)
-            for bucket in flat_buckets(iter(SENT.items()), plan):
-                group.broadcast(bucket, taken)
+            for tensor in SENT.values():
+                group.broadcast(tensor.reshape(-1).view(torch.uint8), taken)
             found.append(taken.result())
 
     delivery.send(lambda: WeightGroup(Way("127.0.0.1"), 2, join, timeout_s=IMPATIENCE_S), send)

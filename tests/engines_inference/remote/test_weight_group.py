@@ -14,9 +14,7 @@ from tandem.engines.inference.remote.foreign.server import IN_SERVER
 from tandem.engines.inference.remote.foreign.weight_group import (
     Way,
     WeightGroup,
-    flat_buckets,
     group_backend,
-    plan_buckets,
 )
 from tandem.weights.cuda_ipc import CudaIpcChannel
 
@@ -89,16 +87,13 @@ def tensors(seed):
     return made | {"exact": torch.randn(5, generator=generator)}
 
 
-def plan_of(named, most):
-    return plan_buckets([(n, t.shape, str(t.dtype).removeprefix("torch.")) for n, t in named.items()], most)
-
-
-def deliver(group, workers, named, most=4096):
-    plan = plan_of(named, most)
+def deliver(group, workers, named):
+    plan = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named.items()]
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(workers.ask, "tandem_receive", plan=plan)
-        for flat in flat_buckets(iter(named.items()), plan):
-            group.broadcast(flat, taken)
+        for tensor in named.values():
+            if tensor.numel():
+                group.broadcast(tensor.reshape(-1).view(torch.uint8), taken)
         return taken.result()
 
 
@@ -132,18 +127,6 @@ def test_workers_open_the_trainers_memory_by_its_handles_and_read_what_was_put(w
         assert workers.ask("tandem_load", place=delivery.source.place()) == [expected, expected]
         assert delivery.digests == {name: digest for name, (_, _, digest) in expected.items()}
     channel.close()
-
-
-def test_a_plan_keeps_the_order_and_each_bucket_its_bytes():
-    named = tensors(0)
-    plan = plan_of(named, 3000)
-    assert [entry.name for bucket in plan for entry in bucket] == list(named)
-    assert [len(bucket) for bucket in plan] == [4, 1, 1], "the large one is alone"
-    for bucket in plan:
-        assert [entry.offset % 16 for entry in bucket] == [0] * len(bucket) and bucket[0].offset == 0
-    assert plan_of(named, 2**20) == [plan_of(named, None)[0]] and plan_of({}, 10) == []
-    first, *_ = flat_buckets(iter(named.items()), plan)
-    assert first[: named["embed"].nbytes].view(torch.bfloat16).view(50, 16).equal(named["embed"])
 
 
 def test_nccl_joins_no_two_ranks_on_one_gpu_and_none_of_which_nobody_knows_the_gpu():

@@ -30,7 +30,7 @@ class StandIn:
         self.folder, self.token_s, self.ignores_temperature, self.dtype = Path(folder), token_s, ignores_temperature, dtype
         self.spoils = set(spoils)
         self.label, self.paused, self.requests, self.aborted, self.running = "default", False, [], set(), set()
-        self.flushed = 0
+        self.flushed = self.forgotten = 0
         self.changes, self.hung = 0, False
         self.made, self._slots = 0, asyncio.Semaphore(slots)
         self.garbage = None
@@ -120,6 +120,15 @@ class StandIn:
 
     def logprob(self, token, temperature):
         return -(token % 50 + 1) / 100 / (1.0 if self.ignores_temperature else temperature)
+
+    processor = None
+    """Makes the prompt that it computes of the tokens and the files beside them, as data URLs."""
+
+    tells_prompt = True
+
+    def seen(self, ids, files):
+        """The tokens that it computes."""
+        return self.processor(list(ids), files) if files else ids
 
     cuts = frozenset()
     """What its log-probabilities are normalised anew for: ``truncated`` by top-p or top-k, ``suppressed`` stop tokens."""
@@ -218,6 +227,7 @@ class VllmStandIn(StandIn):
             "/is_paused": ("GET", self.is_paused),
             "/collective_rpc": ("POST", self.rpc),
             "/reset_prefix_cache": ("POST", self.flush),
+            "/reset_encoder_cache": ("POST", self.forget),
             "/update_weight_version": ("POST", self.relabel),
             "/weight_info": ("GET", self.info),
             "/weight_checker": ("POST", self.checker),
@@ -257,9 +267,12 @@ class VllmStandIn(StandIn):
         params = body["sampling_params"]
         assert params["ignore_eos"] and params["max_tokens"] >= 1
         temperature = params["temperature"] or 1.0
+        files = [part["url"] for part in body.get("content_parts", ())]
+        assert all(part["type"] in ("image_url", "audio_url") for part in body.get("content_parts", ()))
+        ids = self.seen(body["token_ids"], files)
         tokens, logprobs, spans, why = await self.generate(
             f"generate-tokens-{body['request_id']}",
-            body["token_ids"],
+            ids,
             params["max_tokens"],
             params["stop_token_ids"],
             temperature,
@@ -273,7 +286,8 @@ class VllmStandIn(StandIn):
         if params["logprobs"]:
             content[0]["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in self.tops(params, temperature)]
         choice = {"index": 0, "finish_reason": why, "token_ids": tokens, "weight_versions": spans}
-        return answer({"choices": [choice | {"logprobs": {"content": content}}]})
+        told = {"prompt_token_ids": ids} if body.get("return_token_ids") and self.tells_prompt else {}
+        return answer({"choices": [choice | {"logprobs": {"content": content}}], **told})
 
     def tops(self, params, temperature):
         suppressed = params["stop_token_ids"] if params["min_tokens"] else ()
@@ -324,6 +338,12 @@ class VllmStandIn(StandIn):
         assert request.query["reset_running_requests"] == "true"
         self.flushed += 1
         return answer({"success": True})
+
+    async def forget(self, _):
+        """Of what was shown; only once no running request counts on it."""
+        assert self.paused and self.flushed > self.forgotten
+        self.forgotten = self.flushed
+        return web.Response()
 
     async def relabel(self, request):
         self.label = (await request.json())["new_version"]
@@ -399,9 +419,10 @@ class SGLangStandIn(StandIn):
         params = body["sampling_params"]
         temperature = params["temperature"] or 1.0
         stop = {*params["stop_token_ids"], 9}  # 9: its tokenizer's own end token
+        ids = self.seen(body["input_ids"], [*body.get("image_data", ()), *body.get("audio_data", ())])
         tokens, logprobs, spans, why = await self.generate(
             body["rid"],
-            body["input_ids"],
+            ids,
             params["max_new_tokens"],
             stop,
             temperature,
@@ -420,7 +441,8 @@ class SGLangStandIn(StandIn):
             suppressed = params["stop_token_ids"] if params["min_new_tokens"] else ()
             found = self.top(temperature, params["top_k"], suppressed)
             facts["output_top_logprobs"] = [[[p, t, None] for t, p in found]]
-        return answer({"output_ids": tokens, "meta_info": facts})
+        told = {"prompt_token_ids": ids} if body.get("return_prompt_token_ids") and self.tells_prompt else {}
+        return answer({"output_ids": tokens, "meta_info": facts, **told})
 
     async def abort(self, request):
         body = await request.json()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -105,6 +105,26 @@ def _embedded(terms: ServerTerms, name: str) -> InferenceEngine:
     )
 
 
+def _started_by(terms: ServerTerms, name: str) -> dict[str, Any]:
+    """The arguments that a server of every kind is started with."""
+    fleet = terms.rollout.fleet
+    return {
+        "log_file": (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log",
+        "seat": terms.seat(name),
+        "options": option_words(fleet.options),
+        "startup_timeout_s": fleet.startup_timeout_s,
+        "request_timeout_s": fleet.request_timeout_s,
+        "progress": partial(logger.info, "%s"),
+    }
+
+
+def _attached_by(terms: ServerTerms) -> dict[str, Any]:
+    """The arguments that a server of every kind is attached with."""
+    fleet = terms.rollout.fleet
+    tokens = {key: read_token(getattr(fleet, f"{key}_file"), f"{key}_file") for key in ("token", "admin_token")}
+    return {"dtype": terms.dtype, "request_timeout_s": fleet.request_timeout_s, **tokens}
+
+
 def _start_tandem(terms: ServerTerms, name: str) -> InferenceEngine:
     if terms.weights_folder is not None:
         terms.weights_folder.mkdir(parents=True, exist_ok=True)
@@ -114,43 +134,25 @@ def _start_tandem(terms: ServerTerms, name: str) -> InferenceEngine:
         terms.dtype,
         terms.device,
         run=terms.version.run,
-        log_file=log_file(terms, name),
         weights_roots=() if terms.weights_folder is None else (terms.weights_folder,),
-        seat=terms.seat(name),
-        options=option_words(terms.rollout.fleet.options),
-        startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
-        request_timeout_s=terms.rollout.fleet.request_timeout_s,
-        progress=partial(logger.info, "%s"),
+        **_started_by(terms, name),
         place=terms.place(name),
     )
 
 
 def _attach_tandem(terms: ServerTerms, url: str) -> InferenceEngine:
-    fleet = terms.rollout.fleet
-    return TandemServer.attach(
-        url,
-        run=terms.version.run,
-        dtype=terms.dtype,
-        token=read_token(fleet.token_file, "token_file"),
-        admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
-        request_timeout_s=fleet.request_timeout_s,
-    )
+    return TandemServer.attach(url, run=terms.version.run, **_attached_by(terms))
 
 
 def _start_foreign(server: type[ForeignServer], kind: str, terms: ServerTerms, name: str) -> InferenceEngine:
     engine = server.start(
         terms.folder,
         python=python_of(terms.rollout, kind),
-        log_file=log_file(terms, name),
         dtype=terms.dtype,
         version=terms.version,
         device=terms.device,
         settings=terms.engine,
-        seat=terms.seat(name),
-        options=option_words(terms.rollout.fleet.options),
-        startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
-        request_timeout_s=terms.rollout.fleet.request_timeout_s,
-        progress=partial(logger.info, "%s"),
+        **_started_by(terms, name),
         place=None if terms.sleeps else terms.place(name),  # nobody could tell what of a server that is left sleeps
         sleeps=terms.sleeps,
     )
@@ -158,18 +160,8 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: ServerTerms, n
 
 
 def _attach_foreign(server: type[ForeignServer], terms: ServerTerms, url: str) -> InferenceEngine:
-    fleet = terms.rollout.fleet
-    engine = server.attach(
-        url,
-        folder=terms.folder,
-        dtype=terms.dtype,
-        version=terms.version,
-        token=read_token(fleet.token_file, "token_file"),
-        admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
-        request_timeout_s=fleet.request_timeout_s,
-        take=bool(terms.version.run),
-    )
-    return _able(engine, terms)
+    take, more = bool(terms.version.run), _attached_by(terms)
+    return _able(server.attach(url, folder=terms.folder, version=terms.version, take=take, **more), terms)
 
 
 def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -> ForeignServer:
@@ -178,10 +170,11 @@ def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -
     try:
         ranks = () if terms.devices is None else terms.devices.ranks
         trainer = ranks[0].devices if ranks else ()
-        if terms.rollout.weights.channel == "collective" and terms.version.run:
+        needs = terms.rollout.weights.terms
+        if needs.by_group and terms.version.run:
             backend = group_backend(terms.device, trainer, () if seat is None else seat.devices)
             engine.take_by_group(backend, f"cuda:{trainer[0]}" if backend == "nccl" else "cpu")
-        if terms.rollout.weights.channel == "ipc" and terms.version.run:
+        if needs.on_gpu and terms.version.run:
             engine.take_by_handles(f"cuda:{trainer[0]}" if trainer else terms.device)
         if terms.rollout.engine.keep_kv_on_update:
             engine.keep_kv()
@@ -216,10 +209,11 @@ def attached(terms: ServerTerms, kind: str, url: str) -> ServerOrigin:
     attach = KINDS[kind].attach if kind in KINDS else None
     if attach is None:
         raise ConfigError(f"{kind}={url}: a run cannot attach to servers of kind {kind}")
-    if terms.rollout.weights.channel == "collective" and kind not in JOINING:
-        raise ConfigError(f"{kind}={url} joins no process group; leave rollout.weights.channel=collective out")
-    if terms.rollout.weights.channel == "ipc":
-        raise ConfigError(f"{kind}={url} was not started by this run; leave rollout.weights.channel=ipc out")
+    needs, remedy = terms.rollout.weights.terms, f"leave rollout.weights.channel={terms.rollout.weights.channel} out"
+    if needs.by_group and kind not in JOINING:
+        raise ConfigError(f"{kind}={url} joins no process group; {remedy}")
+    if needs.on_gpu:
+        raise ConfigError(f"{kind}={url} was not started by this run; {remedy}")
     return ServerOrigin(f"{kind}={url}", lambda: attach(terms, url), owned=False)
 
 
@@ -246,11 +240,6 @@ def read_token(file: str | None, key: str) -> str | None:
     if not token:
         raise ConfigError(f"rollout.fleet.{key}={file} is empty; it must hold the token")
     return token
-
-
-def log_file(terms: ServerTerms, name: str) -> Path:
-    """The file of the output of a server that the run starts."""
-    return (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log"
 
 
 def python_of(rollout: RolloutConfig, kind: str) -> str:
@@ -363,8 +352,7 @@ def fleet_capabilities(rollout: RolloutConfig, *, sleeps: bool = False) -> froze
     kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}
-    reads = {"collective": "shared_memory", "ipc": "ipc"}.get(rollout.weights.channel, "disk")
-    return frozenset({reads, *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
+    return frozenset({rollout.weights.terms.reads, *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
 
 
 def folder_update(folder: Path, version: WeightVersion) -> WeightUpdate:

@@ -55,20 +55,21 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         ConfigError: a reward model, an architecture or a size that is not there, a library or a token that is missing.
     """
     servers = parse_backend(rollout.backend)
-    if rollout.weights.channel == "ipc" and device == "cpu":
+    if rollout.weights.terms.on_gpu and device == "cpu":
         raise ConfigError(
-            "rollout.weights.channel=ipc hands over memory of a GPU, and this run has none; leave it out: by folders"
+            f"rollout.weights.channel={rollout.weights.channel} hands over memory of a GPU, and this run has none; "
+            "leave it out: by folders"
         )
     config = read_hf_config(folder)
     refuse_classifier(folder, config)
     architecture, family = Architecture.from_config(config), family_of(folder, config)
-    foreign = kinds_of(rollout.backend, rollout.fleet) & MAKERS.keys()
-    if family is not None and foreign:
+    kinds = kinds_of(rollout.backend, rollout.fleet)
+    if family is not None and "vllm" in kinds and rollout.engine.keep_kv_on_update:
         raise ConfigError(
-            f"rollout.backend={rollout.backend} with a media model is refused: images and sounds do not go to "
-            f"{MAKERS[min(foreign)]} yet, and {folder} holds a model of type {config.model_type}; use embedded or tandem"
+            f"rollout.engine.keep_kv_on_update=true with vLLM and a media model ({config.model_type}): an update "
+            "drops what a running prompt has seen, and vLLM ends; leave it out"
         )
-    if kinds_of(rollout.backend, rollout.fleet) & {"embedded", "tandem"}:
+    if kinds & {"embedded", "tandem"}:
         gate(architecture.activation)
         dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
         make_cache(architecture, rollout.engine, dtype, torch.device(device))

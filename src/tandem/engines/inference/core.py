@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.activity import span
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
@@ -156,7 +157,8 @@ class EngineCore:
         scheduler, unread = self._scheduler, len(self.slots.unread)
         scheduler.admit()
         if scheduler.prefill.jobs or scheduler.ready:
-            finished += self._prefill()
+            with span("engine: prefill"):
+                finished += self._prefill()
         self._counters["prefill_s"] += time.perf_counter() - began
         middle = time.perf_counter()
         if unread and scheduler.growth.full(scheduler.decoding):  # who gives way must have all its tokens
@@ -164,7 +166,8 @@ class EngineCore:
         scheduler.make_room()
         pending = scheduler.num_running - len(scheduler.decoding)
         if scheduler.decoding and pending * _EAGER_PREFILL <= len(scheduler.decoding):
-            finished += self._decode()
+            with span("engine: decode"):
+                finished += self._decode()
         finished += self._read(unread)
         self._counters["decode_s"] += time.perf_counter() - middle
         self._counters["busy_s"] += time.perf_counter() - began

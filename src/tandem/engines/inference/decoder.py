@@ -69,7 +69,7 @@ class Decoder:
             positions: ``[T]`` int64, absolute; or ``[T, 3]``, in time, height and width.
             attend: attention over the cache, which it also writes.
             keep: ``[K]`` int64, the tokens whose hidden state is wanted; K may be 0.
-            shown: features that take the place of tokens' embeddings.
+            shown: features that take the place of tokens' embeddings, and that are added behind layers.
 
         Returns:
             ``[T, hidden]`` or ``[K, hidden]``.
@@ -78,7 +78,7 @@ class Decoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if shown is not None:
-            x[shown.places] = shown.features
+            x[shown.places] = shown.features[0]
         tables, positions = self._tables_at(positions)
         rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         last = len(weights.layers) - 1
@@ -96,6 +96,8 @@ class Decoder:
             if index == last and keep is not None:
                 mixed, x = mixed[keep], x[keep]
             x = self._after_attention(layer, x, mixed)
+            if shown is not None and index + 1 < len(shown.features):
+                x[shown.places] += shown.features[index + 1]
         return self._norm(x, weights.norm)
 
     def _tables_at(self, positions: torch.Tensor) -> tuple[Sequence[Table | None], torch.Tensor]:

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 import torch
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed, WrongWorkflow
+from tandem.api.profile import ProcessProfile
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import kind_and_text
@@ -62,6 +65,7 @@ class Driver:
         """Tokens handed over so far, of requests that are streamed."""
 
         self._staged: tuple[WeightVersion, NewWeights] | None = None
+        self._profiled: ProcessProfile | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -244,6 +248,7 @@ class Driver:
             "wake": self.core.wake,
             "statistics": self._statistics,
             "set_threads": self._set_threads,
+            "profile": self._profile,
         }
         if method in between_steps:
             return self._call(method, partial(between_steps[method], *arguments)) or {}
@@ -252,6 +257,14 @@ class Driver:
     def _set_threads(self, threads: int) -> dict[str, float]:
         torch.set_num_threads(threads)
         return {"threads": float(torch.get_num_threads())}
+
+    def _profile(self, file: Path | None) -> None:
+        """Begins a profile of this process; with ``file``: ends it, and writes the trace."""
+        if file is None:
+            self._profiled = ProcessProfile()
+        elif self._profiled is not None:
+            file.write_bytes(orjson.dumps(self._profiled.stop("inference engine")))
+            self._profiled = None
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

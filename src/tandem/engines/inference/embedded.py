@@ -134,6 +134,10 @@ class EmbeddedProcess(Embedded):
     def capabilities(self) -> frozenset[str]:
         return CAPABILITIES | {"shared_memory"}
 
+    def profile(self, file: Path | None = None) -> None:
+        """Begins a profile of the process; with ``file``: ends it, and writes the trace (`tandem.api.profile`)."""
+        self.control("profile", file)
+
     def set_threads(self, threads: int) -> None:
         """From the next step on it computes with so many CPU threads; returns once that is so."""
         self.control("set_threads", threads)

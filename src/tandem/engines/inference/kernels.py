@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.models.native import load
+from tandem.models.native import function, load
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Those that attention is compiled for."""
@@ -44,12 +44,11 @@ class Kernels:
         self.dtype = dtype
         library = ctypes.CDLL(str(path))
         pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-        self._norm, self._gate = library.rms_norm, library.silu_gate
-        self._draw, self._attend = library.draw, library.attend
-        self._norm.argtypes = [pointer, pointer, pointer, number, number, real, threads]
-        self._gate.argtypes = [pointer, pointer, number, number, threads]
-        self._draw.argtypes = [pointer] * 8 + [number, number, threads]
-        self._attend.argtypes = [ctypes.POINTER(AttentionPlan), ctypes.POINTER(Layer), threads]
+        self._norm = function(library, "rms_norm", [pointer, pointer, pointer, number, number, real, threads])
+        self._gate = function(library, "silu_gate", [pointer, pointer, number, number, threads])
+        self._draw = function(library, "draw", [pointer] * 8 + [number, number, threads])
+        plans = [ctypes.POINTER(AttentionPlan), ctypes.POINTER(Layer), threads]
+        self._attend = function(library, "attend", plans, ctypes.c_int)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``[T, size]``, each row over its root mean square, times ``weight [size]``."""

@@ -31,8 +31,8 @@ class Shown(NamedTuple):
     places: torch.Tensor
     """``[M]`` int64: which of its tokens."""
 
-    features: torch.Tensor
-    """``[M, hidden]``."""
+    features: tuple[torch.Tensor, ...]
+    """``[M, hidden]`` each: in the place of the embeddings, then those that are added behind the first layers."""
 
 
 class Tower:
@@ -136,10 +136,11 @@ class Tower:
         if not rows:
             return None
         taken = torch.tensor([places, rows]).to(self._device)
-        return Shown(taken[0], torch.cat(list(there.values()))[taken[1]])
+        features = torch.cat(list(there.values()))[taken[1]]
+        return Shown(taken[0], features.chunk(1 + self.family.layers_fed, dim=-1))
 
     def _features_of(self, number: int) -> torch.Tensor:
-        """``[n, hidden]``."""
+        """``[n, (1 + layers_fed) · hidden]``."""
         kept = self._features.get(number)
         if kept is None:
             inputs = {

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -155,9 +156,26 @@ class AdaptedWeights(NamedWeights):
     def _write_adapter(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
         base = Base(self._config.path, self.base, self.adapter.terms.dtype)
-        media, lora = self._model.media, self._config.lora
-        within = "" if media is None else f"{media.family.text_prefix}layers."
-        write_adapter(folder / ADAPTER, tensors, lora, base, modules, classifier=HEAD in self._saved, within=within)
+        write_adapter(
+            folder / ADAPTER,
+            tensors,
+            self._config.lora,
+            base,
+            modules,
+            classifier=HEAD in self._saved,
+            pattern=self._pattern(),
+        )
+
+    def _pattern(self) -> str:
+        """A regular expression of the whole names of the matrices of a media model; empty for a model of text."""
+        if self._model.media is None:
+            return ""
+        family, parts = self._model.media.family, []
+        for prefix in (f"{family.text_prefix}layers.", *itertools.chain.from_iterable(family.towers.values())):
+            ends = sorted({name.rpartition(".")[2] for name in self.adapter.layers if name.startswith(prefix)})
+            if ends:
+                parts.append(rf"{re.escape(prefix)}(?:.*\.)?(?:{'|'.join(ends)})")
+        return "|".join(parts)
 
     def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
         """A writer, as `NamedWeights.writer` says. The base, of which ranks have shards that none of them may gather beside

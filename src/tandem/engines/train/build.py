@@ -1,8 +1,11 @@
 """From a configuration to a training engine."""
 
+from collections.abc import Callable
+
 import torch
 
 from tandem.api.engines import TrainEngine
+from tandem.api.extensions import OwnClass
 from tandem.api.team import Team
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
@@ -24,6 +27,7 @@ def build_train_engine(
     adapter: AdapterBeside | None = None,
     trunk: TrainEngine | None = None,
     class_label: ClassLabel | None = None,
+    own: OwnClass | None = None,
 ) -> TrainEngine:
     """The engine of ``config.backend``, over the ranks of ``team``; None: all processes of torch.distributed
     where it is initialised.
@@ -32,15 +36,17 @@ def build_train_engine(
     ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
     it has no float32 masters, and neither steps nor states; then ``adapter`` lies beside its weights. ``trunk``: an engine
     of this function with the same frozen weights but for heads and adapters, whose memory it shares. ``class_label``: the
-    name or number of the class whose log-odds are the number a token, of a frozen classifier with several.
+    name or number of the class whose log-odds are the number a token, of a frozen classifier with several. ``own``: the
+    user's class, which is given what `SpreadEngine` takes.
 
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
         WeightsChanged: the trunk has other numbers.
     """
-    assert trunk is None or isinstance(trunk, SpreadEngine), "every engine is one"
-    return SpreadEngine(
-        config,
+    assert trunk is None or isinstance(trunk, SpreadEngine), "only frozen models share a trunk"
+    make: Callable[..., TrainEngine] = own or SpreadEngine
+    return make(
+        config=config,
         total_steps=total_steps,
         device=device,
         process_group=None if team is None else team.group,

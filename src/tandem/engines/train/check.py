@@ -62,12 +62,14 @@ def _check_media(config: TrainEngineConfig, folder: Path, found: PretrainedConfi
     """The part of models that see or hear."""
     family, written = family_of(folder, found), f"{key}={config.backend}"
     towers = {} if family is None else family.towers
-    for name in config.freeze:
-        if name not in towers:
-            raise ConfigError(
-                f"{key.rpartition('.')[0]}.freeze has {name!r}, and {folder} "
-                + (f"has the parts {', '.join(towers)}" if towers else "reads text alone: leave it out")
-            )
+    role = key.rpartition(".")[0]
+    for setting, names in (("freeze", config.freeze), ("lora.towers", config.lora.towers)):
+        for name in names:
+            if name not in towers:
+                raise ConfigError(
+                    f"{role}.{setting} has {name!r}, and {folder} "
+                    + (f"has the parts {', '.join(towers)}" if towers else "reads text alone: leave it out")
+                )
     if family is None:
         return
     if layout.tensor > 1 or layout.context > 1 or layout.zero is not None:

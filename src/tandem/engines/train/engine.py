@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from tandem.api.activity import did
+from tandem.api.activity import did, span
 from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError
@@ -87,13 +87,22 @@ class SpreadEngine(TrainEngine):
         planned = self._micro_batches(batch, weighted)
         for number, indices in enumerate(planned, 1):
             self.holder.accumulate(last=number == len(planned))
-            loss = self._loss(batch, indices, loss_fn, entropy, totals)
-            self.holder.backward(loss * self.ranks.sums)  # gradients are averaged over ranks, the step needs their sum
+            with span("train: forward"):
+                loss = self._loss(batch, indices, loss_fn, entropy, totals)
+            with span("train: backward"):
+                self.holder.backward(loss * self.ranks.sums)  # gradients are averaged over ranks, the step needs their sum
         with torch.no_grad():
             for indices in self._micro_batches(batch, ~weighted):
                 self._loss(batch, indices, loss_fn, entropy, totals)
         metrics = self._gathered(totals)
-        return metrics | self.optimizer.step(metrics["loss"])
+        with span("train: optimizer"):
+            self.holder.finish_gradients()
+            self.edit_gradients(self.holder.named_local_gradients())
+            return metrics | self.optimizer.step(metrics["loss"])
+
+    def edit_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """For a class of yours: changes gradients in place before the optimizer clips and steps. ``gradients``: the
+        parameter's name and this rank's part of its gradient, summed over the batch and all ranks."""
 
     def moved(self) -> dict[str, float]:
         """Implements `TrainEngine.moved`."""

@@ -56,7 +56,7 @@ class Optimizer:
                     yield f"{name}/{what}", x.to_local() if isinstance(x, DTensor) else x
 
     def step(self, loss: float) -> dict[str, float]:
-        """Clips and steps, or skips; every rank decides the same, from the same numbers.
+        """Clips and steps, or skips; every rank decides the same, from the same numbers. The gradients are finished.
 
         A gradient that is exactly 0 leaves weights and moments as they are: no decay, no momentum.
 
@@ -65,7 +65,6 @@ class Optimizer:
         """
         did()
         self._moved = None
-        self._holder.finish_gradients()
         options, norm = self._options, self._gradient_norm()
         rate = learning_rate(self._step, self._total_steps, options)
         self._step += 1

@@ -92,7 +92,7 @@ class SlurmJob(Launcher):
         directives += [f"--{name}={value}" for name in OPTIONS if (value := getattr(options, name))]
         directives += [f"--signal=B:TERM@{before_s}", "--requeue", "--open-mode=append"]
         directives += [f"--chdir={shlex.quote(os.getcwd())}", f"--output={shlex.quote(str(log))}"]
-        command = LaunchJob("", Path(), (), 0).command()
+        command = LaunchJob("", Path(), (), 0, prefix=job.prefix).command()
         return {
             "directives": [*directives, *(f"{_dashes(line)}" for line in options.sbatch)],
             "srun": "".join(f" {shlex.quote(_dashes(line))}" for line in options.srun),

@@ -38,6 +38,10 @@ class MediaFamily(ABC):
     three_dimensional: ClassVar[bool] = False
     """True if rotary positions are ``[S, 3]`` (time, height, width)."""
 
+    layers_fed: int = 0
+    """The states behind so many of the first layers get features too: a row of `features` is as many times wider, the
+    embedding first."""
+
     folder: Path
     """The model folder that it was made of."""
 
@@ -67,7 +71,8 @@ class MediaFamily(ABC):
         """The tower's inputs for one medium, read from the media store: pixels, grids, spectrograms and their masks."""
 
     def features(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """The rows of features ``[n, H]`` of each medium, as they stand among the embeddings. ``model``: of transformers."""
+        """The rows of features ``[n, (1 + layers_fed) · H]`` of each medium, as they stand among the embeddings and are
+        added behind layers. ``model``: of transformers."""
         return self.connect(model, self.encode(model, inputs))
 
     @abstractmethod

@@ -60,18 +60,22 @@ class Features:
     def __init__(self, family: MediaFamily, model: nn.Module):
         """``model``: of transformers; what is not its language model is the tower."""
         self.family, self._model = family, model
-        self._places = [
-            (f"{name}.{key}".startswith(family.connector), module, key)
-            for name, module in model.named_modules()
-            for key in module._parameters
-            if is_tower(family, f"{name}.{key}")
-        ]
+        self.find_weights()
         for name, parameter in model.named_parameters():
             if name.startswith(family.fixed):
                 parameter.requires_grad_(False)
         self._inputs, self._kept = RecentTensors(INPUT_BYTES), RecentTensors(FEATURE_BYTES)
         self.computed = 0
         """Media whose features were computed."""
+
+    def find_weights(self) -> None:
+        """Looks for the tower's weights: at the beginning, and after modules were put in the place of others."""
+        self._places = [
+            (f"{name}.{key}".startswith(self.family.connector), module, key)
+            for name, module in self._model.named_modules()
+            for key in module._parameters
+            if is_tower(self.family, f"{name}.{key}")
+        ]
 
     def of(self, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
         """The features of these media, one after another, ``[rows, H]``."""
@@ -114,6 +118,18 @@ class Features:
         self._kept.clear()
 
 
+def tower_matrices(
+    family: type[MediaFamily] | MediaFamily, model: nn.Module, towers: Sequence[str]
+) -> list[tuple[str, nn.Linear]]:
+    """The matrices of these towers of a model of transformers, with their paths."""
+    prefixes = tuple(prefix for name in towers for prefix in family.towers[name])
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith(prefixes)
+    ]
+
+
 def freeze_towers(packed: Any, names: Sequence[str]) -> list[nn.Parameter]:
     """Freezes these towers of a `PackedModel`; returns all parameters of its towers that are not trained."""
     media: Features | None = packed.media
@@ -131,4 +147,4 @@ def freeze_towers(packed: Any, names: Sequence[str]) -> list[nn.Parameter]:
 
 def is_tower(family: MediaFamily, name: str) -> bool:
     """True for the name of a weight that belongs to what sees or hears; ``name``: of transformers."""
-    return not name.startswith((family.text_prefix, "lm_head."))
+    return not name.startswith((family.text_prefix, "lm_head.", "score."))

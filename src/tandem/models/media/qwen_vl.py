@@ -95,10 +95,14 @@ class QwenVL(MediaFamily):
         return {"pixel_values": made["pixel_values"], "grid": made["image_grid_thw"]}
 
     def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        return list(self._seen(model, inputs).pooler_output)
+
+    def _seen(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> Any:
+        """The outputs of transformers' tower, split by pictures."""
         parts: Any = model.model
         device = parts.visual.patch_embed.proj.weight.device
         pixels, grids = (torch.cat([one[name] for one in inputs]).to(device) for name in ("pixel_values", "grid"))
-        return list(parts.get_image_features(pixels, grids).pooler_output)
+        return parts.get_image_features(pixels, grids)
 
     def positions(self, ids: torch.Tensor, media: torch.Tensor, found: Sequence[Medium]) -> torch.Tensor:
         """``[S, 3]``, as transformers' ``get_rope_index`` has them: a picture's rows and columns count from where it

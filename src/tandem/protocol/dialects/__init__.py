@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from tandem.protocol.dialects import anthropic, chat, responses
@@ -34,8 +33,9 @@ class Dialect:
     """The route that speaks it."""
 
     summary: str
-    read: Callable[[Mapping[str, Any]], Turn]
-    """Raises `Refusal` for what would change the meaning."""
+    read: Callable[[Mapping[str, Any], bool], Turn]
+    """The turn of a body; with True images and sounds stay parts of its messages. Raises `Refusal` for what would change the
+    meaning."""
 
     answer: Answers
     events: Replays
@@ -48,9 +48,6 @@ class Dialect:
     failed: Callable[[Refusal], bytes] = chat.failed
     """The event of a refusal that comes when the stream has begun."""
 
-    read_media: Callable[[Mapping[str, Any]], Turn] | None = None
-    """`read` for a model that takes images or sounds; None: this dialect brings texts alone."""
-
 
 DIALECTS = (
     Dialect(
@@ -59,7 +56,6 @@ DIALECTS = (
         chat.read,
         chat.answer,
         chat.events,
-        read_media=partial(chat.read, media=True),
     ),
     Dialect(
         "/v1/responses",

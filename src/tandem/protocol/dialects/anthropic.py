@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from tandem.api.media import PARTS
 from tandem.api.requests import StopReason
-from tandem.protocol.dialects.chat import named_results, read_function, read_limit, read_stops, read_text
-from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused
+from tandem.protocol.dialects.chat import named_results, read_content, read_function, read_limit, read_stops, read_text
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused, wrong
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
@@ -34,8 +35,8 @@ _CHOICES: Mapping[Any, Literal["auto", "none", "required"]] = {
 }
 
 
-def read(body: Mapping[str, Any]) -> Turn:
-    """The turn that a body asks for.
+def read(body: Mapping[str, Any], media: bool = False) -> Turn:
+    """The turn that a body asks for. ``media``: as for `chat.read_turn`.
 
     Raises:
         Refusal: 400 for what cannot be had, or would change the meaning.
@@ -52,7 +53,7 @@ def read(body: Mapping[str, Any]) -> Turn:
     if system:
         history.say("system", system)
     for number, message in enumerate(as_list(body.get("messages"), "messages")):
-        _read_message(as_object(message, f"messages[{number}]"), history, f"messages[{number}]")
+        _read_message(as_object(message, f"messages[{number}]"), history, f"messages[{number}]", media)
     return Turn(
         messages=tuple(named_results(history.messages("messages"))),
         tools=tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(body.get("tools"), "tools"))),
@@ -67,30 +68,48 @@ def read(body: Mapping[str, Any]) -> Turn:
     )
 
 
-def _read_message(message: Mapping[str, Any], history: History, where: str) -> None:
+def _read_message(message: Mapping[str, Any], history: History, where: str, media: bool) -> None:
     role, content = pick(message.get("role"), _ROLES, f"{where}.role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else as_list(content, f"{where}.content")
     if role == "assistant":
         history.assistant()
-    texts: list[Any] = []
+    parts: list[Any] = []
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if role == "assistant":
             _read_own(as_object(block, place), history, place)
         elif as_object(block, place).get("type") == "tool_result":
-            _say(role, texts, history, where)
-            result = read_text(block.get("content"), f"{place}.content")
+            _say(role, parts, history, where, media)
+            result = _content(block.get("content"), f"{place}.content", media)
             history.result(as_text(block.get("tool_use_id"), f"{place}.tool_use_id"), result)
         else:
-            texts.append(block)
-    _say(role, texts, history, where)
+            parts.append(block)
+    _say(role, parts, history, where, media)
 
 
-def _say(role: str, texts: list[Any], history: History, where: str) -> None:
-    """The blocks of text that came together, as one message."""
-    if texts:
-        history.say(role, read_text(texts, f"{where}.content"))
-        texts.clear()
+def _say(role: str, parts: list[Any], history: History, where: str, media: bool) -> None:
+    """The blocks of text, and images, that came together, as one message."""
+    if parts:
+        history.say(role, _content(parts, f"{where}.content", media))
+        parts.clear()
+
+
+def _content(blocks: Any, where: str, media: bool) -> str | list[dict[str, Any]]:
+    if media and isinstance(blocks, list):
+        blocks = [_part(as_object(block, where), where) for block in blocks]
+    return read_content(blocks, where, media)
+
+
+def _part(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A block as a part of a message. Of what may hold a medium this dialect has images alone."""
+    kind = str(block.get("type"))
+    if kind != "image":
+        if kind in PARTS:
+            raise wrong(f"{where}.type", "must be text or image", kind)
+        return block
+    source = as_object(block.get("source"), f"{where}.source")
+    key = pick(source.get("type"), {"base64": "data", "url": "url"}, f"{where}.source.type")
+    return {"type": "image", "base64" if key == "data" else key: as_text(source.get(key), f"{where}.source.{key}")}
 
 
 def _read_own(block: Mapping[str, Any], history: History, where: str) -> None:

@@ -177,16 +177,17 @@ def read_text(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> s
     return "".join(texts)
 
 
-def read_parts(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Content as one text, or as its parts where images or sounds are among them."""
-    if not isinstance(content, list):
-        return read_text(content, where)
-    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
-    if not any(kind in PARTS for kind in kinds):
-        return read_text(content, where)
+def read_content(content: Any, where: str, media: bool, kinds: tuple[str, ...] = ("text",)) -> str | list[dict[str, Any]]:
+    """Content as one text, or, with ``media``, as its parts where images or sounds are among them. ``kinds``: as of
+    `read_text`."""
+    types = (
+        [str(part.get("type")) if isinstance(part, Mapping) else "" for part in content] if isinstance(content, list) else []
+    )
+    if not (media and any(kind in PARTS for kind in types)):
+        return read_text(content, where, kinds)
     return [
-        dict(part) if kind in PARTS else {"type": "text", "text": read_text([part], where)}
-        for part, kind in zip(content, kinds, strict=True)
+        dict(part) if kind in PARTS else {"type": "text", "text": read_text([part], where, kinds)}
+        for part, kind in zip(content, types, strict=True)
     ]
 
 
@@ -254,7 +255,7 @@ def named_results(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _message(message: Any, where: str, media: bool) -> dict[str, Any]:
     role = pick(as_object(message, where).get("role"), ROLES, f"{where}.role")
-    content = (read_parts if media else read_text)(message.get("content"), f"{where}.content")
+    content = read_content(message.get("content"), f"{where}.content", media)
     made: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
         made["tool_call_id"] = str(message.get("tool_call_id") or "")

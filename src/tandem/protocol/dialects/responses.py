@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.api.requests import StopReason
-from tandem.protocol.dialects.chat import named_results, read_arguments, read_function, read_limit, read_text
+from tandem.protocol.dialects.chat import (
+    named_results,
+    read_arguments,
+    read_content,
+    read_function,
+    read_limit,
+    read_text,
+)
 from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
@@ -47,8 +54,8 @@ _MARK = "tandem:"
 """Begins the thinking in `encrypted_content`, which clients that store nothing send back as they got it."""
 
 
-def read(body: Mapping[str, Any]) -> Turn:
-    """The turn that a body asks for.
+def read(body: Mapping[str, Any], media: bool = False) -> Turn:
+    """The turn that a body asks for. ``media``: as for `chat.read_turn`.
 
     Raises:
         Refusal: 400 for what cannot be had, or would change the meaning.
@@ -61,7 +68,7 @@ def read(body: Mapping[str, Any]) -> Turn:
         history.say("user", body["input"])
     else:
         for number, item in enumerate(as_list(body.get("input"), "input")):
-            _read_item(as_object(item, f"input[{number}]"), history, f"input[{number}]")
+            _read_item(as_object(item, f"input[{number}]"), history, f"input[{number}]", media)
     choice, chosen = _tool_choice(body.get("tool_choice"))
     return Turn(
         messages=tuple(named_results(history.messages("input"))),
@@ -76,21 +83,20 @@ def read(body: Mapping[str, Any]) -> Turn:
     )
 
 
-def _read_item(item: Mapping[str, Any], history: History, where: str) -> None:
+def _read_item(item: Mapping[str, Any], history: History, where: str, media: bool) -> None:
     kind = item.get("type", "message")
     if kind == "message" and item.get("role") == "assistant":
         history.assistant(read_text(item.get("content"), f"{where}.content", _TEXT))
     elif kind == "message":
-        history.say(
-            pick(item.get("role"), _ROLES, f"{where}.role"), read_text(item.get("content"), f"{where}.content", _TEXT)
-        )
+        content = read_content(item.get("content"), f"{where}.content", media, _TEXT)
+        history.say(pick(item.get("role"), _ROLES, f"{where}.role"), content)
     elif kind == "function_call":
         name = _full_name(item.get("namespace"), as_text(item.get("name"), f"{where}.name"))
         arguments = read_arguments(item.get("arguments"), f"{where}.arguments")
         history.call(as_text(item.get("call_id"), f"{where}.call_id"), name, arguments)
     elif kind == "function_call_output":
-        words = read_text(item.get("output"), f"{where}.output", _TEXT)
-        history.result(as_text(item.get("call_id"), f"{where}.call_id"), words)
+        content = read_content(item.get("output"), f"{where}.output", media, _TEXT)
+        history.result(as_text(item.get("call_id"), f"{where}.call_id"), content)
     elif kind == "reasoning":
         history.assistant(reasoning=_reasoning(item, where))
     else:

@@ -107,12 +107,12 @@ class History:
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
 
-    def say(self, role: str, content: str) -> None:
-        """A message that the model did not write."""
+    def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
+        """A message that the model did not write; a list has parts, images and sounds among them."""
         self._messages.append({"role": role, "content": content})
 
-    def result(self, call_id: str, content: str) -> None:
-        """A tool's answer to a call."""
+    def result(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
+        """A tool's answer to a call, as `say`."""
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def assistant(self, content: str = "", *, reasoning: str = "") -> None:

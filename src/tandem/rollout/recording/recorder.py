@@ -13,6 +13,7 @@ from typing import Any, Literal
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.media import reader_of
 from tandem.api.workflow import GeneratesTokens
 from tandem.config.generation import GenerationConfig
 from tandem.protocol.access import Access, Audience
@@ -29,7 +30,8 @@ from tandem.rollout.recording.verdict import read_verdict
 
 HOST = "127.0.0.1"
 
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES = 8 << 20, 32 << 20
+"""Longest body of a request; the second for a model that sees or hears."""
 
 KEEP_ALIVE_S = 5.0
 """A stream whose turn is not there yet gets a comment this often."""
@@ -62,14 +64,15 @@ class SessionRecorder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         reader: ReplyReader | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
-        max_body_bytes: int = MAX_BODY_BYTES,
+        max_body_bytes: int | None = None,
         context: int | None = None,
     ):
-        """``context``: most tokens that the engine takes, if known."""
+        """``max_body_bytes``: of one request; None: as the model needs. ``context``: most tokens of the engine, if known."""
         self.sessions = Sessions()
         self._tokenizer, self._kwargs, self._context = tokenizer, dict(chat_template_kwargs or {}), context
         self._reader = reader or CallReader(tokenizer)
-        self._application = Endpoint(self.sessions, keep_alive_s, max_body_bytes)
+        most = MAX_BODY_BYTES if reader_of(tokenizer) is None else MAX_MEDIA_BODY_BYTES
+        self._application = Endpoint(self.sessions, keep_alive_s, max_body_bytes or most)
         self._agents = BackgroundLoop()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._port: asyncio.Future[int] | None = None
@@ -234,8 +237,7 @@ class Endpoint(Application):
         counts = request.path.endswith(dialect.count_path or "/")
         try:
             retry = _retry(request)
-            read = dialect.read_media if session.forest.takes_media and dialect.read_media is not None else dialect.read
-            turn, asked = await session.read(read, body, request.content_length or self.limits.max_body_bytes)
+            turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
             if counts:
                 return web.json_response({"object": "response.input_tokens", "input_tokens": len(asked.input_ids)})
             attempt = session.begin(turn, asked, retry)

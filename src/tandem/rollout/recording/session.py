@@ -162,7 +162,7 @@ class RecordingSession:
     # ------------------------------------------------------------------ turns
 
     async def read(
-        self, function: Callable[[Mapping[str, Any]], Turn], body: Mapping[str, Any], size: int
+        self, function: Callable[[Mapping[str, Any], bool], Turn], body: Mapping[str, Any], size: int
     ) -> tuple[Turn, Asked]:
         """The turn that a body of ``size`` bytes asks for, and its tokens; made beside the loop.
 
@@ -175,7 +175,7 @@ class RecordingSession:
         arrival = self.forest.arrival()  # now, however long others are read before it
 
         def ask() -> tuple[Turn, Asked]:
-            turn = function(body)
+            turn = function(body, self.forest.takes_media)
             if turn.answer_format is not None:
                 raise refused(turn.answer_format.where, "a training run samples what the policy itself would write")
             return turn, self.forest.ask(turn.messages, turn.tools, arrival)

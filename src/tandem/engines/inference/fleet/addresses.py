@@ -70,10 +70,10 @@ def add_address(path: Path, address: Address) -> bool:
 def remove_address(path: Path, name: str) -> bool:
     """Takes the lines of an attached server out, ``KIND=URL`` or the URL alone. False if there were none."""
     with _locked(path):
-        found = [str(a) for a in read_addresses(path).servers if name.rstrip("/") in (str(a), a.url)]
-        for text in found:
+        names = [str(a) for a in read_addresses(path).servers if name.rstrip("/") in (str(a), a.url)]
+        for text in names:
             _drop(path, text)
-        return bool(found)
+        return bool(names)
 
 
 def ask_to_leave(path: Path, name: str) -> None:
@@ -105,11 +105,11 @@ def _drop(path: Path, wanted: str) -> None:
         if not file.exists():
             continue
         lines = file.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if not _says(line, wanted)]
-        if not kept and path.is_dir():
+        others = [line for line in lines if not _says(line, wanted)]
+        if not others and path.is_dir():
             file.unlink()
-        elif kept != lines:
-            _write(file, "".join(f"{line}\n" for line in kept))
+        elif others != lines:
+            _write(file, "".join(f"{line}\n" for line in others))
 
 
 def _says(line: str, wanted: str) -> bool:

@@ -60,10 +60,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Health:
-    """The knowledge about a server. Every method returns the knowledge after an event; nothing is changed in place."""
-
-    since: float
-    """When it came into its state."""
+    """The knowledge about a server. Each method returns the knowledge after an event; nothing is changed in place."""
 
     progress: float
     """When it last gave a sign of life: a token."""
@@ -91,18 +88,18 @@ class Health:
     @classmethod
     def new(cls, now: float, why: str = "added") -> "Health":
         """A server that has not answered yet."""
-        return cls(since=now, progress=now, why=why)
+        return cls(progress=now, why=why)
 
     # ------------------------------------------------------------------ coming
 
-    def starts(self, now: float, why: str = "started again") -> "Health":
-        return self._to(ServerState.STARTING, now, why) if self.state == ServerState.FENCED else self
+    def starts(self, why: str = "started again") -> "Health":
+        return self._to(ServerState.STARTING, why) if self.state == ServerState.FENCED else self
 
-    def answers(self, now: float, why: str = "it answers") -> "Health":
+    def answers(self, why: str = "it answers") -> "Health":
         """It answers for the first time, or again; nothing is known yet of its weights."""
         if self.state not in (ServerState.STARTING, ServerState.FENCED):
             return self
-        return replace(self._to(ServerState.STALE, now, why), weights=None, cache=None)
+        return replace(self._to(ServerState.STALE, why), weights=None, cache=None)
 
     def delivered(self, version: int) -> "Health":
         """It says that it holds these weights. What its cache holds is another question: see `emptied`."""
@@ -137,8 +134,8 @@ class Health:
         again = self.failed_at is None or now - self.failed_at >= rules.one_failure_s
         after = replace(self, failures=self.failures + again, failed_at=now if again else self.failed_at, tokens=0)
         if fatal or self.state in (ServerState.STARTING, ServerState.STALE) or after.failures >= rules.max_failures:
-            return after._fenced(now, why)
-        return after._to(ServerState.SUSPECT, now, why) if self.state == ServerState.HEALTHY else after
+            return after._fenced(why)
+        return after._to(ServerState.SUSPECT, why) if self.state == ServerState.HEALTHY else after
 
     def ticks(self, now: float, rules: Rules, *, switching: bool = False) -> "Health":
         """Time passed. ``switching``: it is switching weights, so it may make no token for long without being fenced."""
@@ -147,37 +144,37 @@ class Health:
             return self
         why = f"no token for {silent_s:.1f} s"
         if silent_s > rules.stall_timeout_s and not switching:
-            return self._fenced(now, why)
-        return replace(self._to(ServerState.SUSPECT, now, why), tokens=0) if self.state == ServerState.HEALTHY else self
+            return self._fenced(why)
+        return replace(self._to(ServerState.SUSPECT, why), tokens=0) if self.state == ServerState.HEALTHY else self
 
     def slept(self, seconds: float) -> "Health":
-        """So much time does not count: nobody asked it for tokens, or the fleet itself stood still."""
+        """Leaves ``seconds`` out of its silence: nobody asked it for tokens, or the fleet itself stood still."""
         return replace(self, progress=self.progress + max(0.0, seconds))
 
-    def outdated(self, now: float, target: int) -> "Health":
+    def outdated(self, target: int) -> "Health":
         """The fleet's version is ``target`` from now on; a server that did not take part serves nobody until it holds it."""
         if self.state not in SERVING or self.weights == target:
             return self
-        return self._to(ServerState.STALE, now, f"it missed version {target}")
+        return self._to(ServerState.STALE, f"it missed version {target}")
 
     # ------------------------------------------------------------------ going
 
-    def retires(self, now: float, why: str) -> "Health":
+    def retires(self, why: str) -> "Health":
         if self.state == ServerState.RETIRED:
             return self
-        after = self._to(ServerState.RETIRED, now, why)
+        after = self._to(ServerState.RETIRED, why)
         return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None)
 
-    def _fenced(self, now: float, why: str) -> "Health":
-        after = self._to(ServerState.FENCED, now, why)
+    def _fenced(self, why: str) -> "Health":
+        after = self._to(ServerState.FENCED, why)
         return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None, tokens=0)
 
     def _if_current(self, now: float, target: int, why: str) -> "Health":
         if self.weights != target:
-            return self._to(ServerState.STALE, now, f"it holds version {self.weights}, the fleet {target}")
+            return self._to(ServerState.STALE, f"it holds version {self.weights}, the fleet {target}")
         if self.cache != target:
-            return self._to(ServerState.STALE, now, "its cache may hold keys of other weights")
-        return replace(self._to(ServerState.HEALTHY, now, why), progress=now, failures=0, tokens=0)
+            return self._to(ServerState.STALE, "its cache may hold keys of other weights")
+        return replace(self._to(ServerState.HEALTHY, why), progress=now, failures=0, tokens=0)
 
-    def _to(self, state: ServerState, now: float, why: str) -> "Health":
-        return self if state == self.state else replace(self, state=state, since=now, why=why)
+    def _to(self, state: ServerState, why: str) -> "Health":
+        return self if state == self.state else replace(self, state=state, why=why)

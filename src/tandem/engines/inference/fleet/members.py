@@ -19,7 +19,7 @@ PACE_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class ServerOrigin:
-    """The origin of a server of the fleet."""
+    """The way in which the fleet gets a server."""
 
     name: str
     """Unique in the fleet: ``embedded-0``, or ``KIND=URL`` for one that is attached."""
@@ -31,7 +31,7 @@ class ServerOrigin:
     """Started by this run: ended when it is fenced, and started again within the budget. Others are left as they are."""
 
     holds: int | None = None
-    """Number of the version that it holds when it was just made, its cache empty; None: nobody knows."""
+    """Version of a freshly started server (its cache is empty), or None if unknown."""
 
 
 def is_kept(engine: InferenceEngine) -> bool:
@@ -93,7 +93,7 @@ class Attempt:
                 self.loop.call_soon_threadsafe(self.task.cancel)
 
     def time_out(self, seconds: float) -> None:
-        """The server has had its time. On the caller's loop."""
+        """Fails the request: the server did not answer in time. On the caller's loop."""
         self._fail(InfrastructureFailure("request_timeout", f"{self.member.name} did not answer within {seconds:g} s"))
 
     def _fail(self, failure: InfrastructureFailure) -> None:
@@ -141,10 +141,10 @@ class Member:
 
     switching: bool = False
     restarts: list[float] = field(default_factory=list)
-    """When it was started again."""
+    """Times of its restarts."""
 
     retry_at: float = 0.0
-    """Nothing is tried with it before that."""
+    """Time before which nothing is tried with it."""
 
     setbacks: int = 0
     """Number of times in a row that it did not become healthy, or was not so for long."""
@@ -173,7 +173,7 @@ class Member:
         return self.server.name
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A request of so many tokens took so long."""
+        """Records how long a request of ``tokens`` tokens took."""
         if tokens >= 8:
             pace = seconds / tokens
             self.token_s = pace if self.token_s is None else PACE_MEMORY * self.token_s + (1 - PACE_MEMORY) * pace

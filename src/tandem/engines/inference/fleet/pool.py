@@ -19,6 +19,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.delivery import CANNOT_READ
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.driver import cancelled
@@ -27,7 +28,7 @@ from tandem.engines.inference.fleet.health import ServerState
 from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
-from tandem.engines.inference.fleet.watch import WAYS, Attach, Watcher
+from tandem.engines.inference.fleet.watch import Attach, Watcher
 
 CLOSE_TIMEOUT_S = 30.0
 STATISTICS_TIMEOUT_S = 2.0
@@ -35,7 +36,7 @@ STATISTICS_TIMEOUT_S = 2.0
 
 HELD = frozenset({"running", "waiting", "shared_prompt_tokens", "kv_reserved_tokens", "kv_budget_tokens", "kv_held_bytes"})
 HELD |= {"media_held_bytes"}
-"""Statistics that say what is, not what was done so far."""
+"""Statistics that are a state at this moment. All others are counters that only grow."""
 
 
 class Fleet(Controlled):
@@ -59,7 +60,7 @@ class Fleet(Controlled):
         self._config, self._capabilities = config, capabilities
         self.roster = Roster(config, version, journal)
         self._updates = Updates(self.roster, first)
-        needed = next((one for way in WAYS if (one := capabilities & {way})), frozenset())
+        needed = next((frozenset({way}) for way in CANNOT_READ if way in capabilities), frozenset())
         self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counting = threading.Lock()
@@ -75,11 +76,11 @@ class Fleet(Controlled):
             EngineDied, WaitTimeout, ConfigError: one of its own could not be started; none is left behind.
         """
         fleet = cls(config, **rest)  # type: ignore[arg-type]
-        own = [member for member in (fleet.roster.add(server) for server in servers) if member.server.owned]
+        owned = [member for member in (fleet.roster.add(server) for server in servers) if member.server.owned]
         try:
-            fleet._start(own)
+            fleet._start(owned)
             fleet._watcher.start()
-            fleet._wait_for(own)
+            fleet._wait_for(owned)
         except BaseException:
             fleet.close()
             raise
@@ -207,7 +208,7 @@ class Fleet(Controlled):
         return {}
 
     def pause(self) -> None:
-        """Nobody is expected to make tokens until `resume`."""
+        """Pauses all servers; until `resume` none is suspected for making no tokens."""
         self.roster.paused = True
         super().pause()
 
@@ -279,9 +280,9 @@ class Fleet(Controlled):
         reads = [(member, engine, roster.threads.start(engine.statistics)) for member, engine in engines]
         wait([read for _, _, read in reads], STATISTICS_TIMEOUT_S)
         with roster.lock:
-            there = [(member, read) for member, engine, read in reads if read.done() and member.engine is engine]
+            done = [(member, read) for member, engine, read in reads if read.done() and member.engine is engine]
         # requests and probes find out what is wrong with one that gives none
-        return {member: read.result() if read.exception() is None else dict(member.seen) for member, read in there}
+        return {member: read.result() if read.exception() is None else dict(member.seen) for member, read in done}
 
     def _check(self) -> None:
         if self.roster.closed:

@@ -25,52 +25,6 @@ from tandem.engines.inference.threads import Threads
 logger = logging.getLogger("tandem.fleet")
 
 
-class Journal:
-    """The fault table: what happened to each server, in the log and in `fleet.jsonl` (docs/fleet.md).
-
-    The file begins anew; without one the log has it alone.
-    """
-
-    def __init__(self, file: Path | None):
-        self._file = file
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("", encoding="utf-8")
-
-    def write(
-        self, server: str, before: str, after: Health, why: str, moved: int, silent_s: float | None, *, alarming: bool
-    ) -> None:
-        """One change: the state before (empty: it is new), requests that moved, seconds since its last token.
-
-        ``alarming``: trouble is a warning; at the fleet's own end it is none.
-        """
-        trouble = after.state in (ServerState.SUSPECT, ServerState.FENCED)
-        logger.log(
-            logging.WARNING if trouble and alarming else logging.INFO,
-            "server %s: %s → %s (%s)%s",
-            server,
-            before or "new",
-            after.state,
-            why,
-            f", {moved} requests move" if moved else "",
-        )
-        if self._file is None:
-            return
-        row = {
-            "time": round(time.time(), 3),
-            "server": server,
-            "from": before,
-            "to": after.state,
-            "why": why,
-            "moved": moved,
-            "incarnation": after.incarnation,
-        }
-        if silent_s is not None:
-            row["silent_s"] = round(silent_s, 3)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json_line(row) + "\n")
-
-
 PROGRESS_STEP_S = 0.25
 """Signs of life that come faster than this are not written down one by one."""
 
@@ -87,7 +41,10 @@ Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class Roster:
-    """Members by name. Methods take the lock themselves; ``changed`` wakes those who wait for a change of any kind."""
+    """Members by name. Methods take the lock themselves; ``changed`` wakes those who wait for a change of any kind.
+
+    ``journal``: the file of the fault table (docs/fleet.md), which begins anew; without one the log has it alone.
+    """
 
     def __init__(self, config: FleetConfig, version: WeightVersion, journal: Path | None):
         self.config, self.version = config, version
@@ -107,7 +64,10 @@ class Roster:
         """New requests wait, because weights are about to change."""
         self.closed = False
         self.empty_since: float | None = time.monotonic()
-        self._journal = Journal(journal)
+        self._journal = journal
+        if journal is not None:
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            journal.write_text("", encoding="utf-8")
         self._waiters: list[Waiter] = []
         self._told = False
 
@@ -128,9 +88,10 @@ class Roster:
             return [member for member in self.members.values() if member.health.state in SERVING]
 
     def change(self, member: Member, health: Health) -> None:
-        """Takes over what is known of a member now, and does what follows from it."""
+        """Sets the health of a member, and acts on the change: routing, requests to move, journal, restarts."""
         with self.changed:
             before, member.health = member.health, health
+            # most changes are another sign of life, many a second: only a new state or incarnation has consequences
             if before is health or (before.state, before.incarnation) == (health.state, health.incarnation):
                 return
             self._route(member)
@@ -178,7 +139,7 @@ class Roster:
         with self.changed:
             if self.members.get(member.name) is not member:
                 return
-            self.change(member, member.health.retires(time.monotonic(), why))
+            self.change(member, member.health.retires(why))
             del self.members[member.name]
             engine = member.engine
             if engine is not None:
@@ -207,7 +168,26 @@ class Roster:
         return len(attempts)
 
     def _write(self, member: Member, before: str, why: str, moved: int, silent_s: float | None = None) -> None:
-        self._journal.write(member.name, before, member.health, why, moved, silent_s, alarming=not self.closed)
+        """A row of the fault table: the state before (empty: the member is new), requests that moved, seconds since its last
+        token. In the log trouble is a warning, unless the fleet itself ends."""
+        after = member.health
+        trouble = after.state in (ServerState.SUSPECT, ServerState.FENCED) and not self.closed
+        logger.log(
+            logging.WARNING if trouble else logging.INFO,
+            "server %s: %s → %s (%s)%s",
+            member.name,
+            before or "new",
+            after.state,
+            why,
+            f", {moved} requests move" if moved else "",
+        )
+        if self._journal is None:
+            return
+        row = {"time": round(time.time(), 3), "server": member.name, "from": before, "to": after.state, "why": why}
+        row |= {"moved": moved, "incarnation": after.incarnation}
+        row |= {} if silent_s is None else {"silent_s": round(silent_s, 3)}
+        with self._journal.open("a", encoding="utf-8") as file:
+            file.write(json_line(row) + "\n")
 
     # ------------------------------------------------------------------ requests
 
@@ -235,7 +215,8 @@ class Roster:
         future: asyncio.Future[None] = loop.create_future()
         with self.lock:
             self._waiters.append((loop, future))
-            if self.closed or (len(self.router) and not self.holding):  # meanwhile
+            # a server may have come between the caller's look and this lock; nobody would wake the caller for it
+            if self.closed or (len(self.router) and not self.holding):
                 self.wake()
         return future
 
@@ -248,7 +229,7 @@ class Roster:
                 loop.call_soon_threadsafe(_release, future)
 
     def ended(self, attempt: Attempt) -> None:
-        """A request is no longer under way at its server, however that came."""
+        """Notes that a request has ended at its server, for whatever reason."""
         with self.lock:
             attempt.member.attempts.discard(attempt)
             self.router.end(attempt.lease)
@@ -338,11 +319,11 @@ class Roster:
 
     def too_often(self, request_failures: list[InfrastructureFailure]) -> InfrastructureFailure:
         """The failure of a request that failed at one server after another."""
-        told = "; ".join(str(failure).partition("\n")[0] for failure in request_failures[-3:])
+        reasons = "; ".join(str(failure).partition("\n")[0] for failure in request_failures[-3:])
         return InfrastructureFailure(
             "servers_failed",
             f"a request failed {len(request_failures)} times, at one server after another "
-            f"(rollout.fleet.max_server_retries={self.config.max_server_retries}): {told}",
+            f"(rollout.fleet.max_server_retries={self.config.max_server_retries}): {reasons}",
         )
 
 

@@ -23,11 +23,11 @@ def work_of(prompt_tokens: int, max_new_tokens: int) -> int:
 class _RoutedServer:
     """A server as the router sees it. A server that leaves and joins again gets another place."""
 
-    __slots__ = ("live", "name", "pace", "requests", "stamp", "work")
+    __slots__ = ("live", "name", "pace", "stamp", "work")
 
     def __init__(self, name: str):
         self.name, self.live = name, True
-        self.work = self.requests = self.stamp = 0
+        self.work = self.stamp = 0
         self.pace = 1.0
 
 
@@ -88,7 +88,6 @@ class Router:
         if affinity is not None:
             self._remember(affinity, place)
         place.work += work
-        place.requests += 1
         self._touch(place)
         return Lease(place, work)
 
@@ -96,7 +95,6 @@ class Router:
         """The request is over. Call it once."""
         place = lease.place
         place.work -= lease.work
-        place.requests -= 1
         if place.live:
             self._touch(place)
 
@@ -110,9 +108,6 @@ class Router:
     def work(self) -> Mapping[str, int]:
         return {name: place.work for name, place in self._places.items()}
 
-    def requests(self) -> Mapping[str, int]:
-        return {name: place.requests for name, place in self._places.items()}
-
     def _remember(self, affinity: str, place: _RoutedServer) -> None:
         self.affinities[affinity] = place
         self.affinities.move_to_end(affinity)
@@ -124,6 +119,6 @@ class Router:
         return min(places, key=lambda place: (place.work * place.pace, place.stamp), default=None)
 
     def _touch(self, place: _RoutedServer) -> None:
-        """Its work has changed: of servers with equal work the others come first."""
+        """Puts the server behind all others with equal work."""
         self._stamps += 1
         place.stamp = self._stamps

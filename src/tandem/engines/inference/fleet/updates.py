@@ -16,7 +16,7 @@ from tandem.engines.inference.fleet.roster import Roster
 logger = logging.getLogger("tandem.fleet")
 
 LOOK_S = 0.05
-"""Seconds between looks of a wait for several members if one of them was fenced."""
+"""While several members are waited for, check this often whether one was fenced."""
 
 ORPHANS_S = 10.0
 """A server that comes back has this long to let go of requests that were moved away from it."""
@@ -96,7 +96,7 @@ class Updates:
         self.everywhere("discard", starts, lambda engine: engine.discard_weights() or {})
 
     def everywhere_or_fence(self, what: str, action: Callable[[InferenceEngine], None]) -> None:
-        """Does it to all members that serve; whoever fails is fenced. Raises what they raised where all of them failed."""
+        """Calls ``action`` for all members that serve, and fences those that fail. If all fail, raises the first failure."""
         with self._roster.lock:
             starts = {member: member.health.incarnation for member in self._roster.serving()}
 
@@ -111,7 +111,7 @@ class Updates:
         self._fence_failed(starts, outcomes, f"{what} failed")
 
     def _switched(self, update: WeightUpdate, members: Sequence[Member], starts: dict[Member, int]) -> None:
-        """In one step for whoever looks: the version, what members hold, and who missed it."""
+        """Under the lock, so that nobody sees half of it: sets the version, what members hold, and who missed the update."""
         roster, number = self._roster, update.version.number
         with roster.lock:
             now = time.monotonic()
@@ -122,7 +122,7 @@ class Updates:
                     health = member.health.delivered(number).emptied(number)
                     roster.change(member, health.token(now, number, roster.rules))
             for member in roster.members.values():
-                roster.change(member, member.health.outdated(now, number))
+                roster.change(member, member.health.outdated(number))
         if not members:
             logger.warning("version %d: no server took it, it is kept for those that come; %s", number, roster.explain())
 
@@ -152,7 +152,7 @@ class Updates:
     def everywhere(
         self, what: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
     ) -> dict[Member, Outcome]:
-        """Does it to all members at the same time; returns what came of it, for each that was not fenced meanwhile.
+        """Calls ``action`` for all members at once; returns the outcome of each that was not fenced meanwhile.
 
         ``starts``: the incarnation that is meant; a member that is another by now is left out.
 
@@ -172,6 +172,7 @@ class Updates:
                 waiting = [m for m in calls if m not in outcomes and m.health.incarnation == starts[m]]
                 if not waiting or roster.closed:
                     return outcomes
+                # the clock starts with the first success: before it the update itself may be what takes long
                 if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):
                     first_at = time.monotonic()
                 if first_at is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import WaitTimeout, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.config.delivery import CANNOT_READ
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.fleet.addresses import Wanted, read_addresses
@@ -27,19 +28,6 @@ logger = logging.getLogger("tandem.fleet")
 
 RESTART_WINDOW_S = 3600.0
 """`rollout.fleet.max_restarts` counts within this time."""
-
-CANNOT_READ = {
-    "shared_memory": "this run hands weights over in shared memory, which it cannot read; set rollout.fleet.watch or "
-    "rollout.fleet.servers, and they go by disk",
-    "ipc": "this run hands weights over in the memory of its GPU, which only a server that it started opens; leave "
-    "rollout.weights.channel out, and they go by disk",
-    "disk": "this run hands weights over in folders, and it reads none; start it with --weights-root and the folder that "
-    "rollout.weights.folder names",
-}
-"""Why a server without that capability gets no weights."""
-
-WAYS = ("ipc", "shared_memory", "disk")
-"""Capabilities of which a server needs the first one that its run has."""
 
 PROBE = GenerationConfig(max_new_tokens=1, n_samples=1)
 
@@ -226,9 +214,9 @@ class Watcher:
 
     def take(self, member: Member, engine: InferenceEngine) -> None:
         """A member answers by this engine. Of one that is taken over nobody knows what it holds."""
-        found = taken_over(engine)
-        health = member.health.answers(time.monotonic(), "it was taken over as it runs" if found else "it answers")
-        holds = None if found else member.server.holds
+        ran_before = taken_over(engine)
+        health = member.health.answers("it was taken over as it runs" if ran_before else "it answers")
+        holds = None if ran_before else member.server.holds
         with self._roster.lock:
             member.engine, member.steps, member.seen, member.switching = engine, 0.0, {}, False
             self._roster.change(member, health if holds is None else health.delivered(holds).emptied(holds))
@@ -250,14 +238,14 @@ class Watcher:
         if member.server.owned:
             await self._restart(member)
         elif member.engine is None:
-            roster.change(member, member.health.starts(time.monotonic(), "another try"))
+            roster.change(member, member.health.starts("another try"))
         else:
             try:
                 await self.ask(member.engine, roster.config.suspect_after_s)
             except Exception:  # the worker boundary: it may be another process by now, which knows nothing of us
                 await self._connect_anew(member, member.engine)
             with roster.lock:
-                roster.change(member, member.health.answers(time.monotonic(), "it answers again"))
+                roster.change(member, member.health.answers("it answers again"))
 
     async def _connect_anew(self, member: Member, before: InferenceEngine) -> None:
         engine = await self._roster.threads.call(self.make, member.server)
@@ -298,7 +286,7 @@ class Watcher:
         member.engine = None
         with roster.lock:
             member.orphans.clear()
-            roster.change(member, member.health.starts(time.monotonic()))
+            roster.change(member, member.health.starts())
 
     async def _join(self, member: Member) -> None:
         """A stale member: current weights, an empty cache, and a token made with them."""

@@ -41,11 +41,11 @@ def _prctl(option: int, value: int) -> None:
 
 def descendants(pid: int) -> list[int]:
     """All processes below ``pid``, its children first."""
-    found: list[int] = []
+    children: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(word) for word in file.read_text().split()]
-    return found + [grandchild for child in found for grandchild in descendants(child)]
+            children += [int(word) for word in file.read_text().split()]
+    return children + [grandchild for child in children for grandchild in descendants(child)]
 
 
 def end(main: "subprocess.Popen[bytes]", grace_s: float) -> None:
@@ -77,18 +77,20 @@ def _prepare(cpus: set[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
-def watch(main: "subprocess.Popen[bytes]", pipe: int, owner: int, kept: "tuple[int, Path] | None", told: list[int]) -> None:
-    """Returns when the command has ended or is to end. ``kept``: FD2 and FILE."""
+def watch(
+    main: "subprocess.Popen[bytes]", pipe: int, owner: int, place: "tuple[int, Path] | None", signals: list[int]
+) -> None:
+    """Returns when the command has ended or is to end. ``place``: FD2 and FILE."""
     words: bytes | None = None
-    while main.poll() is None and not told:
+    while main.poll() is None and not signals:
         if select.select([pipe], [], [], WATCH_S)[0]:  # closed, unless the owner said a word
-            if words is not None or kept is None or (words := hear(pipe)) is None:
+            if words is not None or place is None or (words := hear(pipe)) is None:
                 return
-            pipe = kept[0]
+            pipe = place[0]
         elif words is None and os.getppid() != owner:  # what it forked may hold the pipe open
             return
-        elif kept is not None and words is not None and not os.path.exists(kept[1]):
-            remember(kept[1], words)
+        elif place is not None and words is not None and not os.path.exists(place[1]):
+            remember(place[1], words)
 
 
 def hear(pipe: int) -> bytes | None:
@@ -104,8 +106,8 @@ def hear(pipe: int) -> bytes | None:
 
 def is_private(folder: Path) -> bool:
     """True if it is a folder of this user's into which nobody else can look or write. Raises `OSError` where nothing is."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def remember(file: Path, words: bytes) -> None:
@@ -134,15 +136,15 @@ def main() -> int:
     """Entry point; the exit status is the command's, as a shell would give it."""
     pipe, grace_s, cpus = int(sys.argv[1]), float(sys.argv[2]), {int(cpu) for cpu in sys.argv[3].split(",") if cpu}
     end_of_all, _, file = sys.argv[4].partition(":")
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = os.getppid()
     process = subprocess.Popen(sys.argv[5:], stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus))
     os.write(1, f"{process.pid}\n".encode())
     os.close(1)
-    watch(process, pipe, owner, (int(end_of_all), Path(file)) if file else None, told)
+    watch(process, pipe, owner, (int(end_of_all), Path(file)) if file else None, signals)
     if file:
         forget(Path(file), int(end_of_all))
     # A server that ended by itself has no use for patience, and its owner waits to hear of it.

@@ -16,19 +16,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 
 from tandem.api.failures import EpisodeFailure, InfrastructureFailure
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.keeper import is_private
-from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
 from tandem.engines.inference.threads import in_thread
 
 logger = logging.getLogger("tandem.fleet")
 
 S = TypeVar("S")
+
+
+class ServerClient(Protocol):
+    """An engine over a server."""
+
+    process: ServerProcess | None
+
+
+E = TypeVar("E", bound=ServerClient)
 
 LOOK_S = 0.05
 
@@ -37,7 +46,7 @@ CALM_S = 15.0
 
 
 TAKE_OVER_S = 60.0
-"""All in all. A server whose engine hangs may be why the ranks were ended; it must not hold them up again."""
+"""Limit for a whole take-over. A server that hangs may be why the ranks were ended; it must not hold them up again."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Keeping:
     """The folder of this run alone; made with the first server."""
 
     pipe: int
-    """With its end they end."""
+    """Read end of a pipe; the servers end when its other end closes."""
 
     def place(self, name: str) -> "ServerPlace":
         return ServerPlace(name, self.folder / f"{name}.json", self.pipe)
@@ -70,7 +79,7 @@ class Stranger:
         self.pid, self._file = pid, file
 
     def poll(self) -> int | None:
-        """It has its file's path among its words, so a number that was given away since is not taken for it."""
+        """Looks for the file's path in the command line, so another process of that number is not taken for it."""
         with contextlib.suppress(psutil.Error):
             if any(str(self._file) in word for word in psutil.Process(self.pid).cmdline()):
                 return None
@@ -144,8 +153,44 @@ def take_over(place: ServerPlace, settings: str, attach: Callable[[Mapping[str, 
     return None
 
 
+def start_or_take_over(
+    place: ServerPlace | None,
+    settings: str,
+    *,
+    start: Callable[..., ServerProcess],
+    attach: Callable[[], E],
+    take: Callable[[Mapping[str, Any], ServerProcess], E],
+    facts: Callable[[E], Mapping[str, Any]],
+    what: str,
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> E:
+    """The engine of the server that is kept at ``place``, by ``take``; or of a new one that has generated a token, which is
+    kept there from then on. Without a place it ends with this process.
+
+    ``start``: takes ``keep``, see `ServerProcess.start`. ``attach``: raises `InfrastructureFailure` until the server
+    answers. ``facts``: what ``take`` needs in another process. ``what``: the server in words, for messages.
+
+    Raises:
+        EngineDied: the new one ended before; with the end of its log.
+        WaitTimeout: it was not ready within ``timeout_s``; with the end of its log.
+    """
+    if place is not None and (server := take_over(place, settings, take)) is not None:
+        return server
+    process = start(keep=None if place is None else (place.pipe, place.file))
+    try:
+        server = wait_ready(process, attach, what=what, timeout_s=timeout_s, progress=progress)
+        if place is not None:
+            keep(place, process, settings, facts(server))
+    except BaseException:
+        process.close()
+        raise
+    server.process = process
+    return server
+
+
 def _in_time(attach: Callable[[], S]) -> S:
-    """The result of the call; it is left to itself if it takes too long, and its server is ended then."""
+    """The result of the call. If it takes longer than `TAKE_OVER_S`, its thread is abandoned and its server ended."""
     try:
         return in_thread("take-over", attach).result(TAKE_OVER_S)
     except TimeoutError:

@@ -58,9 +58,9 @@ def own_environment(threads: int) -> dict[str, str]:
 
 def free_port() -> int:
     """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Keeper(Protocol):
@@ -126,7 +126,7 @@ class ServerProcess:
         if not Path(command[0]).is_file():
             raise ConfigError(f"a server's interpreter must be a file, got {command[0]}; give the python of its environment")
         read, write = os.pipe()
-        kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
+        place, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
         if keep is not None:
             private_folder(keep[1].parent)  # before others can read its name in the words of a process
         with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ class ServerProcess:
                 log = stack.enter_context(log_file.open("ab", buffering=0))
                 log.write(f"$ {' '.join(command)}\n".encode())
             keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), kept, *command],
+                [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), place, *command],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -158,7 +158,7 @@ class ServerProcess:
         return self._poll() is None
 
     def how_it_ended(self) -> str | None:
-        """In words; None while it runs."""
+        """Says how the process ended; None while it runs."""
         status = self._poll()
         if status is None:
             return None
@@ -191,6 +191,7 @@ class ServerProcess:
             file.write(words)
         partial.rename(self._file)
         self._finalize.detach()
+        # the file first: a keeper that lets the server live on must not be the only one who knows of it
         os.write(self._pipe, KEEP + words.encode() + END)
         os.close(self._pipe)
         self.kept, self._pipe, self._finalize = True, None, None
@@ -252,7 +253,7 @@ def wait_ready(
         EngineDied: the process ended before; with the end of its log.
         WaitTimeout: no answer within ``timeout_s``; with the end of its log.
     """
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     while True:
         try:
             return ask()
@@ -267,14 +268,14 @@ def wait_ready(
                 f"{what} had not generated a token within {timeout_s:g} s ({reason}); {process.log_file} ends with\n"
                 f"{process.last_words()}"
             )
-        if now - told >= progress_s:
-            told = now
+        if now - reported >= progress_s:
+            reported = now
             progress(f"waiting for {what}, {now - began:.0f} s: {process.last_words(1).strip()[-120:]}")
         time.sleep(POLL_S)
 
 
 def cores_of_this_process() -> list[int]:
-    """Those that it may run on."""
+    """Cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -303,7 +304,7 @@ class Cores:
         return chosen
 
     def _look(self, folder: Path) -> None:
-        """Once, before a server of this process is kept there."""
+        """Reads, once for each folder, which cores its kept servers have."""
         if folder in self._folders:
             return
         self._folders.add(folder)

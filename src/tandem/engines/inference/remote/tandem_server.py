@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -27,8 +28,8 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.controlled import Controlled
-from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, keep, take_over, until_calm
-from tandem.engines.inference.remote.launch import ServerProcess, own_environment, wait_ready
+from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, start_or_take_over, until_calm
+from tandem.engines.inference.remote.launch import ServerProcess, own_environment
 from tandem.engines.inference.requests import refuse_unsupported
 from tandem.media import store
 from tandem.protocol.client import HttpClient
@@ -65,10 +66,9 @@ class TandemServer(Controlled):
         *,
         request_timeout_s: float,
         give_back: bool,
-        on_close: Callable[[], None],
     ):
         self._client, self._run, self._request_timeout_s = client, run, request_timeout_s
-        self._give_back, self._on_close, self._closed = give_back, on_close, False
+        self._give_back, self._closed = give_back, False
         self.process: ServerProcess | None = None
         """The process; None if the server was attached, for then it is not ours to end."""
 
@@ -87,9 +87,8 @@ class TandemServer(Controlled):
         admin_token: str | None = None,
         request_timeout_s: float = 3600.0,
         give_back: bool = True,
-        on_close: Callable[[], None] = lambda: None,
     ) -> "TandemServer":
-        """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found. ``on_close`` is called last.
+        """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found.
 
         An empty ``run`` only asks it for completions, whoever's it is: nothing of it is claimed or changed.
 
@@ -112,7 +111,7 @@ class TandemServer(Controlled):
             if run:
                 identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
             give_back = give_back and bool(run)
-            return cls(client, run, identity, request_timeout_s=request_timeout_s, give_back=give_back, on_close=on_close)
+            return cls(client, run, identity, request_timeout_s=request_timeout_s, give_back=give_back)
         except BaseException:
             client.close()
             raise
@@ -120,16 +119,6 @@ class TandemServer(Controlled):
     @property
     def url(self) -> str:
         return self._client.base_url
-
-    @property
-    def model(self) -> str:
-        """The name under which it serves its model."""
-        return str(self._identity["model"])
-
-    @property
-    def instance(self) -> str:
-        """Names the process that was attached to: a restarted server has another one."""
-        return str(self._identity["instance"])
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Raises `ServerFailed` for all that is no answer of this run's server."""
@@ -150,8 +139,8 @@ class TandemServer(Controlled):
         for number in dict.fromkeys(filter(None, request.media)):
             data = base64.b64encode(await asyncio.to_thread(store.packed, number)).decode()
             medium = {"kind": store.medium(number).kind, "data": data}
-            kept = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
-            if kept["number"] != number:
+            stored = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
+            if stored["number"] != number:
                 raise ServerFailed(f"{self.url} reads medium {number} as another; is it of another release?", url=self.url)
         return await self._client.post("/generate", body, deadline_s=patience)
 
@@ -175,8 +164,8 @@ class TandemServer(Controlled):
 
     def _patience(self, request: LLMRequest) -> float:
         """The server ends a request at its deadline, so its answer comes a little after that."""
-        own = self._request_timeout_s
-        return own if request.deadline_s is None else min(own, request.deadline_s + CONTROL_TIMEOUT_S)
+        limit = self._request_timeout_s
+        return limit if request.deadline_s is None else min(limit, request.deadline_s + CONTROL_TIMEOUT_S)
 
     @property
     def version(self) -> WeightVersion:
@@ -235,7 +224,7 @@ class TandemServer(Controlled):
         return int(self._client.call("/health", deadline_s=ASK_TIMEOUT_S)["under_way"])
 
     def close(self) -> None:
-        """The server goes on. Given back, it has the weights that it began with."""
+        """A server that was attached goes on; given back, it has the weights that it began with. One of ours ends."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +235,8 @@ class TandemServer(Controlled):
                     self._client.call("/control/release", {"run": self._run}, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
         finally:
             self._client.close()
-            self._on_close()
+            if self.process is not None:
+                self.process.close()
 
     def let_go(self) -> None:
         """Drops the connections and nothing else: the server stays this run's."""
@@ -277,7 +267,7 @@ def _version(identity: dict[str, Any]) -> WeightVersion:
 
 
 def _response(request: LLMRequest, answer: dict[str, Any], run: str) -> LLMResponse:
-    """Checked: a server that says half a thing must not train anybody.
+    """Reads and checks an answer, so that nobody trains on half of one.
 
     Raises:
         KeyError, TypeError, ValueError: it is not what `/generate` gives, or belongs to another run.
@@ -341,37 +331,25 @@ def start_tandem_server(
     environment = own_environment(config.threads or 1)
     if seat is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
-    fixed = [*server_command(folder, config, dtype, device, run, Path(), weights_roots), *options]
-    settings = fingerprint(fixed, environment)
-    if place is not None:
-        found = take_over(place, settings, lambda facts, process: _attach_kept(facts, process, run, request_timeout_s))
-        if found is not None:
-            return found
     private = Path(tempfile.mkdtemp(prefix="tandem-server-"))
-    process: ServerProcess | None = None
 
-    def end() -> None:
-        if process is not None:
-            process.close()
-        shutil.rmtree(private, ignore_errors=True)
-
-    def ask() -> TandemServer:
-        return _attach(private, run, request_timeout_s, end)
+    def command(private: Path) -> list[str]:
+        return [*server_command(folder, config, dtype, device, run, private, weights_roots), *options]
 
     try:
-        command = [*server_command(folder, config, dtype, device, run, private, weights_roots), *options]
-        told = None if place is None else (place.pipe, place.file)
-        process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=told)
-        what = f"tandem serve {folder.name}"
-        server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
-        server.process = process
-        if place is not None:
-            keep(place, process, settings, {"url": server.url, **_tokens(private)})
-        shutil.rmtree(private, ignore_errors=True)  # both sides have read it: nothing is left should this run be killed
-        return server
-    except BaseException:
-        end()
-        raise
+        return start_or_take_over(
+            place,
+            fingerprint(command(Path()), environment),
+            start=partial(ServerProcess.start, command(private), log_file=log_file, environment=environment, cpus=cpus),
+            attach=lambda: _attach(private, run, request_timeout_s),
+            take=lambda facts, process: _attach_kept(facts, process, run, request_timeout_s),
+            facts=lambda server: {"url": server.url, **_tokens(private)},
+            what=f"tandem serve {folder.name}",
+            timeout_s=startup_timeout_s,
+            progress=progress,
+        )
+    finally:  # both sides have read it: nothing is left should this run be killed
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def server_command(
@@ -403,14 +381,14 @@ def server_command(
     return [sys.executable, "-P", "-m", "tandem", "serve", str(folder), *words, *keep]
 
 
-def _attach(private: Path, run: str, request_timeout_s: float, end: Callable[[], None]) -> TandemServer:
+def _attach(private: Path, run: str, request_timeout_s: float) -> TandemServer:
     """Raises `InfrastructureFailure` until the server answers and has generated a token."""
     try:
         url = json.loads((private / _ADDRESS).read_text())["url"]
         tokens = _tokens(private)
     except FileNotFoundError:
         raise InfrastructureFailure("server", "it has not loaded its model") from None
-    server = TandemServer.attach(url, run=run, **tokens, request_timeout_s=request_timeout_s, give_back=False, on_close=end)
+    server = TandemServer.attach(url, run=run, **tokens, request_timeout_s=request_timeout_s, give_back=False)
     if not server.ready():
         server.let_go()
         raise ServerFailed(f"{url} has generated no token", url=url)
@@ -440,7 +418,6 @@ def _attach_kept(facts: Mapping[str, Any], process: ServerProcess, run: str, req
         **tokens,
         request_timeout_s=request_timeout_s,
         give_back=False,
-        on_close=process.close,
     )
     try:
         until_calm(server.under_way)

@@ -68,7 +68,7 @@ class EngineService:
         Raises:
             Refusal: 400 the engine does not take the request; 503 it cannot answer now.
         """
-        with self._admitted(len(requests)), self._failures():
+        with self._admitted(len(requests)), self._using(requests), self._failures():
             tasks = [asyncio.ensure_future(self.engine.agenerate(self._bounded(request))) for request in requests]
             try:
                 responses = await asyncio.gather(*tasks)
@@ -85,7 +85,7 @@ class EngineService:
             Refusal: as `complete`, also on the way.
         """
         news: asyncio.Queue[tuple[int, NewTokens | LLMResponse | Exception]] = asyncio.Queue()
-        with self._admitted(len(requests)), self._failures():
+        with self._admitted(len(requests)), self._using(requests), self._failures():
             tasks = [asyncio.create_task(self._follow(n, request, news)) for n, request in enumerate(requests)]
             try:
                 running = len(tasks)
@@ -126,6 +126,10 @@ class EngineService:
             yield
         finally:
             self.under_way -= count
+
+    def _using(self, requests: Sequence[LLMRequest]) -> contextlib.AbstractContextManager[None]:
+        """A block in which the media store keeps what these show."""
+        return self.tokenizers.intake.using([number for request in requests for number in {*request.media} - {0}])
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

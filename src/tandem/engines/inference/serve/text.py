@@ -1,9 +1,7 @@
 """Text from tokens as they come: whole characters only, and nothing that may turn out to be a stop string."""
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -13,20 +11,18 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.chat_template import template_of
-from tandem.api.failures import DataFailure, NotWritten
-from tandem.api.media import PARTS, MediaKind, MediaTokens, encode, media_of, reader_of
-from tandem.config.errors import ConfigError, kind_and_text
+from tandem.api.media import MediaKind, MediaTokens, encode, media_of, reader_of
+from tandem.config.errors import kind_and_text
+from tandem.engines.inference.serve.limits import ServiceLimits
+from tandem.engines.inference.serve.media_intake import MediaIntake, reading
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
-from tandem.media.parts import NOWHERE, Allowed, read_media
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Turn
 
 T = TypeVar("T")
-
-LOG = logging.getLogger("tandem.serve")
 
 _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
@@ -42,14 +38,14 @@ class Tokenizers:
     A tokenizer is not shared by threads.
     """
 
-    def __init__(self, folder: Path, *, max_long: int = 16, allowed: Allowed = NOWHERE):
-        """``max_long``: texts that are long or have media, and that wait or are being tokenised; the next one is refused.
-        ``allowed``: the places that media may be read from."""
+    def __init__(self, folder: Path, *, max_long: int = 16, intake: MediaIntake | None = None):
+        """``max_long``: texts that are long, and that wait or are being tokenised; the next one is refused.
+        ``intake``: reads images and sounds, for a model that takes them."""
         self.decoder = load_tokenizer(folder)
         self._short = _Encoder(load_tokenizer(folder), "tokenizer")
         self._long = _Encoder(load_tokenizer(folder), "long-tokenizer")
         self._fewest = fewest_tokens(self.decoder)
-        self._max_long, self._allowed = max_long, allowed
+        self._max_long, self.intake = max_long, intake or MediaIntake(ServiceLimits(max_tokens=1))
         self.num_long = 0
 
     @property
@@ -86,28 +82,24 @@ class Tokenizers:
         ``options``: `chat_template_kwargs`.
 
         Raises:
-            Refusal: 400, the template does not take these messages, with what it said, or does not read an option; a medium
-                cannot be read; 503, the media store cannot be written; and as `encode`.
+            Refusal: 400, the template does not take these messages, with what it said, or does not read an option; as
+                `MediaIntake.read` and `encode`.
         """
+        if self.media:
+            turn = replace(turn, messages=tuple(await self.intake.read(turn.messages, room, "messages")))
 
         def tokens(encoder: _Encoder) -> tuple[MediaTokens, str]:
-            with _reading("messages"):
-                own = replace(turn, messages=tuple(read_media(turn.messages, self._allowed))) if self.media else turn
-                text = encoder.render(own, options or {})
+            with reading("messages"):
+                text = encoder.render(turn, options or {})
                 check_room(self._fewest(text), room, "messages")
-                return encoder.encode_media(text, own), text
+                return encoder.encode_media(text, turn), text
 
-        return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS or _has_media(turn), tokens)
+        return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS, tokens)
 
     async def keep(self, kind: MediaKind, data: str) -> int:
-        """Puts a medium, base64 of a file, into the media store; its number. Raises `Refusal` as `encode_chat`."""
-
-        def read(encoder: _Encoder) -> int:
-            with _reading("data"):
-                (medium,) = media_of(read_media([{"content": [{"type": kind, "data": data}]}]))
-            return medium.number
-
-        return await self._run(True, read)
+        """Puts a medium, base64 of a file, into the media store; its number. Raises `Refusal` as `MediaIntake.read`."""
+        (medium,) = media_of(await self.intake.read([{"content": [{"type": kind, "data": data}]}], 2, "data"))
+        return medium.number
 
     async def _run(self, long: bool, encode: Callable[["_Encoder"], T]) -> T:
         if not long:
@@ -123,20 +115,9 @@ class Tokenizers:
 
     def close(self) -> None:
         """Ends the threads once they have done what they are doing."""
+        self.intake.close()
         self._short.close()
         self._long.close()
-
-
-@contextlib.contextmanager
-def _reading(param: str) -> Iterator[None]:
-    """Refuses media that are wrong as the fault of the client; that they cannot be kept here is the fault of the server."""
-    try:
-        yield
-    except DataFailure as failure:
-        raise Refusal(400, str(failure), code=failure.reason, param=param) from failure
-    except (ConfigError, NotWritten) as error:
-        LOG.error("%s", error)
-        raise Refusal(503, "the server cannot keep images and sounds now; its log says why", code="media_store") from error
 
 
 def check_room(num_tokens: int, room: int, param: str) -> None:
@@ -144,11 +125,6 @@ def check_room(num_tokens: int, room: int, param: str) -> None:
     if num_tokens >= room:
         message = f"prompt_too_long: at least {num_tokens} tokens leave no room in the context of {room}"
         raise Refusal(400, message, code="prompt_too_long", param=param)
-
-
-def _has_media(turn: Turn) -> bool:
-    contents = (message.get("content") for message in turn.messages)
-    return any(part.get("type") in PARTS for content in contents if isinstance(content, list) for part in content)
 
 
 def _characters(value: Any) -> int:

@@ -43,7 +43,7 @@ async def count_tokens(service: EngineService, dialect: Dialect, body: dict[str,
 
 
 async def _question(service: EngineService, dialect: Dialect, body: dict[str, Any]) -> CompletionQuestion:
-    turn = dialect.read(body)
+    turn = dialect.read(body, bool(service.tokenizers.media))
     return await turn_question(turn, body | {"stream": turn.stream}, service.tokenizers, service.limits)
 
 

@@ -14,12 +14,12 @@ import { go, link, place } from "./place.js";
 
 const PAGES = { runs: runsPage, curves: curvesPage, samples: samplesPage, tokens: tokensPage, prompts: promptsPage, time: timelinePage, setup: setupPage, log: logPage };
 const TABS = [["curves", "Curves"], ["samples", "Samples"], ["prompts", "Prompts"], ["time", "Time"], ["setup", "Setup"], ["log", "Log and faults"]];
-const KEYS = [["1 … 6", "the pages of a run"], ["r", "the list of runs"], ["j  k", "next and previous step"], ["a", "samples of all steps"], ["q", "the next quantity of tokens"], ["/", "filter"], ["Esc", "back"], ["t", "dark or light"], ["?", "these keys"]];
+const KEYS = [["1 … 6", "the pages of a run"], ["r", "the list of runs"], ["j  k", "next and previous step"], ["a", "samples of all steps"], ["q", "the next quantity of tokens"], ["←  →", "from token to token"], ["/", "filter"], ["Esc", "back"], ["t", "dark or light"], ["?", "these keys"]];
 const THEME = "tandem-theme";
 
 const header = h("header", { class: "top" });
 const main = h("main", {});
-const help = h("dialog", { class: "help" }, h("h3", {}, "Keys"), h("dl", {}, KEYS.map(([key, words]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, words)])), h("form", { method: "dialog" }, h("button", {}, "close")));
+const help = h("dialog", { class: "help" }, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, words]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, words)])), h("form", { method: "dialog" }, h("button", {}, "close")));
 const dot = h("span", { class: "live", title: "" });
 let state = {};
 let turn = 0;
@@ -43,7 +43,7 @@ async function drawHeader(page, run, mine) {
   fill(
     header,
     h("a", { class: "brand", href: "#runs" }, "tandem"),
-    run && h("span", { class: "run" }, run, " ", facts && badge(facts)),
+    run && h("h1", { class: "run" }, run, " ", facts && badge(facts)),
     h("nav", {}, tabs),
     h("span", { class: "right" }, isReport ? h("span", { class: "quiet" }, `written ${reportWritten}`) : dot, h("button", { class: "small", title: "dark or light ( t )", on: { click: switchTheme } }, "◐"), h("button", { class: "small", title: "keys ( ? )", on: { click: () => help.showModal() } }, "?")),
   );

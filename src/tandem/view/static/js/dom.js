@@ -69,7 +69,7 @@ export function select(choices, chosen, changed, attributes = {}) {
 
 export function table(heads, rows, attributes = {}) {
   const cells = (row) => row.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : h("td", {}, cell)));
-  const head = h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name))));
+  const head = h("thead", {}, h("tr", {}, heads.map((name) => (name instanceof Node ? name : h(name === "" ? "td" : "th", {}, name)))));
   return h("table", attributes, head, h("tbody", {}, rows.map((row) => h("tr", {}, cells(row)))));
 }
 

@@ -5,10 +5,11 @@ request that is not done by our rules (`Judge`): it was aborted, or it knows an 
 """
 
 import asyncio
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,89 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.weights import WeightVersion
 from tandem.config.errors import kind_and_text
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of
-from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.prompts import MediaFile, ServerPrompts, compare_prompts
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol, ServerReply
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.stopping import StopText
 from tandem.models.foreign import read_hf_config
 from tandem.models.stopping import stop_ids
 from tandem.models.tokenizer import load_tokenizer
+
+
+class Labels:
+    """Version → label and back. A label names run, model, number and digest, and this client by a random word."""
+
+    def __init__(self, url: str):
+        self._url = url
+        self._nonce = uuid.uuid4().hex[:8]
+        self._numbers: dict[str, int] = {}
+
+    def of(self, version: WeightVersion) -> str:
+        """The label of a version, known from now on."""
+        label = f"{version.run or 'tandem'}/{version.model}/{version.number}/{version.digest[:12]}/{self._nonce}"
+        self._numbers[label] = version.number
+        return label
+
+    def adopt(self, label: str, otherwise: int) -> int:
+        """Takes another client's label for known, and returns its number; ``otherwise`` where it is no label of Tandem's."""
+        number = label.rsplit("/", 3)[1] if label.count("/") >= 4 else ""
+        self._numbers[label] = int(number) if number.isdecimal() else otherwise
+        return self._numbers[label]
+
+    def numbers(self, labels: Sequence[str]) -> tuple[int, ...]:
+        """The version of each token. Raises `ServerFailed` for a label that is not ours."""
+        strange = set(labels) - self._numbers.keys()
+        if strange:
+            raise ServerFailed(
+                f"{self._url} says that its weights are {min(strange)!r}, which this run did not give it: it was restarted, "
+                "or another run uses it",
+                url=self._url,
+            )
+        return tuple(self._numbers[label] for label in labels)
+
+
+class Counters:
+    """Thread-safe; ``busy_s`` is the time in which at least one request was under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._values = dict.fromkeys(("generated_tokens", "prefill_tokens", "cancelled", "busy_s", "verified_tensors"), 0.0)
+
+    @contextmanager
+    def running(self, prompt_tokens: int) -> Iterator[None]:
+        with self._lock:
+            self._values["prefill_tokens"] += prompt_tokens
+            if not self._running:
+                self._since = time.perf_counter()
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._values["busy_s"] += time.perf_counter() - self._since
+
+    def add(self, name: str, count: float = 1.0) -> None:
+        with self._lock:
+            self._values[name] += count
+
+    def set(self, name: str, value: float) -> None:
+        with self._lock:
+            self._values[name] = float(value)
+
+    def all(self) -> dict[str, float]:
+        """All of them, with ``running`` and ``waiting``."""
+        with self._lock:
+            busy = time.perf_counter() - self._since if self._running else 0.0
+            counted = self._values | {"busy_s": self._values["busy_s"] + busy}
+            return counted | {"running": float(self._running), "waiting": 0.0}
 
 
 class Judge:
@@ -93,6 +166,7 @@ class Completions:
         self._protocol, self._facts, self._labels, self._counters = protocol, facts, labels, counters
         self._folder, self._request_timeout_s, self._cannot = folder, request_timeout_s, cannot
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._prompts: ServerPrompts | None = None
         self._eos = frozenset(stop_ids(folder, read_hf_config(folder)))
         self._url = protocol.http.base_url
 
@@ -108,12 +182,12 @@ class Completions:
             while reason is None:
                 piece = await self._next(request, tokens, judge.room, expires)
                 numbers = self._labels.numbers(piece.labels)
-                kept, reason = self._look(judge, piece)
-                tokens += piece.tokens[:kept]
-                logprobs += piece.logprobs[:kept]
-                versions += numbers[:kept]
-                self._counters.add("generated_tokens", kept)
-                empty = 0 if kept else empty + 1
+                count, reason = self._look(judge, piece)
+                tokens += piece.tokens[:count]
+                logprobs += piece.logprobs[:count]
+                versions += numbers[:count]
+                self._counters.add("generated_tokens", count)
+                empty = 0 if count else empty + 1
                 if reason is None and expires is not None and time.monotonic() >= expires:
                     self._counters.add("cancelled")
                     reason = StopReason.CANCELLED
@@ -124,7 +198,9 @@ class Completions:
     def _admit(self, request: LLMRequest) -> Judge:
         """Refuses what cannot be sampled, as the embedded engine does."""
         gconfig, limit = request.gconfig, self._facts.max_model_len
-        check_request(request, None, limit)
+        if request.media and self._prompts is None:
+            self._prompts = ServerPrompts(self._folder)
+        check_request(request, None, limit, takes_media=self._prompts is not None and self._prompts.takes_media)
         reason = self._cannot(gconfig) if request.needs_logprobs else None
         if reason is not None:
             raise DataFailure("refused_by_server", f"{self._facts.name} {reason}")
@@ -141,13 +217,16 @@ class Completions:
             raise ServerFailed(f"{self._url} {error}", url=self._url) from error
 
     async def _next(self, request: LLMRequest, so_far: Sequence[int], room: int, expires: float | None) -> ServerReply:
-        """One request to the server; without tokens where the deadline passed before it gave any."""
+        """Sends one request to the server. The reply has no tokens if the deadline passed before the server made any."""
         nothing = ServerReply((), (), ())
         left = self._request_timeout_s if expires is None else expires - time.monotonic()
         if left <= 0:
             return nothing
-        number = uuid.uuid4().hex
-        body = self._protocol.body(number, (*request.input_ids, *so_far), self._draw(request, so_far, room))
+        number, ids = uuid.uuid4().hex, [*request.input_ids, *so_far]
+        sent, files = ids, list[MediaFile]()
+        if request.media and self._prompts is not None:
+            sent, files = await self._prompts.pack(ids, request.media)
+        body = self._protocol.body(number, sent, self._draw(request, so_far, room), files)
         post = self._protocol.http.post(self._protocol.generate_path, body, deadline_s=left + 3 * ABORT_TIMEOUT_S)
         task = asyncio.ensure_future(post)
         try:
@@ -158,7 +237,7 @@ class Completions:
                 with suppress(ServerFailed, DataFailure, TimeoutError):
                     await asyncio.wait_for(self._protocol.abort(number), ABORT_TIMEOUT_S)
                 await asyncio.wait({task}, timeout=ABORT_TIMEOUT_S)
-            return self.read(task.result()) if task.done() else nothing
+            return self.read(task.result(), ids if files else None) if task.done() else nothing
         finally:
             task.cancel()
 
@@ -179,16 +258,24 @@ class Completions:
             stop=gconfig.stop,
         )
 
-    def read(self, answer: Any) -> ServerReply:
-        """The piece in an answer. Raises `ServerFailed` where there is none."""
+    def read(self, answer: Any, prompt: Sequence[int] | None = None) -> ServerReply:
+        """The piece in an answer.
+
+        Raises:
+            ServerFailed: there is none.
+            DataFailure: the server made another prompt of its images and sounds than ``prompt``.
+        """
         try:
             piece = self._protocol.piece(answer)
+            theirs = None if prompt is None else self._protocol.prompt_ids(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ServerFailed(
                 f"{self._url} answered what is no completion: {kind_and_text(error)}", url=self._url
             ) from error
         if not all(_LOWEST_LOGPROB < value < 0.01 for value in piece.logprobs):
             raise ServerFailed(f"{self._url} gave log-probabilities that are none: {piece.logprobs}", url=self._url)
+        if prompt is not None and theirs is not None:
+            compare_prompts(prompt, theirs, self._facts.name)
         return piece
 
 

@@ -1,28 +1,113 @@
 """Updates of a server that holds one version at a time: pause, load, drop keys and values, label, compare, resume."""
 
+import hashlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
-from tandem.api.weight_files import weight_files
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
-from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.expected_digests import HeldDigests, changed, compare
-from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.completions import Counters, Labels
 from tandem.engines.inference.remote.foreign.protocol import ServerProtocol
-from tandem.engines.inference.remote.foreign.spool import Spool
 from tandem.engines.inference.staging import HASH_THREADS, verified
 
 CLOSE_PATIENCE_S = 5.0
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Name in the server → names of the parts in Hugging Face's files, one behind the other along the first dimension."""
+
+VOCABULARY, MULTIPLE = ("embed_tokens.weight", "lm_head.weight"), 64
+"""Matrices with a row for each token, and the number of rows that the server fills up to a multiple of, with zeros."""
+
+_FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
+
+
+class HeldDigests:
+    """Collects the SHA-256 of each tensor that the server names, while the tensors of an update pass by.
+
+    Only for a server on one device: a part of a tensor has no digest that we could know. ``dtype`` is the server's: what the
+    update has in another precision (a model's own files, say) it holds converted.
+    """
+
+    def __init__(self, names: Collection[str], dtype: torch.dtype):
+        self._names, self._dtype = frozenset(names), dtype
+        self._parts: dict[str, dict[str, bytes]] = {}
+        self._digests: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, digest: str | None) -> None:
+        """``digest``: SHA-256 of the tensor, None if nobody has computed it. Parts of a fused one are kept until the
+        last has come."""
+        if name in self._names:
+            held = self._as_held(tensor)
+            missing = -held.shape[0] % MULTIPLE if name.endswith(VOCABULARY) else 0
+            if missing:
+                held = torch.cat([held, held.new_zeros(missing, *held.shape[1:])])
+            known = digest if held is tensor else None
+            self._digests[name] = known or hashlib.sha256(tensor_bytes(held)).hexdigest()
+            return
+        before, _, end = name.rpartition(".")
+        before, _, part = before.rpartition(".")
+        fused = _FUSED_OF.get(part)
+        whole = f"{before}.{fused}.{end}"
+        if fused is None or whole not in self._names:
+            return
+        parts = self._parts.setdefault(whole, {})
+        parts[part] = tensor_bytes(self._as_held(tensor))
+        if len(parts) == len(FUSED[fused]):
+            together = hashlib.sha256()
+            for name_of_part in FUSED[fused]:
+                together.update(parts[name_of_part])
+            self._digests[whole] = together.hexdigest()
+            del self._parts[whole]
+
+    def _as_held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Name in the server → SHA-256; without those that the update does not speak of."""
+        return dict(self._digests)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def compare(held: Mapping[str, str], expected: Mapping[str, str], url: str) -> int:
+    """Checks what a server holds against what it should; returns how many tensors agreed.
+
+    ``held`` may have only the beginning of each digest.
+
+    Raises:
+        ServerFailed: a tensor differs, or none could be compared; names it.
+    """
+    agreed = 0
+    for name, digest in sorted(expected.items()):
+        if name in held:
+            if not digest.startswith(held[name]):
+                raise ServerFailed(
+                    f"after the update it holds {name!r} with checksum {held[name][:12]}…, sent was {digest[:12]}…", url=url
+                )
+            agreed += 1
+    if not agreed:
+        raise ServerFailed("after the update none of its tensors could be compared with what was sent", url=url)
+    return agreed
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str], url: str) -> int:
+    """For checksums that we cannot compute: counts the tensors that changed. Raises `ServerFailed` if none did."""
+    count = sum(after.get(name) != digest for name, digest in before.items())
+    if not count:
+        raise ServerFailed("after the update all its weights are what they were before", url=url)
+    return count
 
 
 @dataclass(frozen=True)
@@ -30,7 +115,6 @@ class _Prepared:
     version: WeightVersion
     place: Mapping[str, Any]
     expected: dict[str, str]
-    spooled: Path | None
 
 
 class InPlaceUpdates:
@@ -46,11 +130,10 @@ class InPlaceUpdates:
         labels: Labels,
         counters: Counters,
         *,
-        folder: Path,
         version: WeightVersion,
         dtype: torch.dtype,
     ):
-        self._protocol, self._labels, self._counters, self._folder = protocol, labels, counters, folder
+        self._protocol, self._labels, self._counters = protocol, labels, counters
         self.version, self._dtype = version, dtype
         self._lock = threading.RLock()
         self._paused = self._broken = False
@@ -58,7 +141,6 @@ class InPlaceUpdates:
         self._given: set[InferencePart] = set()
         """Parts whose memory the server has given back: `_asleep`, and with the weights the cache."""
         self._prepared: _Prepared | None = None
-        self._spool = Spool(folder)
         self._held: dict[str, str] = {}
         self._verify_s = 0.0
         self._updates = 0
@@ -84,10 +166,7 @@ class InPlaceUpdates:
     # ------------------------------------------------------------------ an update
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Verifies the tensors.
-
-        What the server cannot read is written to a temporary folder.
-        """
+        """Verifies the tensors. Raises `WeightUpdateFailed`, also for weights that lie where the server cannot read them."""
         self.discard()
         number = update.version.number
         if version_digest(update.digests) != update.version.digest:
@@ -95,22 +174,23 @@ class InPlaceUpdates:
         compared = self._protocol.bytes_are_hashed and self._due(self._updates + 1)
         held = HeldDigests(self._held if compared else (), self._dtype)  # it reads every tensor on the CPU
         try:
-            place, spooled = update.source.place(), None
-            if place is not None and self._reads(place):
-                for _ in _passing(update, held):
-                    pass
-            else:
-                spooled = self._spool.write(_passing(update, held), _size(self._folder))
-                place = {"folder": str(spooled)}
+            place = update.source.place()
+            if place is None or not self._reads(place):
+                raise WeightUpdateFailed(
+                    f"{self._protocol.http.base_url} reads weights from a folder, got {type(update.source).__name__}; "
+                    "deliver them with DiskChannel(folder, base=model_folder)"
+                )
+            for _ in _passing(update, held):
+                pass
         except (ValueError, KeyError, RuntimeError, OSError) as error:
             if isinstance(error, WeightUpdateFailed):
                 raise
             raise WeightUpdateFailed(f"version {number} cannot be taken: {error}") from error
         with self._lock:
-            self._prepared = _Prepared(update.version, place, held.digests, spooled)
+            self._prepared = _Prepared(update.version, place, held.digests)
 
     def _reads(self, place: Mapping[str, Any]) -> bool:
-        """True if the server takes weights from there itself."""
+        """True if the server can read weights at this place."""
         protocol = self._protocol
         return (
             "folder" in place
@@ -132,7 +212,7 @@ class InPlaceUpdates:
                 raise WeightUpdateFailed(f"version {version.number} cannot be committed: {held} is prepared")
             label = self._labels.of(version)
             began = time.perf_counter()
-            self._broken = True
+            self._broken = True  # until the end: what fails below leaves a server whose weights nobody knows
             self._protocol.pause()
             if "weights" in self._given:
                 self._take("weights")
@@ -147,7 +227,6 @@ class InPlaceUpdates:
                 self._protocol.resume()
             self._broken, self._prepared, self.version = False, None, version
             ended = time.perf_counter()
-            self._spool.keep_only(prepared.spooled)
         return {"pause_s": ended - began, "recompute_s": 0.0, "verify_s": verify_s}
 
     def _verify(self, prepared: _Prepared, label: str) -> None:
@@ -174,8 +253,6 @@ class InPlaceUpdates:
 
     def discard(self) -> None:
         with self._lock:
-            if self._prepared is not None and self._prepared.spooled is not None:
-                self._spool.drop(self._prepared.spooled)
             self._prepared = None
 
     # ------------------------------------------------------------------ control
@@ -226,8 +303,9 @@ class InPlaceUpdates:
         self._given.discard(part)
 
     def close(self, leave_running: bool, patience_s: float = CLOSE_PATIENCE_S) -> None:
-        """Removes temporary files; ``leave_running``: a server that we paused goes on, unless it hangs in an update.
+        """``leave_running``: a server that we paused goes on, unless it hangs in an update.
         ``patience_s``: the time that an update under way has to end."""
+        # a commit that hangs in the server holds the lock; without a limit the end of the run would hang with it
         free = self._lock.acquire(timeout=patience_s)
         if not free:
             self._protocol.http.close()  # which ends the call that it hangs in
@@ -239,7 +317,6 @@ class InPlaceUpdates:
                     for part in sorted(self._given, reverse=True):
                         self._take(part)
                     self._protocol.resume()
-            self._spool.close()
         finally:
             if free:
                 self._lock.release()
@@ -251,7 +328,3 @@ def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, tor
         for name, tensor in verified(update, pool):
             held.add(name, tensor, update.digests[name] if update.key is None else None)
             yield name, tensor
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in weight_files(folder))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, ServerFailed, TandemError
 from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, WeightGroup
 from tandem.protocol.client import HttpClient
 
@@ -125,8 +126,13 @@ class ServerProtocol(ABC):
         return int.from_bytes(hashlib.sha256(f"{stream} {position}".encode()).digest()[:8], "big") >> 1
 
     @abstractmethod
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
-        """The request; ``number`` is its name for `abort`."""
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
+        """The request; ``number`` is its name for `abort`. ``media``: in the order of their placeholders in ``ids``,
+        one for each; then the answer says what the prompt became."""
+
+    def prompt_ids(self, answer: Any) -> tuple[int, ...]:
+        """The tokens of the prompt that the server computed, by its own word. Raises as `piece`."""
+        return tuple(int(token) for token in answer["prompt_token_ids"])
 
     @abstractmethod
     def piece(self, answer: Any) -> ServerReply:
@@ -299,8 +305,8 @@ class ServerProtocol(ABC):
 
     def check_routes(self, name: str) -> None:
         """Raises `ConfigError` where a route that is needed is not there."""
-        there = self._listed()
-        missing = sorted(self.routes - there)
+        listed = self._listed()
+        missing = sorted(self.routes - listed)
         if missing:
             raise ConfigError(f"{name} at {self.http.base_url} has no route {', '.join(missing)}; {self.remedy}")
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
@@ -23,17 +24,15 @@ from tandem.config.devices import Seat, visible
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.foreign.completions import Completions
-from tandem.engines.inference.remote.foreign.counters import Counters
+from tandem.engines.inference.remote.foreign.completions import Completions, Counters, Labels
 from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, InPlaceUpdates
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import own_address
-from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
-from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
+from tandem.engines.inference.remote.foreign.trials import Whole, ask, try_logprobs
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
-from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, keep, take_over
-from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, start_or_take_over
+from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port
 from tandem.protocol.client import HttpClient
 
 IN_SERVER = Path(__file__).with_name("in_server")
@@ -92,7 +91,7 @@ class ForeignServer(InferenceEngine):
             cannot=self._cannot,
         )
         dtype: torch.dtype = getattr(torch, facts.dtype)
-        self.updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version, dtype=dtype)
+        self.updates = InPlaceUpdates(protocol, labels, self._counters, version=version, dtype=dtype)
 
     # ------------------------------------------------------------------ how it comes about
 
@@ -175,24 +174,21 @@ class ForeignServer(InferenceEngine):
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
-        def attach(url: str, key: str) -> S:
-            limit = request_timeout_s
-            return cls.attach(url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=limit)
+        attach = partial(cls.attach, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
+        cores: tuple[int, ...] = ()
 
-        if place is not None:
-            found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
-            if found is not None:
-                return found
-        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if place is None else place.file)
-        command, environment = cls.command(replace(terms, cpus=cores), port)
-        if seat is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
-        environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
-        told = None if place is None else (place.pipe, place.file)
-        process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)
+        def begin(keep: tuple[int, Path] | None) -> ServerProcess:
+            nonlocal cores
+            cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if keep is None else keep[1])
+            command, environment = cls.command(replace(terms, cpus=cores), port)
+            if seat is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
+            environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
+            command += options
+            return ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=keep)
 
         def ask() -> S:
-            server = attach(url, key)
+            server = attach(url, token=key)
             try:
                 server._protocol.check_locked(server.name)
             except BaseException:
@@ -200,26 +196,27 @@ class ForeignServer(InferenceEngine):
                 raise
             return server
 
-        try:
-            what = f"the {cls.protocol.maker} server"
-            server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
-            if place is not None:
-                keep(place, process, same, {"url": url, _KEY: key, CORES_WORD: cores})
-        except BaseException:
-            process.close()
-            raise
-        server.process = process
-        return server
+        return start_or_take_over(
+            place,
+            same,
+            start=begin,
+            attach=ask,
+            take=lambda facts, process: cls.attach_kept(facts, process, attach),
+            facts=lambda server: {"url": url, _KEY: key, CORES_WORD: cores},
+            what=f"the {cls.protocol.maker} server",
+            timeout_s=startup_timeout_s,
+            progress=progress,
+        )
 
     @classmethod
-    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[[str, str], Self]) -> Self:
+    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[..., Self]) -> Self:
         """Attaches to one that was kept, by its address and key. What it has of the process that is gone is ended first."""
         http = HttpClient(facts["url"], token=facts[_KEY])
         try:
             cls.protocol(http).abort_all()
         finally:
             http.close()
-        server = attach(facts["url"], facts[_KEY])
+        server = attach(facts["url"], token=facts[_KEY])
         server.process = process
         return server
 
@@ -229,7 +226,7 @@ class ForeignServer(InferenceEngine):
         raise TypeError(f"{cls.__name__} names no command")
 
     def _begin(self, take: bool) -> None:
-        """Checks what can only be seen by trying."""
+        """Makes the checks that need a token from the server."""
         self._taken = take
         (self.updates.begin if take else self.updates.look)()
         if take:
@@ -335,11 +332,6 @@ class ForeignServer(InferenceEngine):
             if ended is not None:
                 raise EngineDied(f"{self.name} at {self.url}: {ended}") from error
             raise
-
-    async def probe(self, deadline_s: float) -> LLMResponse:
-        """One token of a fixed prompt, whoever else is served: proof that it generates, and with weights of ours."""
-        gconfig = GenerationConfig(n_samples=1, max_new_tokens=1, greedy=True)
-        return await self.agenerate(LLMRequest(PROBE_IDS, gconfig, deadline_s=deadline_s))
 
     def prepare_weights(self, update: WeightUpdate) -> None:
         """Prepares a folder that the server will read, verified; generation goes on."""

@@ -1,14 +1,22 @@
 """SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
 
-from collections.abc import Mapping, Sequence, Set
+import base64
+import io
+import itertools
+import pickle
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
-from tandem.engines.inference.remote.foreign.handle_payloads import handle_payloads
+from tandem.api.weight_files import in_groups
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -19,8 +27,13 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, plan_buckets
+from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
 from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_class
+
+BUCKET_BYTES = 64 << 20
+"""Tensors that are announced together."""
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -67,7 +80,7 @@ class SGLangProtocol(ServerProtocol):
         `--enable-deterministic-inference`; else it ignores the seed."""
         return stream
 
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
         """It stops at its tokenizer's end token too, which cannot be turned off alone."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
@@ -82,8 +95,14 @@ class SGLangProtocol(ServerProtocol):
             params["stop"] = list(draw.stop)
         if draw.seed is not None:
             params["sampling_seed"] = draw.seed
-        body = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
-        return body | {"top_logprobs_num": draw.top_logprobs} if draw.top_logprobs else body
+        body: dict[str, Any] = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        if draw.top_logprobs:
+            body["top_logprobs_num"] = draw.top_logprobs
+        if media:
+            body["return_prompt_token_ids"] = True
+            for one in media:
+                body.setdefault(f"{one.kind}_data", []).append(one.url)
+        return body
 
     def piece(self, answer: Any) -> ServerReply:
         facts = answer["meta_info"]
@@ -162,23 +181,22 @@ class SGLangProtocol(ServerProtocol):
         self.call("/destroy_weights_update_group", {"group_name": name})
 
     def _by_group(self, group: WeightGroup, place: Mapping[str, Any], label: str) -> None:
-        tensors = mapped(place["memory"], place["tensors"])
-        plan = plan_buckets(place["tensors"])
+        left = len(place["tensors"])
         with ThreadPoolExecutor(1, "weight-group") as pool:
             self.call("/begin_weight_update", {})
-            for number, bucket in enumerate(plan, 1):
-                last = number == len(plan)
+            for bucket in in_groups(mapped(place["memory"], place["tensors"]), BUCKET_BYTES):
+                left -= len(bucket)
                 body = {
-                    "names": [entry.name for entry in bucket],
-                    "dtypes": [entry.dtype for entry in bucket],
-                    "shapes": [entry.shape for entry in bucket],
-                    "flush_cache": last,
-                    "weight_version": label if last else None,
+                    "names": list(bucket),
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+                    "shapes": [list(tensor.shape) for tensor in bucket.values()],
+                    "flush_cache": not left,
+                    "weight_version": None if left else label,
                     "group_name": group.name,
                 }
                 taken = pool.submit(self.call, "/update_weights_from_distributed", body, timeout_s=TIMEOUT_S)
-                for _ in bucket:
-                    group.broadcast(next(tensors)[1], taken)
+                for tensor in bucket.values():
+                    group.broadcast(tensor, taken)
                 taken.result()
             self.call("/end_weight_update", {})
 
@@ -203,7 +221,7 @@ class SGLangProtocol(ServerProtocol):
         ranks = self.call("/weights_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["ranks"]
         if len(ranks) == 1:
             return dict(ranks[0]["checksums"])
-        return {f"{rank}:{name}": value for rank, one in enumerate(ranks) for name, value in one["checksums"].items()}
+        return {f"{rank}:{name}": value for rank, sums in enumerate(ranks) for name, value in sums["checksums"].items()}
 
 
 class SGLangServer(ForeignServer):
@@ -220,6 +238,8 @@ class SGLangServer(ForeignServer):
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
         words += ["--random-seed", str(port)]
+        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+            words += ["--image-processor-backend", "pil"]
         if settings.max_running is not None:
             words += ["--max-running-requests", str(settings.max_running)]
         if settings.max_model_len is not None:
@@ -236,3 +256,33 @@ class SGLangServer(ForeignServer):
             bound = ",".join(str(cpu) for cpu in terms.cpus)
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
         return words, environment
+
+
+class _OnTheGpu:
+    """Pickled as what makes the tensor where it is read."""
+
+    def __init__(self, handle: Sequence[Any], shape: Sequence[int], dtype: torch.dtype, offset: int):
+        """``handle``: of its bucket, in JSON's words. ``offset``: bytes."""
+        _, *others = (base64.b64decode(part) if isinstance(part, str) else part for part in handle)
+        memory, num_bytes, start, counter, count, event, wait = others
+        stride = tuple(torch.empty(tuple(shape), device="meta").stride())
+        layout = (torch.Tensor, torch.Size(shape), stride, offset // dtype.itemsize, torch.storage.TypedStorage, dtype)
+        # 0: the only GPU that the server sees
+        self._terms = (*layout, 0, memory, num_bytes, start, False, counter, count, event, wait)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild_cuda_tensor, self._terms
+
+
+def handle_payloads(handles: Sequence[Sequence[Any]], tensors: Iterable[Sequence[Any]]) -> list[str]:
+    """One payload a bucket; see `WeightSource.place` for the arguments."""
+    payloads = []
+    for bucket, entries in itertools.groupby(tensors, key=lambda entry: entry[3]):
+        named = [
+            (name, _OnTheGpu(handles[bucket], shape, getattr(torch, dtype), offset))
+            for name, shape, dtype, _, offset in entries
+        ]
+        written = io.BytesIO()
+        pickle.dump(named, written)
+        payloads.append(base64.b64encode(written.getvalue()).decode())
+    return payloads

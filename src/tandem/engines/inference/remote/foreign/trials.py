@@ -18,7 +18,7 @@ LEAST_SHIFT = 0.02
 
 @dataclass(frozen=True)
 class Whole:
-    """The options of sampling with which log-probabilities stay those of softmax(logits / temperature)."""
+    """Says whether log-probabilities stay those of softmax(logits / temperature) with two options of sampling."""
 
     truncated: bool
     """With top-p and top-k."""
@@ -75,7 +75,7 @@ def try_logprobs(protocol: ServerProtocol, name: str) -> Whole:
     )
 
 
-def _keeps(found: float | None, whole: float, left: float) -> bool:
+def _keeps(logprob: float | None, whole: float, left: float) -> bool:
     """True if a log-probability is that of the whole distribution, not of one normalised over the share ``left`` of it."""
     shift = -math.log(min(1.0, max(left, 1e-9)))
-    return found is not None and shift >= LEAST_SHIFT and abs(found - whole) < shift / 2
+    return logprob is not None and shift >= LEAST_SHIFT and abs(logprob - whole) < shift / 2

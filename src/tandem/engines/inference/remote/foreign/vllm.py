@@ -7,11 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -22,8 +25,10 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, flat_buckets, plan_buckets
+from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
 from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_class
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
@@ -46,6 +51,7 @@ class VllmProtocol(ServerProtocol):
             "/is_paused",
             "/collective_rpc",
             "/reset_prefix_cache",
+            "/reset_encoder_cache",
             "/update_weight_version",
             "/weight_info",
             "/weight_checker",
@@ -77,7 +83,7 @@ class VllmProtocol(ServerProtocol):
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
 
-    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+    def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
         """The end tokens are ours alone: the server's own set may differ."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
@@ -96,20 +102,24 @@ class VllmProtocol(ServerProtocol):
             params["skip_reading_prefix_cache"] = True
         if draw.seed is not None and self._takes_seeds:
             params["seed"] = draw.seed
-        return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        body: dict[str, Any] = {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+        if media:
+            names = {"image": "image_url", "audio": "audio_url"}
+            body |= {"content_parts": [{"type": names[one.kind], "url": one.url} for one in media], "return_token_ids": True}
+        return body
 
     def piece(self, answer: Any) -> ServerReply:
         (choice,) = answer["choices"]
         tokens = tuple(int(token) for token in choice["token_ids"] or ())
         content = (choice.get("logprobs") or {}).get("content") or ()
-        logprobs = tuple(float(one["logprob"]) for one in content)
+        logprobs = tuple(float(entry["logprob"]) for entry in content)
         if len(logprobs) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
         return ServerReply(tokens, logprobs, labels_of(choice.get("weight_versions") or (), len(tokens)))
 
     def top(self, answer: Any) -> dict[int, float]:
         first = answer["choices"][0]["logprobs"]["content"][0]
-        return {int(one["token_id"]): float(one["logprob"]) for one in first["top_logprobs"]}
+        return {int(entry["token_id"]): float(entry["logprob"]) for entry in first["top_logprobs"]}
 
     async def abort(self, number: str) -> None:
         """The server puts a word before the name that it was given."""
@@ -174,9 +184,11 @@ class VllmProtocol(ServerProtocol):
             self._rpc("tandem_load", {"place": place}, RELOAD_TIMEOUT_S)
         else:
             self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
-        dropped = self.keeps_kv or self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]
-        if not dropped:
-            raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+        if not self.keeps_kv:
+            if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
+                raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+            # The workers have dropped the features of media; the scheduler believes that they are there, and would end.
+            self.call("/reset_encoder_cache", {})
         self.set_label(label)
 
     def lacks_to_join(self) -> str | None:
@@ -202,11 +214,12 @@ class VllmProtocol(ServerProtocol):
         return WeightGroup(way, size, join)
 
     def _by_group(self, group: WeightGroup, place: Mapping[str, Any]) -> None:
-        plan = plan_buckets(place["tensors"])
+        plan = [entry[:3] for entry in place["tensors"]]
         with ThreadPoolExecutor(1, "weight-group") as pool:
             taken = pool.submit(self._rpc, "tandem_receive", {"plan": plan}, RELOAD_TIMEOUT_S)
-            for bucket in flat_buckets(mapped(place["memory"], place["tensors"]), plan):
-                group.broadcast(bucket, taken)
+            for _, tensor in mapped(place["memory"], place["tensors"]):
+                if tensor.numel():
+                    group.broadcast(tensor.reshape(-1).view(torch.uint8), taken)
             taken.result()
 
     def _tell_to_leave(self, name: str) -> None:
@@ -224,8 +237,8 @@ class VllmProtocol(ServerProtocol):
 
     def checksums(self) -> dict[str, str]:
         """Empty tensors are left out. Names begin with the rank, kept only where there are several."""
-        found = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
-        held = {name: digest for name, digest in found.items() if digest != _EMPTY}
+        sums = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
+        held = {name: digest for name, digest in sums.items() if digest != _EMPTY}
         ranks = {name.rpartition(":")[0] for name in held}
         return {name.rpartition(":")[2] if len(ranks) == 1 else name: digest for name, digest in held.items()}
 
@@ -247,6 +260,8 @@ class VllmServer(ForeignServer):
         words += ["--max-model-len", str(settings.max_model_len or "auto")]
         words += ["--worker-extension-cls", _EXTENSION, "--middleware", _LOCK]
         words += ["--seed", str(port)]  # two servers must not draw alike
+        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+            words += ["--mm-processor-kwargs", '{"use_fast": false}']  # "backend" would be asked of the one for videos too
         environment = {
             "PYTHONPATH": str(IN_SERVER),
             "VLLM_SERVER_DEV_MODE": "1",
@@ -271,5 +286,5 @@ def _preload(python: str) -> dict[str, str]:
     """``LD_PRELOAD`` with the faster allocator and OpenMP, where they are installed and nobody else has set it."""
     openmp = Path(python).parent.parent / "lib/libiomp5.so"
     allocators = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
-    found = [str(file) for file in (*allocators[:1], openmp) if file.is_file()]
-    return {"LD_PRELOAD": ":".join(found)} if found and "LD_PRELOAD" not in os.environ else {}
+    libraries = [str(file) for file in (*allocators[:1], openmp) if file.is_file()]
+    return {"LD_PRELOAD": ":".join(libraries)} if libraries and "LD_PRELOAD" not in os.environ else {}

@@ -8,7 +8,7 @@ another.
 import itertools
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -20,43 +20,12 @@ from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import
     compare_versions,
     joined,
     key_of,
-    num_bytes_of,
 )
 
 TIMEOUT_S = 300.0
-BUCKET_BYTES = 64 << 20
-"""Tensors that are announced together; the server holds so much beside its weights."""
-
-ALIGNED = 16
-"""Each tensor of a bucket begins at a multiple of so many bytes, where every dtype may."""
-
 POLL_S = 0.0005
 
 _numbers = itertools.count()
-
-
-class BucketEntry(NamedTuple):
-    """One tensor of a bucket, in JSON's words."""
-
-    name: str
-    shape: list[int]
-    dtype: str
-    offset: int
-
-
-def plan_buckets(tensors: Iterable[Sequence[Any]], most: int | None = None) -> list[list[BucketEntry]]:
-    """The buckets in which tensors ``(name, shape, dtype, …)`` travel, in order: at most ``most`` bytes, or one tensor."""
-    plan: list[list[BucketEntry]] = []
-    end = 0
-    for name, shape, dtype, *_ in tensors:
-        entry = BucketEntry(str(name), [int(size) for size in shape], str(dtype), 0)
-        count = -(-num_bytes_of(entry.shape, entry.dtype) // ALIGNED) * ALIGNED
-        if not plan or (plan[-1] and end + count > (most or BUCKET_BYTES)):
-            plan.append([])
-            end = 0
-        plan[-1].append(entry._replace(offset=end))
-        end += count
-    return plan
 
 
 class Way(NamedTuple):
@@ -90,7 +59,7 @@ class WeightGroup:
         listening = socket.create_server((host, 0))  # torch's own socket would listen at all addresses of this machine
         port, wait = listening.getsockname()[1], timedelta(seconds=timeout_s)
         with ThreadPoolExecutor(1, "weight-group") as pool:
-            asked = pool.submit(join, host, port, self.name)
+            joining = pool.submit(join, host, port, self.name)
             store: dist.Store = dist.TCPStore(
                 host, port, size, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
             )
@@ -98,17 +67,17 @@ class WeightGroup:
             for prefix in (self.name, f"{self.name}/", f"{kind}/") if prefixes else ():
                 store = dist.PrefixStore(prefix, store)
             if not prefixes:
-                there = [key_of(rank) for rank in range(1, size)]
-                while not (store.check(there) or asked.done()):  # done: it has died or refused
+                keys = [key_of(rank) for rank in range(1, size)]
+                while not (store.check(keys) or joining.done()):  # done: it has died or refused
                     time.sleep(POLL_S)
-                if not store.check(there):
-                    asked.result()
+                if not store.check(keys):
+                    joining.result()
                 compare_versions(store, 0, range(1, size), backend)
             self.group = joined(store, 0, size, backend, host, timeout_s)
-            asked.result()
+            joining.result()
 
     def broadcast(self, tensor: torch.Tensor, taken: "Future[Any]") -> None:
-        """To all ranks of the server. ``taken``: the call by which they take it; where it fails nobody waits for them."""
+        """Sends to all ranks of the server. ``taken``: the call by which they take it; if it fails nobody waits for them."""
         deadline = time.monotonic() + self.timeout_s
         work = self.group.broadcast([tensor.to(self.device)], dist.BroadcastOptions())
         try:
@@ -126,22 +95,10 @@ class WeightGroup:
             del work  # it holds the connections, and an exception holds this frame
 
     def close(self) -> None:
-        """This end of it, with what is under way; idempotent."""
+        """Closes this end of the group, and aborts what is under way; idempotent."""
         group, self.group = self.group, None
         if group is not None:
             group.abort()
-
-
-def flat_buckets(named: Iterator[tuple[str, torch.Tensor]], plan: list[list[BucketEntry]]) -> Iterator[torch.Tensor]:
-    """The bytes of each bucket. The tensors come in the plan's order."""
-    for bucket in plan:
-        last = bucket[-1]
-        flat = torch.zeros(last.offset + num_bytes_of(last.shape, last.dtype), dtype=torch.uint8)
-        for entry, (name, tensor) in zip(bucket, named, strict=False):
-            assert name == entry.name, "one order of names"
-            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            flat[entry.offset : entry.offset + len(data)] = data
-        yield flat
 
 
 def group_backend(device: str, trainer: Sequence[int], server: Sequence[int]) -> str:
@@ -166,7 +123,7 @@ class GroupDelivery:
             raise
 
     def close(self) -> None:
-        """This end; idempotent."""
+        """Closes this end of the group; idempotent."""
         if self.group is not None:
             self.group.close()
             self.group = None

@@ -4,7 +4,7 @@ import { ask, isReport } from "../api.js";
 import { colour, Curve } from "../charts.js";
 import { fill, figure, h, note } from "../dom.js";
 import { adjust, link, move, place } from "../place.js";
-import { badge, progress } from "./runs.js";
+import { badge, health, progress } from "./runs.js";
 
 const KEY = [
   "reward/mean", "accuracy", "eval/accuracy", "eval/reward", "loss", "margin", "completion_length/mean", "truncated", "entropy",
@@ -92,7 +92,7 @@ class Panel {
       const column = plot.data[1 + stride * place];
       const value = at === null || at === undefined ? column?.findLast((one) => one !== null && one !== undefined) : column[at];
       const lost = (at === null || at === undefined) && this.page.curves[place].lost?.[this.name];
-      return h("span", { style: { color: this.page.runs.length > 1 ? colour(place) : "inherit" } }, lost ? `no number since step ${lost}` : figure(value));
+      return h("span", {}, this.page.runs.length > 1 && h("span", { class: "dot", style: { background: colour(place) } }), " ", lost ? `no number since step ${lost}` : figure(value));
     });
     const where = at === null || at === undefined || this.page.byTime ? null : h("span", { class: "quiet" }, `step ${plot.data[0][at]} `);
     fill(this.value, where, told.map((one) => [one, " "]));
@@ -142,7 +142,7 @@ export async function curvesPage(view, state) {
     );
   };
   const others = all.map((run) => run.name).filter((name) => !runs.includes(name));
-  const add = h("select", { on: { change: (event) => move({ run: [...runs, event.target.value] }) } }, h("option", {}, "compare with …"), others.map((name) => h("option", { value: name }, name)));
+  const add = h("select", { "aria-label": "compare with", on: { change: (event) => move({ run: [...runs, event.target.value] }) } }, h("option", {}, "compare with …"), others.map((name) => h("option", { value: name }, name)));
   const legend = runs.map((run, number) => {
     const facts = all.find((one) => one.name === run);
     const drop = h("button", { class: "small", title: "take it out", on: { click: () => move({ run: runs.filter((one) => one !== run) }) } }, "×");
@@ -161,6 +161,7 @@ export async function curvesPage(view, state) {
   view(
     h("div", { class: "tools" }, legend, others.length > 0 && add),
     h("div", { class: "tools" }, search, h("label", {}, "smooth ", slider), axis, back, h("span", { class: "quiet" }, "drag to zoom, double click to show all, hover a title for its meaning")),
+    runs.map((run) => health(all.find((one) => one.name === run), runs.length > 1)),
     curves.some((one) => one.every > 1) && note("This run is long: every ", figure(curves[0].every), "th row is drawn."),
     names.length ? body : note("No step has ended yet."),
   );

@@ -28,15 +28,15 @@ export async function logPage(view, state) {
   const lost = Object.entries(curves.lost ?? {});
   const find = h("input", { type: "search", class: "filter", placeholder: "words …   ( / )", value: words, "aria-label": "words", on: { input: (event) => ((words = event.target.value), adjust({ find: words }), show()) } });
   view(
-    info.error && h("section", { class: "failure" }, h("h3", {}, "the run failed"), h("pre", { class: "said" }, info.error)),
-    info.resumed?.length > 0 && h("section", {}, h("h3", {}, "it went on"), table(["at", "was", "after step", "changed"], info.resumed.map((one) => [one.at, one.was, h("td", { class: "number" }, one.from ?? one.steps), (one.changed ?? []).join("; ") || "nothing"]))),
-    lost.length > 0 && h("section", { class: "failure" }, h("h3", {}, "no numbers any more"), table(["metric", "since step"], lost.map(([key, step]) => [key, h("td", { class: "number" }, step)]))),
-    changes.length > 0 && h("section", {}, h("h3", {}, "changed while it went"), table(["before step", "what", "value"], changes.map((one) => [h("td", { class: "number" }, one.step), plain(one.action ?? one.kind ?? ""), plain(one.value ?? one)]))),
+    info.error && h("section", { class: "failure" }, h("h2", {}, "the run failed"), h("pre", { class: "said" }, info.error)),
+    info.resumed?.length > 0 && h("section", {}, h("h2", {}, "it went on"), table(["at", "was", "after step", "changed"], info.resumed.map((one) => [one.at, one.was, h("td", { class: "number" }, one.from ?? one.steps), (one.changed ?? []).join("; ") || "nothing"]))),
+    lost.length > 0 && h("section", { class: "failure" }, h("h2", {}, "no numbers any more"), table(["metric", "since step"], lost.map(([key, step]) => [key, h("td", { class: "number" }, step)]))),
+    changes.length > 0 && h("section", {}, h("h2", {}, "changed while it went"), table(["before step", "what", "value"], changes.map((one) => [h("td", { class: "number" }, one.step), plain(one.action ?? one.kind ?? ""), plain(one.value ?? one)]))),
     h("div", { class: "halves" },
-      h("section", {}, h("h3", {}, "dropped prompts"), await reasonsView(run)),
-      h("section", {}, h("h3", {}, "faults in the metrics"), total.length ? table(["metric", "sum", "last in step"], total.map(([key, sum, at]) => [key, h("td", { class: "number" }, sum.toPrecision(4) / 1), h("td", { class: "number" }, curves.step[at])])) : note("None.")),
+      h("section", {}, h("h2", {}, "dropped prompts"), await reasonsView(run, state)),
+      h("section", {}, h("h2", {}, "faults in the metrics"), total.length ? table(["metric", "sum", "last in step"], total.map(([key, sum, at]) => [key, h("td", { class: "number" }, sum.toPrecision(4) / 1), h("td", { class: "number" }, curves.step[at])])) : note("None.")),
     ),
-    h("div", { class: "tools" }, h("h3", {}, "log"), said.logs.length > 1 && select(said.logs.map((one) => [one, one]), name, (value) => move({ log: value })), select(LEVELS.map((one) => [one, one === "INFO" ? "all" : one.toLowerCase()]), level, (value) => ((level = value), adjust({ level }), show())), find, said.cut && h("span", { class: "quiet" }, "the end of it")),
+    h("div", { class: "tools" }, h("h2", {}, "log"), said.logs.length > 1 && select(said.logs.map((one) => [one, one]), name, (value) => move({ log: value }), { "aria-label": "log" }), select(LEVELS.map((one) => [one, one === "INFO" ? "all" : one.toLowerCase()]), level, (value) => ((level = value), adjust({ level }), show()), { "aria-label": "least level" }), find, said.cut && h("span", { class: "quiet" }, "the end of it")),
     said.logs.length ? body : note("There is no log."),
   );
   show();

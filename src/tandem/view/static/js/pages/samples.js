@@ -99,7 +99,7 @@ function sampleTable(run, rows) {
     h("td", { class: "number" }, h("a", { href: link("samples", { run, step: row.step, group: row.group }) }, `${row.step} · ${row.group}`)),
     h("td", { class: "number", style: { "border-left": `4px solid ${shade(row.reward, low, high)}` } }, figure(row.reward, 3)),
     h("td", { class: "number" }, figure(row.advantage, 3)), h("td", { class: "number" }, figure(row.tokens)), end(row),
-    h("td", { class: "text" }, h("div", { class: "quiet clip" }, brief(row.prompt)), h("div", { class: "clip" }, row.completion)),
+    h("td", { class: "text" }, h("div", { class: "quiet clip" }, brief(row.prompt)), h("div", { class: "clip" }, row.completion), row.dropped && h("div", { class: "error" }, row.why)),
   ]);
   return table(["step · group", "reward", "advantage", "tokens", "end", "prompt and answer"], lines, { class: "samples" });
 }
@@ -128,7 +128,7 @@ function groupList(run, step, rows) {
       h("td", {}, members.map((row) => row.dropped && end(row)), members.some((row) => !row.dropped && row.stop.includes("length")) && h("span", { class: "badge warning" }, "truncated"), failed > 0 && h("span", { class: "badge failed", title: members[0].failures }, `${failed} failed`), spread && h("span", { class: "badge", title: "all recorded samples have the same reward" }, "no spread")),
     );
   });
-  const head = h("thead", {}, h("tr", {}, ["group", "recorded answers", "mean reward", "prompt", ""].map((name) => h("th", {}, name))));
+  const head = h("thead", {}, h("tr", {}, ["group", "recorded answers", "mean reward", "prompt", "remarks"].map((name) => h("th", {}, name))));
   return h("table", { class: "groups" }, head, h("tbody", {}, lines));
 }
 
@@ -144,13 +144,30 @@ async function groupView(view, state, { run, step, group, tools }) {
   const [low, high] = extent(samples.map((sample) => sample.reward));
   view(
     ...tools,
-    h("div", { class: "tools" }, h("a", { href: link("samples", { run, step }) }, `‹ step ${step}`), h("h3", {}, `group ${group}`), first.source && h("span", { class: "quiet" }, first.source),
+    h("div", { class: "tools" }, h("a", { href: link("samples", { run, step }) }, `‹ step ${step}`), h("h2", {}, `group ${group}`), first.source && h("span", { class: "quiet" }, first.source),
       h("label", {}, "sort by ", select([["reward", "reward"], ["advantage", "advantage"], ["accuracy", "accuracy"], ["tokens", "length"]], by, (name) => move({ sort: name })))),
     h("details", { class: "prompt", open: true }, h("summary", {}, "prompt as the model got it"), media(samples), folded(first.prompt || first.messages?.map((turn) => `${turn.role}: ${plain(turn.content)}`).join("\n") || "")),
     expected, failures,
     h("div", { class: "cards" }, sorted.map((sample) => card(run, step, sample, low, high))),
+    !isReport && (await againView({ run, step, group })),
   );
   state.keys.Escape = () => go("samples", { run, step });
+}
+
+// What the weights of another step, or of another run, answered to the same prompt.
+async function againView({ run, step, group }) {
+  const { params } = place();
+  const other = params.get("of") ?? run;
+  const [runs, said] = await Promise.all([ask("runs"), ask("again", { run, step, group, other })]);
+  const [otherStep, otherGroup] = (params.get("with") ?? "").split(":").map(Number);
+  const choices = said.groups.filter(([at, number]) => other !== run || at !== step || number !== group).map(([at, number, samples, success]) => [`${at}:${number}`, `step ${at}: ${figure(success, 3)} over ${samples} samples`]);
+  const cards = params.get("with") ? await ask("group", { run: other, step: otherStep, group: otherGroup }) : [];
+  const [low, high] = extent(cards.map((sample) => sample.reward));
+  return h("section", { class: "again" },
+    h("div", { class: "tools" }, h("h2", {}, "the same prompt at another time"), runs.length > 1 && select(runs.map((one) => [one.name, one.name]), other, (name) => move({ of: name, with: null }), { "aria-label": "run" }),
+      choices.length ? select([["", "choose a step …"], ...choices], params.get("with") ?? "", (value) => move({ with: value || null }), { "aria-label": "step of the same prompt" }) : h("span", { class: "quiet" }, "It was not recorded there."),
+      said.pending > 0 && h("span", { class: "badge running" }, `${said.pending} steps are still being read`)),
+    cards.length > 0 && h("div", { class: "cards" }, cards.map((sample) => card(other, otherStep, sample, low, high))));
 }
 
 // The images and sounds of a group, each once.
@@ -196,12 +213,21 @@ function card(run, step, sample, low, high) {
 // What follows the prompt: the last answer, or all turns after the user's first where tools or several turns are.
 function conversation(sample) {
   const chats = sample.conversations?.length ? sample.conversations : [sample.messages ?? []];
-  return chats.map((turns, number) => {
-    const title = chats.length > 1 ? h("div", { class: "quiet" }, `conversation ${number + 1} of ${chats.length}`) : null;
-    const first = chats.length > 1 ? 0 : turns.findIndex((turn) => turn.role === "assistant");
-    if (first < 0 || !turns.length) return [title, folded(sample.completion ?? "")];
-    return [title, turns.slice(first).map(turnView)];
-  });
+  if (chats.length > 1) return branches(chats.map((turns, number) => ({ turns, number })), 0);
+  const first = chats[0].findIndex((turn) => turn.role === "assistant");
+  return first < 0 ? folded(sample.completion ?? "") : chats[0].slice(first).map(turnView);
+}
+
+// The conversations of a session as a tree: the turns that they share once, then each branch with what it alone has.
+function branches(chats, from) {
+  const next = (chat, at) => JSON.stringify(chat.turns[at]);
+  let at = from;
+  while (chats.length > 1 && chats.every((chat) => chat.turns.length > at && next(chat, at) === next(chats[0], at))) at += 1;
+  if (chats.length === 1) return chats[0].turns.slice(from).map(turnView);
+  const forks = Map.groupBy(chats, (chat) => next(chat, at));
+  const title = (members) => (members.length > 1 ? `conversations ${members.map(({ number }) => number + 1).join(", ")}` : `conversation ${members[0].number + 1}`);
+  if (forks.size === 1) return chats[0].turns.slice(from).map(turnView); // the same from beginning to end
+  return [chats[0].turns.slice(from, at).map(turnView), [...forks.values()].map((members) => h("div", { class: "branch" }, h("div", { class: "quiet" }, `${title(members)}, from turn ${at + 1} on`), branches(members, at)))];
 }
 
 function turnView(turn) {
@@ -212,8 +238,9 @@ function turnView(turn) {
 }
 
 // Prompts that were not trained, by reason.
-export async function reasonsView(run) {
-  const reasons = await ask("reasons", { run });
-  if (!reasons.length) return note("No dropped prompt is recorded.");
+export async function reasonsView(run, state) {
+  const { rows: reasons, pending } = await ask("reasons", { run });
+  if (pending) setTimeout(() => state.isHere() && state.again(), 1500);
+  if (!reasons.length) return note(pending ? `${pending} steps are still being read …` : "No dropped prompt is recorded.");
   return table(["dropped because", "recorded", "last in step"], reasons.map((one) => [h("td", {}, isReport ? one.reason : h("a", { href: link("samples", { run, step: "all", filter: `dropped: "${one.reason}"` }) }, one.reason)), h("td", { class: "number" }, one.count), h("td", { class: "number" }, one.step)]));
 }

@@ -4,6 +4,7 @@ import { ask, isReport } from "../api.js";
 import { bytes, duration, figure, fill, h, note, table } from "../dom.js";
 import { move, place } from "../place.js";
 import { curvesOf } from "./curves.js";
+import { health } from "./runs.js";
 
 export async function setupPage(view, state) {
   const { params } = place();
@@ -11,7 +12,7 @@ export async function setupPage(view, state) {
   const other = params.get("other");
   const [runs, facts, config, curves] = await Promise.all([ask("runs"), ask("facts", { run }), ask("config", { run }), curvesOf(run)]);
   const names = runs.map((one) => one.name).filter((name) => name !== run);
-  const against = names.length > 0 && h("select", { on: { change: (event) => move({ other: event.target.value || null }) } }, h("option", { value: "" }, "difference to …"), names.map((name) => h("option", { value: name, selected: name === other }, name)));
+  const against = names.length > 0 && h("select", { "aria-label": "difference to", on: { change: (event) => move({ other: event.target.value || null }) } }, h("option", { value: "" }, "difference to …"), names.map((name) => h("option", { value: name, selected: name === other }, name)));
   const graph = h("div", {});
   const draw = async () => {
     fill(graph, note("`tandem graph` reads the configuration, and executes its reward files …"));
@@ -23,12 +24,12 @@ export async function setupPage(view, state) {
   };
   view(
     h("div", { class: "halves" },
-      h("section", {}, h("h3", {}, "environment"), environment(facts)),
-      h("section", {}, h("h3", {}, "cost"), cost(facts, curves)),
+      h("section", {}, h("h2", {}, "environment"), environment(facts)),
+      h("section", {}, h("h2", {}, "cost"), cost(facts, curves)),
     ),
-    facts.health?.length ? h("section", {}, h("h3", {}, "health"), table(["step", "sickness", "sign", "what to do"], facts.health.map((one) => [one.step, one.name, one.sign, one.remedy]))) : null,
-    !isReport && h("h3", {}, "models and stages of a step"), !isReport && h("button", { title: "executes the reward files that the run's configuration names, as a training does", on: { click: draw } }, "draw the traced graph"), graph,
-    h("div", { class: "tools" }, h("h3", {}, "configuration"), !isReport && against),
+    health(runs.find((one) => one.name === run)),
+    !isReport && h("h2", {}, "models and stages of a step"), !isReport && h("button", { title: "executes the reward files that the run's configuration names, as a training does", on: { click: draw } }, "draw the traced graph"), graph,
+    h("div", { class: "tools" }, h("h2", {}, "configuration"), !isReport && against),
     other ? await differencesView(run, other) : null,
     config.text ? h("pre", { class: "said config" }, config.text) : note("There is no config.yaml."),
   );

@@ -1,5 +1,6 @@
 // Where the time of a step went: which role was at which stage, and what stood idle.
 
+import { ask } from "../api.js";
 import { curvesOf } from "./curves.js";
 import { duration, figure, h, note, table } from "../dom.js";
 import { move, place } from "../place.js";
@@ -12,7 +13,7 @@ const STAGES = [
 ];
 const BESIDE = [["time/judge_s", "rewards"], ["time/program_s", "programs"], ["time/tools_s", "tools"], ["time/prepare_s", "weights"], ["time/pause_s", "engine"], ["time/recompute_s", "engine"], ["time/save_background_s", "saver"], ["time/save_wait_s", "saver"], ["time/switch_optimizer_s", "memory"]];
 const SHARES = [["time/engine_idle", "engine idle"], ["time/trainer_wait", "trainer waits"], ["time/overlap", "training while the engine generates"]];
-const COLOURS = ["#8c6bb1", "#2f7ed8", "#b055c9", "#e4743b", "#2ca25f", "#d9b310", "#17a2b8", "#e0457b", "#6b8e23"];
+const COLOURS = ["#7a5aa6", "#1f6fc0", "#9c3fb5", "#b4501a", "#1d7a44", "#7d6608", "#0f7183", "#b8305c", "#55701c"];
 const MOST_BARS = 160;
 
 export async function timelinePage(view, state) {
@@ -28,6 +29,7 @@ export async function timelinePage(view, state) {
   const parts = (row) => there.map(([name]) => at(name, row) ?? 0);
   const whole = (row) => Math.max(at("time/step_s", row), parts(row).reduce((a, b) => a + b, 0));
   const wanted = params.get("step") === null ? rows.at(-1) : rows.find((row) => step[row] === Number(params.get("step"))) ?? rows.at(-1);
+  const ranks = await ask("timeline", { run, step: step[wanted] }).catch(() => []); // a report has those of some steps
   const place_ = rows.indexOf(wanted);
   const to = (number) => number >= 0 && number < rows.length && move({ step: step[rows[number]] });
   state.keys = { j: () => to(place_ + 1), k: () => to(place_ - 1) };
@@ -36,13 +38,13 @@ export async function timelinePage(view, state) {
   const rest = all - total.reduce((sum, one) => sum + one.seconds, 0);
   view(
     h("div", { class: "tools" }, h("button", { title: "( k )", on: { click: state.keys.k } }, "‹"), h("b", {}, `step ${step[wanted]}`), h("button", { title: "( j )", on: { click: state.keys.j } }, "›"), h("span", { class: "quiet" }, duration(whole(wanted)))),
-    lanes(there, parts(wanted), whole(wanted)),
-    note("The run records how long each stage took, not when it began: stages are laid end to end in the order of a step. Grey: the role is idle. In asynchronous training `generate` is the wait for a batch, and the engine generates beside the training; the shares below say how much."),
+    ranks.length ? clock(ranks) : lanes(there, parts(wanted), whole(wanted)),
+    note(ranks.length ? "Each stage where it was, from the first one of the step to the last one. Grey: the role is idle." : "This run recorded how long each stage took, not when it began: stages are laid end to end in the order of a step. Grey: the role is idle.", values["time/overlap"]?.some((share) => share > 0) ? " In asynchronous training `generate` is the wait for a batch, and the engine generates beside the training; the shares below say how much." : ""),
     h("div", { class: "tools" }, SHARES.filter(([name]) => at(name, wanted) !== null).map(([name, words]) => h("span", { class: "chip" }, `${words} `, h("b", {}, `${Math.round(100 * at(name, wanted))} %`)))),
     besides(at, wanted),
-    h("h3", {}, "all steps"),
+    h("h2", {}, "all steps"),
     bars(rows, there, parts, whole, step, wanted),
-    h("h3", {}, "where the time of the run went"),
+    h("h2", {}, "where the time of the run went"),
     table(["role", "stage", "time", "share", ""], [...total.map((one) => [one.role, one.stage, h("td", { class: "number" }, duration(one.seconds)), h("td", { class: "number" }, `${(100 * one.seconds / all).toFixed(1)} %`), share(one.seconds / all, one.colour)]), ["", "the rest", h("td", { class: "number" }, duration(rest)), h("td", { class: "number" }, `${(100 * rest / all).toFixed(1)} %`), share(rest / all, "var(--quiet)")]], { class: "times" }),
   );
 }
@@ -56,7 +58,24 @@ function lanes(there, parts, whole) {
   const starts = parts.map((_, at) => parts.slice(0, at).reduce((a, b) => a + b, 0));
   return h("div", { class: "lanes" }, roles.map((role) => h("div", { class: "lane" }, h("span", { class: "who" }, role), h("span", { class: "track" },
     there.map(([, own, stage, colour], at) => own === role && parts[at] > 0 && h("span", { class: "span", title: `${stage}: ${figure(parts[at], 3)} s`, style: { left: `${(100 * starts[at]) / whole}%`, width: `${(100 * parts[at]) / whole}%`, background: colour } }, `${stage} ${figure(parts[at], 3)} s`))))),
-    h("div", { class: "lane" }, h("span", { class: "who" }), h("span", { class: "between" }, h("span", {}, "0 s"), h("span", {}, duration(whole)))));
+    axis(whole));
+}
+
+// Spans [role, stage, begin, end] of each rank, in seconds after the first one: a lane a role, in the order in which they begin.
+function clock(ranks) {
+  const all = ranks.flat().sort((a, b) => a[2] - b[2]);
+  const whole = Math.max(...all.map(([, , , end]) => end)) || 1;
+  const [roles, stages] = [1, 0].map((other) => [...new Set(all.map((span) => span[1 - other]))]);
+  const bar = ([role, stage, begin, end]) => h("span", { class: "span", title: `${role}: ${stage}, ${figure(end - begin, 3)} s, from ${figure(begin, 3)} s`, style: { left: `${(100 * begin) / whole}%`, width: `${(100 * (end - begin)) / whole}%`, background: COLOURS[stages.indexOf(stage) % COLOURS.length] } }, end - begin > whole / 25 && `${stage} ${figure(end - begin, 3)} s`);
+  return h("div", { class: "lanes" }, ranks.map((spans, rank) => [ranks.length > 1 && h("div", { class: "quiet" }, `rank ${rank}`), roles.filter((role) => spans.some((span) => span[0] === role)).map((role) => {
+    const own = spans.filter((span) => span[0] === role).sort((a, b) => a[2] - b[2]);
+    const busy = own.reduce(([sum, until], [, , begin, end]) => [sum + Math.max(0, end - Math.max(begin, until)), Math.max(end, until)], [0, 0])[0];
+    return h("div", { class: "lane" }, h("span", { class: "who" }, role), h("span", { class: "track" }, own.map(bar)), h("span", { class: "busy" }, `${Math.round((100 * busy) / whole)} %`));
+  })]), axis(whole));
+}
+
+function axis(whole) {
+  return h("div", { class: "lane" }, h("span", { class: "who" }), h("span", { class: "between" }, h("span", {}, "0 s"), h("span", {}, duration(whole))), h("span", { class: "busy" }));
 }
 
 function besides(at, row) {

@@ -23,7 +23,7 @@ function scale(values) {
   const colour = (value) => {
     if (value === null || value === undefined) return "transparent";
     if (whole && high > low) return `hsl(${(200 + 137.5 * (value - low)) % 360} 70% 50% / 0.35)`;
-    return `hsl(${value < 0 ? 212 : 24} 85% 52% / ${(0.06 + 0.6 * Math.min(1, Math.abs(value) / most)).toFixed(3)})`;
+    return `hsl(${value < 0 ? 212 : 24} 85% 52% / ${(0.06 + 0.5 * Math.min(1, Math.abs(value) / most)).toFixed(3)})`;
   };
   return { low, high, colour };
 }
@@ -53,9 +53,12 @@ export async function tokensPage(view, state) {
       element.style.background = colour(one.columns[chosen]?.[element.dataset.at]);
     });
   };
-  const tell = (event) => {
-    const element = event.target.closest?.(".token");
+  let under = null;
+  const tell = (element) => {
     if (!element) return;
+    under?.classList.remove("under");
+    under = element;
+    under.classList.add("under");
     const one = said.trajectories[element.dataset.trajectory];
     const at = Number(element.dataset.at);
     const rows = columns.map((name) => [h("span", { class: name === chosen ? "chosen" : "quiet" }, NAMES[name]), h("td", { class: "number" }, figure(one.columns[name][at], 5))]);
@@ -67,7 +70,14 @@ export async function tokensPage(view, state) {
     tip.style.top = `${box.bottom + tip.offsetHeight + 8 < innerHeight ? box.bottom + 4 : box.top - tip.offsetHeight - 4}px`;
   };
   fill(strips, said.trajectories.map((one, number) => strip(one, number, said.trajectories.length)));
-  strips.addEventListener("mouseover", tell);
+  const trained = () => [...strips.querySelectorAll(".token.trained")];
+  const stride = (by) => () => {
+    const all = trained();
+    tell(all[Math.max(0, Math.min(all.length - 1, all.indexOf(under) + by))]);
+    under?.scrollIntoView({ block: "nearest" });
+  };
+  Object.assign(state.keys, { ArrowRight: stride(1), ArrowLeft: stride(-1) });
+  strips.addEventListener("mouseover", (event) => tell(event.target.closest?.(".token")));
   strips.addEventListener("mouseout", () => tip.classList.remove("there"));
   const picker = select(columns.map((name) => [name, NAMES[name]]), chosen, (name) => ((chosen = name), paint()));
   state.keys.q = () => ((chosen = columns[(columns.indexOf(chosen) + 1) % columns.length]), (picker.value = chosen), paint());

@@ -23,8 +23,8 @@ class RequireKey:
     async def __call__(
         self, scope: Mapping[str, Any], receive: Callable[..., Awaitable[Any]], send: Callable[..., Awaitable[None]]
     ) -> None:
-        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        right = len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._right)
+        keys = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        right = len(keys) == 1 and hmac.compare_digest(_digest(keys[0]), self._right)
         if scope["type"] == "lifespan" or right:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":

@@ -31,9 +31,9 @@ def own_words(words: Sequence[str], memory: Callable[[], tuple[int, int]] = memo
     at = words.index(MEMORY_SHARE)
     (free, total), share = memory(), float(words[at + 1])
     if share * total >= free:
-        wanted, there, missing = (f"{size / 2**30:.4g} GiB" for size in (share * total, free, share * total - free))
+        wanted, available, missing = (f"{size / 2**30:.4g} GiB" for size in (share * total, free, share * total - free))
         sys.exit(
-            f"{share:.0%} of the GPU's memory are {wanted}, and {there} are free: {missing} are missing, which other "
+            f"{share:.0%} of the GPU's memory are {wanted}, and {available} are free: {missing} are missing, which other "
             "processes hold. Set rollout.fleet.memory_share or actor.max_tokens_per_micro_batch to less"
         )
     return [*words[:at], "--mem-fraction-static", f"{share * total / free:.4f}", *words[at + 2 :]]

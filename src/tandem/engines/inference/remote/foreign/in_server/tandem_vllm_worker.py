@@ -36,7 +36,7 @@ class TandemWorker:
         self._tandem_device = self.device if backend == "nccl" else torch.device("cpu")
 
     def tandem_receive(self, plan: list[list[Any]]) -> None:
-        """Takes the weights that the trainer broadcasts, bucket by bucket; the server is paused meanwhile."""
+        """Takes the tensors that the trainer broadcasts, ``[name, shape, dtype]`` each; the server is paused meanwhile."""
         self.reload_weights(weights_iterator=received(self.tandem_group, plan, self._tandem_device))
         pack_again(self.model_runner.get_model())
 
@@ -104,8 +104,8 @@ def whole_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
             whole = whole / torch.where(temperature < 1e-5, 1.0, temperature)[:, None]
         whole = whole.log_softmax(dim=-1)  # a copy, for the logits are overwritten
         output = forward(logits, sampling_metadata, *args, **kwargs)
-        given = output.logprobs_tensors
-        output.logprobs_tensors = given._replace(logprobs=whole.gather(-1, given.logprob_token_ids.long()))
+        tensors = output.logprobs_tensors
+        output.logprobs_tensors = tensors._replace(logprobs=whole.gather(-1, tensors.logprob_token_ids.long()))
         return output
 
     return sample
@@ -115,7 +115,7 @@ def narrows(sampling_metadata: Any) -> bool:
     """True if some row of a step draws from fewer tokens than there are."""
     if sampling_metadata.top_p is not None or sampling_metadata.top_k is not None:
         return True
-    return any(getattr(one, "min_toks", None) for one in sampling_metadata.logitsprocs.non_argmax_invariant)
+    return any(getattr(processor, "min_toks", None) for processor in sampling_metadata.logitsprocs.non_argmax_invariant)
 
 
 def version_of(backend: str) -> str:
@@ -134,14 +134,14 @@ def compare_versions(store: Any, rank: int, others: Iterable[int], backend: str)
     Raises:
         RuntimeError: they differ.
     """
-    own = version_of(backend)
-    store.set(key_of(rank), own)
+    version = version_of(backend)
+    store.set(key_of(rank), version)
     for other in others:
         theirs = store.get(key_of(other)).decode()
-        if theirs != own:
+        if theirs != version:
             raise RuntimeError(
-                f"rank {rank} of the weight group has {backend.upper()} {own}, and rank {other} has {theirs}: install the "
-                "same version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
+                f"rank {rank} of the weight group has {backend.upper()} {version}, and rank {other} has {theirs}: install "
+                "the same version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
             )
 
 
@@ -185,14 +185,12 @@ def num_bytes_of(shape: Iterable[int], dtype: str) -> int:
 
 
 def received(group: Any, plan: Iterable[list[Any]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) as the buckets come. Each bucket is memory of its own, which a loader may keep a while."""
-    for bucket in plan:
-        _, shape, dtype, offset = bucket[-1]
-        flat = torch.empty(offset + num_bytes_of(shape, dtype), dtype=torch.uint8, device=device)
-        group.broadcast([flat], dist.BroadcastOptions()).wait()
-        for name, shape, dtype, offset in bucket:
-            data = flat[offset : offset + num_bytes_of(shape, dtype)]
-            yield name, data.view(getattr(torch, dtype)).view(shape)
+    """Yields (name, tensor) as the tensors come. Each has memory of its own, which a loader may keep a while."""
+    for name, shape, dtype in plan:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():  # as bytes: every backend takes them, whatever the dtype
+            group.broadcast([tensor.reshape(-1).view(torch.uint8)], dist.BroadcastOptions()).wait()
+        yield name, tensor
 
 
 def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
