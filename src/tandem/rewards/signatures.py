@@ -16,6 +16,9 @@ from tandem.rewards.outcome import is_async
 TRL_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """The arguments that TRL gives beside the columns; the last ones are None here, or do nothing."""
 
+OURS = frozenset({"completion", "prompt", "prompt_ids", "row", "messages"})
+"""The arguments that a function of Tandem's signature has beside ``completion_ids`` and columns."""
+
 VERL_GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -26,6 +29,9 @@ def origin_of(function: Callable[..., Any]) -> str:
     except (TypeError, ValueError):
         return ""
     plural = "completion" not in names and not {"completions", "prompts"}.isdisjoint(names)
+    rest = any(one.kind is one.VAR_KEYWORD for one in names.values())
+    ids_alone = rest and "completion_ids" in names and OURS.isdisjoint(names)  # ours would name what it wants of the rest
+    plural = plural or ids_alone
     trl = plural or str(getattr(function, "__module__", "")).startswith("trl.")
     return "TRL" if trl else "verl" if "solution_str" in names else ""
 
