@@ -208,9 +208,10 @@ class Pools(Models):
         for name, ranks in sizes.items():
             told = (process.threads, steps, run, reads, self._engine.version)
             self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
-        self._open(self._parts)
+        # first: after a death while they open, `mend` opens them
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
+        self._open(self._parts)
 
     def _open(self, names: Iterable[str]) -> None:
         """Starts the workers of these pools, which open their models at the same time."""
