@@ -23,6 +23,7 @@ from tandem.media.parts import Allowed
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.heads import refuse_classifier
 from tandem.models.media.families import family_class
 from tandem.models.precision import resolve_dtype
 from tandem.protocol.access import Access, is_loopback
@@ -76,6 +77,7 @@ async def _serve(service: EngineService, access: Access, arguments: argparse.Nam
 
 def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> EngineService:
     """Loads the model in a process of its own, which ends with the stack."""
+    refuse_classifier(folder, read_hf_config(folder))
     device = device_of(arguments)
     threads = arguments.threads or usable_cores()
     config = EmbeddedEngineConfig(
