@@ -37,12 +37,12 @@ def check(arguments: argparse.Namespace) -> None:
     rules = [
         *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
         ("--threads", arguments.threads, 1, None),
-        ("--media-store-gib", arguments.media_store_gib, 1, None),
+        ("--media-store-gib", arguments.media_store_gib, 1, 1e9),
         ("--max-model-len", arguments.max_model_len, 2, None),
         ("--shutdown-timeout", arguments.shutdown_timeout, 0, None),
     ]
     for name, value, least, most in rules:
-        if value is not None and (value < least or (most is not None and value > most)):
+        if value is not None and not (value >= least and (most is None or value <= most)):
             raise ConfigError(f"{name} must be at least {least}{f' and at most {most}' if most else ''}, got {value}")
     for name, value in (("--request-timeout", arguments.request_timeout), ("--kv-cache-gib", arguments.kv_cache_gib)):
         if value is not None and not 0 < value < 1e9:
