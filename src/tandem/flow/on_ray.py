@@ -329,7 +329,7 @@ class Pools(Models):
         if self.ray.is_initialized():
             return
         address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
-        paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        paths = {name: os.environ[name] for name in ("PYTHONPATH", "TANDEM_MEDIA") if name in os.environ}
         if not address:
             # Ray's workers give way to others, and the engine is one of these; and they are started when they are needed.
             settings = {"worker_niceness": 0, "prestart_worker_first_driver": False}
