@@ -14,20 +14,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
-from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
@@ -37,21 +36,12 @@ from tandem.engines.inference.remote.foreign.completions import ABORT_TIMEOUT_S
 from tandem.engines.inference.remote.foreign.server import ForeignServer
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
+from tandem.weights.channel import WeightChannel
+from tandem.weights.disk import DiskChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 TOLERANCE = 1e-4
 SETTINGS = EmbeddedEngineConfig(max_running=64, kv_cache_gib=2.0, max_model_len=512)
-
-
-@dataclass(frozen=True)
-class InMemory(WeightSource):
-    """Tensors of this process."""
-
-    named_tensors: tuple[tuple[str, torch.Tensor], ...]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Implements `WeightSource`."""
-        yield from self.named_tensors
 
 
 class Report:
@@ -126,11 +116,11 @@ def shifted(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def update_of(tensors: dict[str, torch.Tensor], number: int, source: WeightSource | None = None) -> WeightUpdate:
-    """An update with these tensors, from memory unless there is a source."""
-    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    version = WeightVersion(number, version_digest(digests), "check")
-    return WeightUpdate(version, source or InMemory(tuple(tensors.items())), digests)
+def update_by(channel: WeightChannel, tensors: dict[str, torch.Tensor], number: int) -> WeightUpdate:
+    """An update with these tensors, which lie ready where the channel puts them."""
+    delivery = channel.put(tensors.items(), torch.float32)
+    version = WeightVersion(number, version_digest(delivery.digests), "check")
+    return WeightUpdate(version, delivery.source, delivery.digests)
 
 
 def check_answers(
@@ -234,30 +224,23 @@ def check_updates(server: ForeignServer, reference: Reference, report: Report, a
     own = {name: tensor.float() for name, tensor in own.items()}
     gconfig = GenerationConfig(max_new_tokens=64)
     requests = [LLMRequest(p, gconfig, NoiseKey(9, sample=n)) for n, p in enumerate(asked[:6])]
-    with tempfile.TemporaryDirectory() as place:
-        target = Path(place) / "v1"
-        target.mkdir()
-        save_file(new, target / "model.safetensors", metadata={"format": "pt"})
-        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-            with suppress(OSError):
-                (target / name).write_bytes((folder / name).read_bytes())
-        for number, update in enumerate((update_of(new, 1, FolderSource(target)), update_of(own, 2)), 1):
-            answers, told = _publish_during(server, requests, update)
+    with tempfile.TemporaryDirectory() as place, closing(DiskChannel(Path(place), folder, keep_parent=True)) as channel:
+        for number, tensors in ((1, new), (2, own)):
+            answers, told = _publish_during(server, requests, update_by(channel, tensors, number))
             spans = [answer for answer in answers if set(answer.versions) == {number - 1, number}]
             reference.take(new if number % 2 else {})
             gap = max((reference.difference(a, a.versions.index(number)) for a in spans), default=float("inf"))
-            kind = "folder" if isinstance(update.source, FolderSource) else "memory"
             compared = f"{told['verify_s']:.2f} s of it comparing {server.statistics()['verified_tensors']:.0f} tensors"
             report.line(
                 len(spans) >= len(requests) // 2 and gap <= TOLERANCE,
-                f"update {number} from {kind}, {len(requests)} running: {len(spans)} spanned it, their log-probabilities "
+                f"update {number}, {len(requests)} running: {len(spans)} spanned it, their log-probabilities "
                 f"then are the new weights' own within {gap:.1e}; pause {told['pause_s']:.2f} s, {compared}",
             )
-    pauses = []
-    for number in (3, 4, 5):
-        update = update_of(new if number % 2 else own, number)
-        server.prepare_weights(update)
-        pauses.append(server.commit_weights(update.version)["pause_s"])
+        pauses = []
+        for number in (3, 4, 5):
+            update = update_by(channel, new if number % 2 else own, number)
+            server.prepare_weights(update)
+            pauses.append(server.commit_weights(update.version)["pause_s"])
     print(f"     three updates of an idle server: pause {statistics.median(pauses):.2f} s (median)", flush=True)
 
 
@@ -267,10 +250,9 @@ def check_memory(server: ForeignServer, reference: Reference, report: Report, as
         server.take_by_group()
     channel = SharedMemoryChannel()
     new = shifted(folder)
-    delivery = channel.put(new.items(), torch.float32)
-    version = WeightVersion(7, version_digest(delivery.digests), "check")
-    server.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
-    told = server.commit_weights(version)
+    update = update_by(channel, new, 7)
+    server.prepare_weights(update)
+    told = server.commit_weights(update.version)
     reference.take(new)
     answers = ask(server, [LLMRequest(p, GenerationConfig(max_new_tokens=16)) for p in asked[:8]])
     gap = max(reference.difference(answer) for answer in answers)

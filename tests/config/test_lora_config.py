@@ -62,3 +62,9 @@ def test_dropout_is_refused_where_passes_are_compared(cls):
 @pytest.mark.parametrize("cls", [SFTConfig, RewardModelConfig])
 def test_dropout_is_taken_where_they_are_not(cls):
     assert load("actor.lora.rank=4", "actor.lora.dropout=0.1", cls=cls).actor.lora.dropout == 0.1
+
+
+def test_a_part_that_is_frozen_has_no_adapters():
+    with pytest.raises(ConfigError, match=r"actor\.freeze and actor\.lora\.towers both name 'vision'"):
+        load("actor.lora.rank=4", "actor.lora.towers=[vision,connector]", "actor.freeze=[vision]")
+    load("actor.lora.rank=4", "actor.lora.towers=[connector]", "actor.freeze=[vision]")

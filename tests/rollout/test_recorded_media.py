@@ -78,7 +78,7 @@ def test_a_picture_that_cannot_be_read_is_refused_with_its_reason(forest):
         with pytest.raises(DataFailure) as failure:
             forest.ask(turn.messages)
         assert failure.value.reason == reason
-    with pytest.raises(Refusal, match="reads nothing else"):
+    with pytest.raises(Refusal, match="nothing else is read here"):
         read({"messages": [shown(0, "what?")]})
 
 
@@ -158,7 +158,7 @@ def test_pictures_and_results_with_pictures_are_the_same_tokens_in_every_dialect
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
 def test_a_model_of_text_is_shown_no_picture(dialect):
-    with pytest.raises(Refusal, match="reads nothing else"):
+    with pytest.raises(Refusal, match="nothing else is read here"):
         dialect.read({"model": "m", **told(dialect, url_of(0), url_of(1))}, False)
 
 

@@ -183,6 +183,10 @@ def test_a_media_store_that_cannot_be_written_is_the_fault_of_the_server(seeing,
 def test_a_model_that_sees_is_not_given_sounds(seeing):
     data = base64.b64encode(store.packed(sound(0).number)).decode()
     seeing.json("POST", "/media", {"kind": "audio", "data": data}, status=400)
+    heard = [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]
+    body = {"model": "tiny", "input": [{"role": "user", "content": heard}], "max_output_tokens": 1}
+    error = seeing.json("POST", "/v1/responses", body, status=400)["error"]
+    assert "a part of type audio; this model takes image" in error["message"], error
 
 
 def test_a_model_of_text_refuses_pictures(served):

@@ -23,6 +23,7 @@ from tandem.media.parts import Allowed
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.heads import refuse_classifier
 from tandem.models.media.families import family_class
 from tandem.models.precision import resolve_dtype
 from tandem.protocol.access import Access, is_loopback
@@ -36,12 +37,12 @@ def check(arguments: argparse.Namespace) -> None:
     rules = [
         *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
         ("--threads", arguments.threads, 1, None),
-        ("--media-store-gib", arguments.media_store_gib, 1, None),
+        ("--media-store-gib", arguments.media_store_gib, 1, 1e9),
         ("--max-model-len", arguments.max_model_len, 2, None),
         ("--shutdown-timeout", arguments.shutdown_timeout, 0, None),
     ]
     for name, value, least, most in rules:
-        if value is not None and (value < least or (most is not None and value > most)):
+        if value is not None and not (value >= least and (most is None or value <= most)):
             raise ConfigError(f"{name} must be at least {least}{f' and at most {most}' if most else ''}, got {value}")
     for name, value in (("--request-timeout", arguments.request_timeout), ("--kv-cache-gib", arguments.kv_cache_gib)):
         if value is not None and not 0 < value < 1e9:
@@ -76,6 +77,7 @@ async def _serve(service: EngineService, access: Access, arguments: argparse.Nam
 
 def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> EngineService:
     """Loads the model in a process of its own, which ends with the stack."""
+    refuse_classifier(folder, read_hf_config(folder))
     device = device_of(arguments)
     threads = arguments.threads or usable_cores()
     config = EmbeddedEngineConfig(

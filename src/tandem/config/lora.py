@@ -59,6 +59,9 @@ def lora_problems(config: "BaseConfig", *, compares: bool) -> Iterator[str]:
             yield f"{key}.target_modules is empty, so nothing would be trained; name matrices, or write {ALL_LINEAR}"
         elif ALL_LINEAR in lora.target_modules and len(lora.target_modules) > 1:
             yield f"{key}.target_modules has {ALL_LINEAR}, which is all of them, and more; keep one"
+        for tower in lora.towers:
+            if tower in getattr(part, "freeze", ()):
+                yield f"{role}.freeze and {key}.towers both name {tower!r}: its adapters would learn nothing; keep one"
         if lora.dropout and compares:
             yield (
                 f"{key}.dropout={lora.dropout:g} would make log-probabilities random, and this training compares those of "

@@ -208,9 +208,10 @@ class Pools(Models):
         for name, ranks in sizes.items():
             told = (process.threads, steps, run, reads, self._engine.version)
             self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
-        self._open(self._parts)
+        # first: after a death while they open, `mend` opens them
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
+        self._open(self._parts)
 
     def _open(self, names: Iterable[str]) -> None:
         """Starts the workers of these pools, which open their models at the same time."""
@@ -328,7 +329,7 @@ class Pools(Models):
         if self.ray.is_initialized():
             return
         address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
-        paths = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        paths = {name: os.environ[name] for name in ("PYTHONPATH", "TANDEM_MEDIA") if name in os.environ}
         if not address:
             # Ray's workers give way to others, and the engine is one of these; and they are started when they are needed.
             settings = {"worker_niceness": 0, "prestart_worker_first_driver": False}

@@ -1,6 +1,7 @@
 """A reward that another server gives, over HTTP: ``remote(url=http://judge:8001)``."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tandem.api.failures import RewardFailure, described
+from tandem.api.media import kinds_of
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
 from tandem.rewards.asking import AskedServer, finite_knobs, token_of
+
+log = logging.getLogger(__name__)
 
 Waiting = tuple[Question, asyncio.Future[Verdict]]
 
@@ -154,6 +158,7 @@ class RemoteReward(RewardFn):
         if patience_s <= 0 or scale <= 0:
             raise ConfigError(f"reward {name!r}: patience_s and scale must be above 0, got {patience_s} and {scale}")
         self.name, self.center, self.scale, self.above = name, center, scale, above
+        self._warned = False
         self._server = RewardServer(
             str(url),
             layout=layout,
@@ -176,6 +181,13 @@ class RemoteReward(RewardFn):
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
         """Implements `RewardFn.__call__`. What the server cannot judge fails under the reason that it gives."""
+        if not self._warned and any(kinds_of(message.get("content")) for message in messages):
+            self._warned = True
+            log.warning(
+                "reward %r: its server is sent texts alone, and scores these rows without their images and sounds; a model "
+                "that sees or hears scores in the run: model(path=FOLDER)",
+                self.name,
+            )
         answer = row.get("answer")
         question = Question(tuple(messages), prompt, completion, None if answer is None else str(answer))
         verdict = await self._server.judge(question)

@@ -127,7 +127,7 @@ def test_a_server_that_makes_another_prompt_of_them_is_refused_with_both_numbers
         assert failure.value.reason == "media_mismatch" and told in str(failure.value)
 
 
-def test_placeholders_that_are_not_as_the_processor_writes_them_are_not_sent(kind, folder, model):
+def test_what_cannot_be_sent_as_it_is_trained_is_not_sent(kind, folder, model):
     media_folder, shown = model
     whole = asked(media_folder, shown)
     place = next(i for i, number in enumerate(whole.media) if number)
@@ -139,6 +139,9 @@ def test_placeholders_that_are_not_as_the_processor_writes_them_are_not_sent(kin
         before = len(server.requests)
         with pytest.raises(DataFailure, match="media_mismatch"):
             one_by_one(engine, [cut])
+        store.remove(shown[0].number)
+        with pytest.raises(DataFailure, match="media_missing"):
+            one_by_one(engine, [whole])
         engine.close()
     assert len(server.requests) == before
 

@@ -171,7 +171,7 @@ def read_text(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> s
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             texts.append(part["refusal"])
         elif kind not in kinds or not isinstance(part.get("text"), str):
-            raise wrong(where, "must be text, because this model reads nothing else", kind)
+            raise wrong(where, "must be text, because nothing else is read here", kind)
         else:
             texts.append(part["text"])
     return "".join(texts)

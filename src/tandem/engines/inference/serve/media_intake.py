@@ -4,12 +4,12 @@ and on all at once."""
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.failures import DataFailure, NotWritten
-from tandem.api.media import Medium
+from tandem.api.media import MediaKind, Medium
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.media.bound import StoreBound
@@ -31,16 +31,23 @@ class MediaIntake:
         self._pool = ThreadPoolExecutor(DECODERS, "media")
         self.num_requests = 0
 
-    async def read(self, messages: Sequence[Mapping[str, Any]], room: int, param: str) -> list[dict[str, Any]]:
+    async def read(
+        self, messages: Sequence[Mapping[str, Any]], kinds: Collection[MediaKind], room: int, param: str
+    ) -> list[dict[str, Any]]:
         """The messages with every image and sound in the media store, as `tandem.media.parts.read_media` gives them.
+        ``kinds``: those that the model takes.
 
         Raises:
-            Refusal: 400, a medium cannot be read, or there are more than ``room`` tokens could stand for; 413, together they
-                are too large; 503, too many requests wait for theirs, or the store takes no more.
+            Refusal: 400, a medium is of another kind or cannot be read, or there are more than ``room`` tokens could stand
+                for; 413, together they are too large; 503, too many requests wait for theirs, or the store takes no more.
         """
         sources: list[Source] = []
 
         def listed(source: Source) -> dict[str, Any]:
+            if source.kind not in kinds:
+                raise Refusal(
+                    400, f"{param} has a part of type {source.kind}; this model takes {' and '.join(kinds)}", param=param
+                )
             sources.append(source)
             return {"type": source.kind, "medium": source}
 

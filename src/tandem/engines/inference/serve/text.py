@@ -86,7 +86,7 @@ class Tokenizers:
                 `MediaIntake.read` and `encode`.
         """
         if self.media:
-            turn = replace(turn, messages=tuple(await self.intake.read(turn.messages, room, "messages")))
+            turn = replace(turn, messages=tuple(await self.intake.read(turn.messages, self.media, room, "messages")))
 
         def tokens(encoder: _Encoder) -> tuple[MediaTokens, str]:
             with reading("messages"):
@@ -98,7 +98,7 @@ class Tokenizers:
 
     async def keep(self, kind: MediaKind, data: str) -> int:
         """Puts a medium, base64 of a file, into the media store; its number. Raises `Refusal` as `MediaIntake.read`."""
-        (medium,) = media_of(await self.intake.read([{"content": [{"type": kind, "data": data}]}], 2, "data"))
+        (medium,) = media_of(await self.intake.read([{"content": [{"type": kind, "data": data}]}], (kind,), 2, "data"))
         return medium.number
 
     async def _run(self, long: bool, encode: Callable[["_Encoder"], T]) -> T:

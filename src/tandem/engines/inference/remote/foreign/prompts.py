@@ -41,10 +41,14 @@ class ServerPrompts:
             media: the media numbers of the first of them; the rest is text.
 
         Raises:
-            DataFailure: ``media_mismatch``: they are not expanded as this model's processor does.
+            DataFailure: ``media_mismatch``: they are not expanded as this model's processor does. ``media_missing``: the
+                media store does not have one.
         """
-        made, shown = self._collapsed(list(ids), media)
-        return made, [await asyncio.to_thread(_file, medium) for medium in shown]
+        try:
+            made, shown = self._collapsed(list(ids), media)
+            return made, [await asyncio.to_thread(_file, medium) for medium in shown]
+        except store.MediaMissing as error:
+            raise DataFailure("media_missing", str(error)) from error
 
     def _collapsed(self, ids: list[int], media: Sequence[int]) -> tuple[list[int], list[Medium]]:
         reader = reader_of(self._tokenizer)
