@@ -67,6 +67,8 @@ def load_family() -> None:
         return
     term, family = own_object(spec, KEY)
     file, _, name = term.name.rpartition(":")
+    if term.arguments:
+        raise ConfigError(f"{KEY}={spec}: a family has no knobs; name it as {term.name}")
     if not isinstance(family, ModelFamily):
         raise ConfigError(
             f"{KEY}={spec}: {name} in {file} is a {type(family).__name__}; write {name} = ModelFamily(model_type, like=…)"
