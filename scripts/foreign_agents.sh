@@ -1,11 +1,12 @@
 #!/bin/sh
 # Makes the environments of tests/foreign: agents that nobody here wrote, apart from Tandem's own environment.
 #
-#     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
+#     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 3 GB. TANDEM_FOREIGN names another folder to the tests
 #
 # envs/agents and envs/agents2 have the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
 # envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers
-# the library with whose parsers ours is compared, envs/datasets Hugging Face's datasets, which loads the records of runs.
+# the library with whose parsers ours is compared, envs/datasets Hugging Face's datasets, which loads the records of runs,
+# envs/lm_eval lm-evaluation-harness with its own back end.
 set -eu
 folder=${1:-envs}
 python=${PYTHON:-python3}
@@ -31,6 +32,7 @@ environment games textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
 environment openenv openenv-core==0.3.0
 environment renderers renderers==0.1.12 httpx
 environment datasets datasets==5.2.0
+environment lm_eval 'lm-eval[api,hf]==0.4.13' datasets==5.2.0 transformers==5.23.0 "torch==2.13.0"
 
 if command -v npm >/dev/null; then
     cd "$folder/npm"

@@ -103,6 +103,7 @@ BESIDE = {
         "roles/parts",
     ),
     "for an option": (
+        "engines/inference/grammars",
         "engines/inference/tower",
         "engines/inference/stopping",
         "engines/train/asleep",
@@ -112,7 +113,7 @@ BESIDE = {
     ),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/sample_checks"),
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
-    "on the way back": ("engines/inference/fused_weights",),
+    "on the way back": ("engines/inference/callers", "engines/inference/fused_weights"),
 }
 """The files that those of the walk import and a batch does not pass through, by when they are needed."""
 

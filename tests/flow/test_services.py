@@ -151,7 +151,7 @@ class Circle:
         pass
 
 
-class Wants(ChatWorkflow):
+class Wants(RLVRWorkflow):
     def __init__(self, reward, gconfig, tokenizer, juge):
         pass
 

@@ -39,8 +39,8 @@ def tiny_engine(folder, **settings):
 class Served:
     """A running server: ``with Served(folder) as served: served.json("GET", "/health")``."""
 
-    def __init__(self, folder, *, token=None, run=None, roots=(), bound=None, **limits):
-        self.folder, self.token = folder, token
+    def __init__(self, folder, *, token=None, run=None, roots=(), vocab_size=VOCAB_SIZE, bound=None, **limits):
+        self.folder, self.token, self._vocab_size = folder, token, vocab_size
         self._run, self._roots, self._limits = run, tuple(root.resolve() for root in roots), limits
         self._bound, self.limits = bound, ServiceLimits(**{"max_tokens": CONTEXT, "shutdown_s": 5.0} | limits)
         self._ready, self._failure = threading.Event(), None
@@ -85,7 +85,7 @@ class Served:
             self._tokenizers,
             "tiny",
             self.folder,
-            VOCAB_SIZE,
+            self._vocab_size,
             self.limits,
             initial=WeightVersion(0),
             dtype="float32",

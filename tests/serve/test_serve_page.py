@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import openai
+import pydantic
 import pytest
 
 from tandem.api.requests import LLMRequest, NoiseKey
@@ -54,6 +55,21 @@ def test_the_lines_with_tools(folder, capsys):
         exec(compile(block("tools=[weather]", server), "page", "exec"), {"client": client})
         server.service.engine = real
     assert capsys.readouterr().out == 'weather {"city": "Rome", "days": 3}\n'
+
+
+def test_the_lines_with_a_class(folder, capsys):
+    with Served(folder) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30) as client:
+        real, server.service.engine = server.service.engine, Saying(load_tokenizer(folder), '{"city": "Rome", "days": 3}')
+        exec(compile(block("pydantic.BaseModel", server), "page", "exec"), {"client": client, "pydantic": pydantic})
+        server.service.engine = real
+    assert capsys.readouterr().out == "city='Rome' days=3\n"
+
+
+def test_the_body_of_a_message(own):
+    call = ast.parse(block("anthropic.Anthropic", own)).body[0].value
+    body = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    message = own.json("POST", "/v1/messages", body)
+    assert message["type"] == "message" and message["content"][0]["text"] and message["usage"]["input_tokens"]
 
 
 def test_the_lines_with_our_client(own):

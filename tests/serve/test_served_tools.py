@@ -92,13 +92,6 @@ def test_tools_that_may_not_be_called_are_not_shown_to_the_model(hermes):
     assert prompt_tokens(tools=[WEATHER]) > prompt_tokens(tools=[WEATHER], tool_choice="none") == prompt_tokens()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=type)
-def test_a_call_that_cannot_be_forced_is_refused(ask, choice):
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(ROME, tool_choice=choice)
-    assert refused.value.param == "tool_choice"
-
-
 @pytest.mark.parametrize("text", [ROME[:-13], ROME.replace("weather", "wether")], ids=["broken", "unknown tool"])
 def test_what_is_no_call_of_a_tool_stays_text(ask, text):
     choice = ask(text)

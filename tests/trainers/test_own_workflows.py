@@ -24,7 +24,7 @@ from tests.trainers.evaluating import evaluate
 SOURCE = """
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RolloutWorkflow
-from tandem.rollout.workflows import ChatWorkflow
+from tandem.rollout.workflows import ChatWorkflow, RLVRWorkflow
 
 number = 3
 
@@ -43,7 +43,7 @@ class Undeclared(Whole):
     makes_group = False
 
 
-class Needs(ChatWorkflow):
+class Needs(RLVRWorkflow):
     def __init__(self, reward, gconfig, tokenizer, judge_model):
         pass
 
@@ -191,7 +191,7 @@ def test_knobs_of_a_workflow_are_given_in_its_name_or_beside_it_and_reach_it(min
     [
         ("Raises", r"raised KeyError: 'no such file' \(mine.py:\d+ in __init__: "),
         ("NoWorkflow", "which is no workflow; derive the class"),
-        ("Abstract", "raised TypeError"),
+        ("Abstract", "has no method arun_episode, which every RolloutWorkflow has"),
         ("Yields", r"write `async def arun_episode\(self, engine, data\)`: it is none, or has a `yield`"),
         ("TakesNothing", r"write `async def arun_episode\(self, engine, data\)`: too many positional arguments"),
         ("FinishesAtOnce", r"write `async def finish_group\(self, samples, data\)`: it is none"),

@@ -39,6 +39,10 @@ class NoiseKey(NamedTuple):
     attempt: int = 0
 
 
+TopTokens = tuple[tuple[int, float], ...]
+"""The most probable tokens at one place with their log-probabilities, the most probable first."""
+
+
 @dataclass(frozen=True)
 class LLMRequest:
     """One completion to make.
@@ -70,6 +74,17 @@ class LLMRequest:
     needs_logprobs: bool = True
     """False: nobody reads the log-probabilities (an evaluation), so they may be those of the distribution after top-p, top-k
     and suppressed stop tokens, where a server knows no others."""
+
+    grammar: str = ""
+    """Rules that the completion must fit: a grammar of llguidance. Tokens that break them cannot be drawn; log-probabilities
+    stay those of the whole distribution. Empty: none. The embedded engine alone takes one."""
+
+    top_logprobs: int = 0
+    """So many of the most probable tokens are named at each place. The embedded engine alone does that."""
+
+    scores_prompt: bool = False
+    """The response has the log-probabilities of the prompt's tokens too; ``gconfig.max_new_tokens`` may be 0 then. The
+    embedded engine alone does that."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))  # engines look prompts up by their tokens
@@ -129,6 +144,16 @@ class LLMResponse:
     temperature: float = 1.0
     untrained_tokens: int = 0
     """So many tokens at the beginning were drawn at another temperature and are not to be trained on."""
+
+    top: tuple[TopTokens, ...] = ()
+    """For each generated token, the most probable ones in its place; empty where `LLMRequest.top_logprobs` is 0."""
+
+    prompt_logprobs: tuple[float, ...] = ()
+    """Log-probabilities of the prompt tokens but the first, each given those before it; empty without
+    `LLMRequest.scores_prompt`."""
+
+    prompt_top: tuple[TopTokens, ...] = ()
+    """The most probable tokens in the places of `prompt_logprobs`; empty where `top` is."""
 
     timing: RequestTiming | None = field(default=None, compare=False)
     """When it was queued, began and ended; None where the engine does not say."""

@@ -56,14 +56,20 @@ def use_family(spec: str) -> None:
         ConfigError: the file has no such `ModelFamily`, or it does not say what it is like.
     """
     file, _, name = spec.rpartition(":")
-    os.environ[VARIABLE] = f"{Path(file).expanduser().absolute()}:{name}" if file.endswith(".py") else spec
-    load_family()
+    spec = f"{Path(file).expanduser().absolute()}:{name}" if file.endswith(".py") else spec
+    _load(spec)
+    os.environ[VARIABLE] = spec  # only what can be loaded: whoever reads it has not written it
 
 
 def load_family() -> None:
-    """Brings in the family that the environment names, once in a process. Raises as `use_family`."""
-    spec = os.environ.get(VARIABLE)
-    if not spec or spec in _loaded:
+    """Brings in the family that the environment names. Raises as `use_family`."""
+    if os.environ.get(VARIABLE):
+        _load(os.environ[VARIABLE])
+
+
+def _load(spec: str) -> None:
+    """Brings in a family, once in a process."""
+    if spec in _loaded:
         return
     term, family = own_object(spec, KEY)
     file, _, name = term.name.rpartition(":")

@@ -57,6 +57,8 @@ class Route:
     """The schema of the answer; None if it is no JSON."""
 
     max_body_bytes: int = 0
+    refused: Callable[[Refusal], dict[str, Any]] = Refusal.body
+    """The body of a refusal."""
 
 
 class Application(ABC):
@@ -166,7 +168,7 @@ class Server:
                 return response
             except Refusal as refusal:
                 status = refusal.status
-                raise
+                return web.json_response(route.refused(refusal), status=status, headers=refusal.headers)
             finally:
                 self._application.count(route, status, time.perf_counter() - began)
 

@@ -210,6 +210,10 @@ class Family:
     bare_values: bool = False
     """Values of arguments are text as it stands, to be read by the schema."""
 
+    forced: tuple[str, str, str] | None = None
+    """The text before a call that is JSON, the field of its arguments, and the text behind it, for a model that must call;
+    None: its calls cannot be forced."""
+
     thinking: tuple[str, str] = ("<think>", "</think>")
     noise: str = ""
     """A pattern of marks that belong neither to a call nor to the content."""
@@ -325,6 +329,7 @@ _FAMILIES = (
         r"\s*;?\s*(?:<\|python_tag\|>\s*)?(?=\{)",
         "end of the turn",
         end_closes=True,
+        forced=("", "parameters", ""),
     ),
     Family(
         "hermes",
@@ -335,6 +340,7 @@ _FAMILIES = (
         read_json,
         r"\s*</tool_call>",
         "</tool_call>",
+        forced=("<tool_call>\n", "arguments", "\n</tool_call>"),
     ),
 )
 

@@ -8,7 +8,7 @@ text. An assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tandem.api.requests import StopReason
 
@@ -88,6 +88,16 @@ class Reply:
         return made
 
 
+class AnswerFormat(NamedTuple):
+    """The shape of a reply that is JSON."""
+
+    schema: Mapping[str, Any]
+    """The JSON schema that its text must fit."""
+
+    where: str
+    """The schema's place in the body, for errors."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """A request for the model's next turn."""
@@ -97,6 +107,12 @@ class Turn:
     """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`` each."""
 
     tool_choice: Literal["auto", "none", "required"] = "auto"
+    chosen_tool: str = ""
+    """The tool that must be called where `tool_choice` is required; empty: any."""
+
+    answer_format: AnswerFormat | None = None
+    """The shape of a reply that must be JSON; None: any text."""
+
     stops: tuple[str, ...] = ()
     """Texts that end the turn."""
 

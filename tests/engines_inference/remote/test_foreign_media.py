@@ -150,8 +150,8 @@ def test_a_server_that_a_run_starts_makes_the_pixels_that_the_trainer_makes(mode
         (SGLangServer, ["--image-processor-backend", "pil"]),
     ):
         starts = [
-            server.command(StartTerms("python", of, "float32", "cpu", EmbeddedEngineConfig(), (0,)), 1)[0]
-            for of in (media_folder, folder)
+            server.command(StartTerms("python", of, "float32", "cpu", EmbeddedEngineConfig(), (0,), media=media), 1)[0]
+            for of, media in ((media_folder, True), (folder, False))
         ]
         assert [word for word in starts[0] if word not in starts[1] and word != str(media_folder)] == words
 

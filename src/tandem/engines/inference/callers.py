@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple
 
 from tandem.api.failures import EngineDied
-from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.requests import LLMRequest, LLMResponse, TopTokens
 
 Result = tuple[int, LLMResponse | Exception]
 """Number of a request, and what became of it."""
@@ -20,6 +20,8 @@ class NewTokens(NamedTuple):
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top: tuple[TopTokens, ...] = ()
+    """The most probable tokens, see `LLMResponse.top`."""
 
 
 _Settled = list[tuple[asyncio.Future[LLMResponse], LLMResponse | Exception]]

@@ -19,7 +19,9 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
 from tandem.config.engine_memory import chunk_tokens, places
 from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.callers import NewTokens, Result
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
+from tandem.engines.inference.grammars import Grammars
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
@@ -33,11 +35,15 @@ from tandem.models.media.families import family_of
 from tandem.models.stopping import stop_ids
 from tandem.models.tokenizer import load_tokenizer
 
-Finished = list[tuple[int, LLMResponse]]
+Finished = list[Result]
 
 _EAGER_PREFILL = 4
 """A decode step is put off while more than one in so many running sequences still waits for its first token: a step costs
 nearly the same for few sequences as for many."""
+
+
+_SCORED = 128
+"""Tokens of a prompt whose log-probabilities are computed together: a row of the vocabulary for each."""
 
 
 class EngineCore:
@@ -75,6 +81,7 @@ class EngineCore:
         self.cache = make_cache(a, config, compute, device)
         passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len)
         self.slots = Slots(places(config), a.vocab_size, stop_ids(folder, hf_config), device, passes.decoder.kernels)
+        self._grammars = Grammars(folder, a.vocab_size, stop_ids(folder, hf_config))
         self._scheduler = Scheduler(self.cache, self.slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
@@ -101,7 +108,7 @@ class EngineCore:
             WrongWorkflow: it asks for what no engine can do yet.
         """
         ids, gconfig = request.input_ids, request.gconfig
-        check_request(request, self._architecture.vocab_size, self._max_model_len, self._tower is not None)
+        check_request(request, self._architecture.vocab_size, self._max_model_len, self._tower is not None, embedded=True)
         if self._tower is not None:
             self._tower.check(request)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
@@ -110,7 +117,8 @@ class EngineCore:
         stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
         positions = None if self._tower is None else self._tower.positions(request)
-        sequence = Sequence(request_id, request, limit, deadline, stop, positions)
+        matcher = self._grammars.matcher(request.grammar) if request.grammar else None
+        sequence = Sequence(request_id, request, limit, deadline, stop, positions, matcher=matcher)
         needed = self._scheduler.needed(sequence)
         if needed > self.cache.budget_tokens:
             raise DataFailure(
@@ -128,10 +136,10 @@ class EngineCore:
             self._counters["cancelled"] += 1
             self._scheduler.end([sequence])
 
-    def drawn(self, request_id: int, start: int) -> tuple[list[int], list[float]]:
+    def drawn(self, request_id: int, start: int) -> NewTokens:
         """Tokens from number ``start`` on, and their log-probabilities; none of a request that waits or is over."""
         sequence = self._scheduler.sequences.get(request_id)
-        return ([], []) if sequence is None or sequence.slot < 0 else self.slots.drawn_since(sequence, start)
+        return NewTokens((), ()) if sequence is None or sequence.slot < 0 else self.slots.drawn_since(sequence, start)
 
     def flush(self) -> None:
         """Prompts that are held by running requests are not shared with requests to come."""
@@ -174,14 +182,15 @@ class EngineCore:
         return self._end([(sequence, StopReason.CANCELLED) for sequence in late])
 
     def _end(self, ended: list[tuple[Sequence, StopReason]]) -> Finished:
-        finished = []
+        finished: Finished = []
         for sequence, reason in ended:
             if sequence.slot >= 0:
                 response = self.slots.response(sequence, reason)
             else:
                 request = sequence.request
                 response = LLMResponse(request.input_ids, (), (), (), reason, request.gconfig.temperature)
-            finished.append((sequence.request_id, replace(response, timing=sequence.clock.timing())))
+            failure = sequence.matcher and sequence.matcher.failure
+            finished.append((sequence.request_id, failure or replace(response, timing=sequence.clock.timing())))
         if ended:
             self._scheduler.end([sequence for sequence, _ in ended])
         return finished
@@ -196,13 +205,15 @@ class EngineCore:
             else:
                 starting += job.owner.members if isinstance(job.owner, SharedPrompt) else [job.owner]
         scheduler.prefill.jobs = [job for job in scheduler.prefill.jobs if job.done < len(job.tokens)]
+        scored = self._end([(sequence, StopReason.LENGTH) for sequence in starting if not sequence.max_new_tokens])
+        starting = [sequence for sequence in starting if sequence.max_new_tokens]
         if not starting:
-            return []
+            return scored
         assert self.weights is not None
         logits = self.passes.logits(self.weights, [sequence.last_hidden() for sequence in starting])
         for sequence in starting:
             scheduler.start(sequence)
-        return self._draw(self.slots.batch(starting), logits)
+        return scored + self._draw(self.slots.batch(starting), logits)
 
     def _run_jobs(self, jobs: list[Prefill], counter: str) -> list[Prefill]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
@@ -213,11 +224,31 @@ class EngineCore:
             shown = self._tower.shown(
                 (job.media, piece.start, piece.count) for job, piece in zip(taken, pieces, strict=True)
             )
-        complete = self.passes.prefill(self.weights, taken, pieces, shown)
-        for job, last in complete:
-            job.owner.hidden = last
+        complete = []
+        for job, hidden in self.passes.prefill(self.weights, taken, pieces, shown):
+            if job.scored is not None:
+                self._score(job.scored, hidden, job.done)
+            if job.done == len(job.tokens):
+                job.owner.hidden = hidden[-1]
+                complete.append(job)
         self._counters[counter] += sum(piece.count for piece in pieces)
-        return [job for job, _ in complete]
+        return complete
+
+    def _score(self, sequence: Sequence, hidden: torch.Tensor, done: int) -> None:
+        """Writes down the log-probabilities of the prompt's tokens behind these, whose states are ``hidden [n, hidden]``; so
+        many of the prompt are computed now."""
+        assert self.weights is not None
+        request, scores = sequence.request, sequence.prompt_scores
+        start, most = done - len(hidden), min(request.top_logprobs, self._architecture.vocab_size)
+        del scores[start:]  # the weights changed on the way, and it began again
+        following = torch.tensor(request.input_ids[start + 1 : done + 1], device=self.device)
+        for states, tokens in zip(hidden[: len(following)].split(_SCORED), following.split(_SCORED), strict=True):
+            logits = self.passes.decoder.logits(self.weights, states).float()
+            logprobs = torch.log_softmax(logits / request.gconfig.temperature, dim=-1)  # [n, V]
+            chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
+            top = logprobs.topk(most)
+            pairs = [tuple(zip(*both, strict=True)) for both in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+            scores += zip(chosen, pairs, strict=True)
 
     def _decode(self) -> Finished:
         """The next token of every sequence that decodes."""
@@ -237,16 +268,17 @@ class EngineCore:
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
         """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
+        read = self._read() if batch.has_grammar else []  # what may come next depends on them
         self.slots.draw(batch, logits, self.version.number)
-        if not self._late:
-            return self._read()
+        if not self._late or batch.has_grammar:
+            return read + self._read()
         self._scheduler.leave(self.slots.at_limit(batch))  # before it is known what they drew
         return []
 
     def _read(self, count: int | None = None) -> Finished:
         """Reads the tokens of the oldest draws, or of all, and ends the sequences that are done."""
         finished: Finished = []
-        for _ in range(len(self.slots.unread) if count is None else count):
+        for _ in range(min(len(self.slots.unread), len(self.slots.unread) if count is None else count)):
             batch, tokens, stopped, full = self.slots.record()
             self._counters["generated_tokens"] += len(batch)
             ended = dict.fromkeys(full, StopReason.LENGTH) | dict.fromkeys(stopped, StopReason.STOP)

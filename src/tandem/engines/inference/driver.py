@@ -129,10 +129,10 @@ class Driver:
         """Hands over the newest tokens of requests that are streamed and go on."""
         drawn = []
         for number, told in self._told.items():
-            tokens, logprobs = self.core.drawn(number, told)
-            if tokens:
-                self._told[number] = told + len(tokens)
-                drawn.append((number, NewTokens(tuple(tokens), tuple(logprobs))))
+            new = self.core.drawn(number, told)
+            if new.output_ids:
+                self._told[number] = told + len(new.output_ids)
+                drawn.append((number, new))
         if drawn:
             self._progress(drawn)
 

@@ -38,8 +38,9 @@ class Passes:
     def prefill(
         self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan], shown: Shown | None = None
     ) -> list[tuple[Prefill, torch.Tensor]]:
-        """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token. ``shown``:
-        features of media among the tokens of all pieces."""
+        """Computes one piece of each job; gives the jobs that are done now with the hidden state ``[1, hidden]`` of their
+        last token, and those that are scored with the states of all tokens of the piece. ``shown``: features of media among
+        the tokens of all pieces."""
         if not jobs:
             return []
         tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
@@ -47,13 +48,17 @@ class Passes:
         if any(one.dim() == 2 for one in at):
             at = [one if one.dim() == 2 else one[:, None].expand(-1, 3) for one in at]
         positions = torch.cat(at)
-        complete, keep, end = [], [], 0
+        wanted: list[Prefill] = []
+        keep: list[int] = []
+        sizes, end = [], 0
         for job, piece in zip(jobs, pieces, strict=True):
             job.done += piece.count
             end += piece.count
-            if job.done == len(job.tokens):
-                complete.append(job)
-                keep.append(end - 1)
+            count = piece.count if job.scored else int(job.done == len(job.tokens))
+            if count:
+                wanted.append(job)
+                keep += range(end - count, end)
+                sizes.append(count)
         plan: PackedPrefill | PrefillPlan | RowAttention
         if self._compiled is not None:
             plan = RowAttention.of_pieces(self._compiled, self.kernel, pieces)
@@ -64,7 +69,7 @@ class Passes:
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
         hidden = self.decoder.hidden(weights, tokens, positions, plan, kept, shown)
-        return list(zip(complete, hidden.unbind(0), strict=True))
+        return list(zip(wanted, hidden.split(sizes), strict=True))
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
         """A row for each hidden state ``[hidden]``, ``[len(hidden), V]``; the same tensor given twice is computed once."""

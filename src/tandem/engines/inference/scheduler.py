@@ -48,7 +48,7 @@ class Scheduler:
 
     def needed(self, sequence: Sequence) -> int:
         """Tokens of cache that the sequence needs alone; the last token it draws is never stored."""
-        return self.cache.capacity_for(len(sequence.request.input_ids) + sequence.max_new_tokens - 1)
+        return self.cache.capacity_for(len(sequence.request.input_ids) + max(0, sequence.max_new_tokens - 1))
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
@@ -70,6 +70,8 @@ class Scheduler:
             needs = [self.growth.capacity(0, sequence)]
             if sequence.started and not self._prompts.computed(key):
                 # it gave way: its prompt and what it drew share a row
+                pool, needs = "whole", [self.growth.capacity(length, sequence)]
+            elif sequence.request.scores_prompt:  # every token of its prompt is computed: what others have is of no use
                 pool, needs = "whole", [self.growth.capacity(length, sequence)]
             elif key not in self._prompts and key not in new_prompts:
                 if self._prompts.wanted(key) > 1:  # it is the first of several: it brings the row of the prompt as well
@@ -103,7 +105,7 @@ class Scheduler:
             elif prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
                 self.ready.append(sequence)
         elif not sequence.started:
-            self.prefill.add(_whole_prompt(sequence))
+            self.prefill.add(_whole_prompt(sequence, shared=not sequence.request.scores_prompt))
         self.growth.watch(sequence)
         if sequence.started and len((lost := self._lost(sequence)).tokens):
             self.prefill.add(lost)

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 
 from tandem.api.failures import NonFinite
-from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestClock, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestClock, StopReason, TopTokens
+from tandem.engines.inference.callers import NewTokens
+from tandem.engines.inference.grammars import Matcher
 from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.kv_cache import Row
 from tandem.engines.inference.noise import stream_of, uniform
@@ -74,6 +76,13 @@ class Sequence:
     hidden: torch.Tensor | None = None
     """``[hidden]`` of the last token of its own prompt, once that is computed, until its first token is drawn from it."""
 
+    matcher: Matcher | None = None
+    """The rules of its tokens; None: it may draw any."""
+
+    top: list[TopTokens] = field(default_factory=list)
+    prompt_scores: list[tuple[float, TopTokens]] = field(default_factory=list)
+    """Log-probability and most probable tokens for each prompt token that was computed, but the first."""
+
     def last_hidden(self) -> torch.Tensor:
         """Takes the hidden state of the last token of its prompt, which has been computed."""
         hidden = (self.prompt or self).hidden
@@ -120,6 +129,13 @@ class Prefill:
     gone: bool = False
     """Its row was given back, or may not be copied from."""
 
+    @property
+    def scored(self) -> "Sequence | None":
+        """The sequence that wants the log-probabilities of these tokens."""
+        owner = self.owner
+        wanted = isinstance(owner, Sequence) and owner.request.scores_prompt and not owner.started
+        return owner if isinstance(owner, Sequence) and wanted else None
+
     def at(self, start: int, count: int) -> torch.Tensor:
         """Rotary positions of a piece of its tokens, ``[count]`` or ``[count, 3]``."""
         offset = self.owner.offset if isinstance(self.owner, Sequence) else 0
@@ -142,6 +158,13 @@ class SlotBatch(NamedTuple):
     """The same on the device."""
 
     rows: SamplingRows
+    watched: list[int]
+    """Rows with a grammar, or whose most probable tokens are wanted: the few for which the host does more."""
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if the host must know the tokens of some row before the next can be drawn."""
+        return any(self.sequences[row].matcher is not None for row in self.watched)
 
 
 @dataclass(frozen=True)
@@ -159,12 +182,27 @@ class DrawnTokens:
     found: tuple[Download, ...]
     """Tokens and log-probabilities; from a device both in one float64 ``[2, B]``, which holds either exactly."""
 
+    top: "TopRows | None" = None
+
     def home(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, on the host."""
         if len(self.found) == 2:
             return self.found[0].wait(), self.found[1].wait()
         both = self.found[0].wait()
         return both[0].long(), both[1].float()
+
+
+class TopRows(NamedTuple):
+    """The most probable tokens of some rows of a draw."""
+
+    rows: list[int]
+    logprobs: Download
+    tokens: Download
+
+    def pairs(self) -> dict[int, TopTokens]:
+        """By row, on the host."""
+        both = zip(self.logprobs.wait().tolist(), self.tokens.wait().tolist(), strict=True)
+        return {row: tuple(zip(ids, lps, strict=True)) for row, (lps, ids) in zip(self.rows, both, strict=True)}
 
 
 class Slots:
@@ -238,7 +276,8 @@ class Slots:
     def batch(self, sequences: list[Sequence]) -> SlotBatch:
         """A batch of these sequences, for `draw`."""
         slots = torch.tensor([sequence.slot for sequence in sequences])
-        return SlotBatch(sequences, slots, self._there(slots), self._sampling(slots))
+        watched = [i for i, s in enumerate(sequences) if s.matcher is not None or s.request.top_logprobs]
+        return SlotBatch(sequences, slots, self._there(slots), self._sampling(slots), watched)
 
     def _sampling(self, slots: torch.Tensor) -> SamplingRows:
         """The sampling of the rows ``slots [B]``, on the device; `draw` adds the facts that change from step to step."""
@@ -269,12 +308,36 @@ class Slots:
                 rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
             )
         uniforms = self._there(uniform(self._streams[slots], positions))
+        watched, whole = batch.watched, None
+        if watched:
+            places = self._there(torch.tensor(watched))
+            whole = torch.log_softmax(logits[places].float() / rows.temperatures[places, None], dim=-1)  # [W, V]
+            self._mask(batch, logits)
         found = sample(logits, uniforms, rows, forbidden, self._compiled)
+        if whole is not None:  # a grammar changes what is drawn, and not what its probability is said to be
+            found[1][places] = whole.gather(-1, found[0][places, None]).squeeze(-1)
         self.last[batch.places] = found[0]
         sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
         self.positions[slots] += 1
         self.counts[slots] = counts + 1
-        self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent))))
+        top = None if whole is None else self._top(batch, whole)
+        self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent)), top))
+
+    def _mask(self, batch: SlotBatch, logits: torch.Tensor) -> None:
+        """Takes out of ``logits [B, V]`` what grammars forbid. All tokens must have been read."""
+        for row in batch.watched:
+            sequence = batch.sequences[row]
+            if sequence.matcher is not None and sequence.slot >= 0:
+                forbidden = ~sequence.matcher.allowed(self.drawn(sequence))
+                logits[row].masked_fill_(self._there(forbidden), float("-inf"))
+
+    def _top(self, batch: SlotBatch, whole: torch.Tensor) -> TopRows | None:
+        """The most probable tokens in ``whole [W, V]``, as many as the request that wants most of them wants."""
+        most = max(batch.sequences[row].request.top_logprobs for row in batch.watched)
+        if not most:
+            return None
+        logprobs, tokens = whole.topk(min(most, self._vocab_size))
+        return TopRows(batch.watched, Download(logprobs), Download(tokens))
 
     def at_limit(self, batch: SlotBatch) -> list[Sequence]:
         """Those that have drawn all that they may."""
@@ -294,6 +357,9 @@ class Slots:
         drawn = self.unread.pop(0)
         tokens, logprobs = drawn.home()
         batch, slots, counts = drawn.sequences, drawn.slots, drawn.counts
+        for row, pairs in ({} if drawn.top is None else drawn.top.pairs()).items():
+            if batch[row].slot >= 0 and (wanted := batch[row].request.top_logprobs):
+                batch[row].top.append(pairs[:wanted])
         if len(left := [i for i, sequence in enumerate(batch) if sequence.slot >= 0]) < len(batch):
             batch = [batch[i] for i in left]
             tokens, logprobs, slots, counts = tokens[left], logprobs[left], slots[left], counts[left]
@@ -332,10 +398,11 @@ class Slots:
         """Tokens drawn so far, ``[n]``."""
         return self._tokens[sequence.slot, : int(self._known[sequence.slot])]
 
-    def drawn_since(self, sequence: Sequence, start: int) -> tuple[list[int], list[float]]:
+    def drawn_since(self, sequence: Sequence, start: int) -> NewTokens:
         """Tokens from number ``start`` on, and their log-probabilities."""
         new = slice(start, int(self._known[sequence.slot]))
-        return self._tokens[sequence.slot, new].tolist(), self._logprobs[sequence.slot, new].tolist()
+        tokens, logprobs = (table[sequence.slot, new].tolist() for table in (self._tokens, self._logprobs))
+        return NewTokens(tuple(tokens), tuple(logprobs), tuple(sequence.top[new]))
 
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
         count = int(self._known[sequence.slot])
@@ -353,6 +420,9 @@ class Slots:
             reason,
             gconfig.temperature,
             untrained_tokens=min(count, int(hot)),
+            top=tuple(sequence.top),
+            prompt_logprobs=tuple(logprob for logprob, _ in sequence.prompt_scores),
+            prompt_top=tuple(top for _, top in sequence.prompt_scores) if request.top_logprobs else (),
         )
 
 

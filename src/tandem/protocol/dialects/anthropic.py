@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tandem.api.media import PARTS
 from tandem.api.requests import StopReason
 from tandem.protocol.dialects.chat import named_results, read_content, read_function, read_limit, read_stops, read_text
-from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, refused, wrong
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused, wrong
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
@@ -19,7 +19,7 @@ FIELDS = Fields(
     sampling=("temperature", "top_p", "top_k"),
     harmless=("betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id"),
     refused={
-        "output_format": "the engine does not constrain what it writes",
+        "output_format": "say output_config.format",
         "mcp_servers": "tools are called by the agent",
         "container": "tools are called by the agent",
         "fallbacks": "the policy alone is asked",
@@ -31,7 +31,7 @@ _CHOICES: Mapping[Any, Literal["auto", "none", "required"]] = {
     "auto": "auto",
     "none": "none",
     "any": "required",
-    "tool": "required",  # asked for, not enforced: the answer says what the model did
+    "tool": "required",  # a recorded turn is asked for it, and not forced
 }
 
 
@@ -45,9 +45,10 @@ def read(body: Mapping[str, Any], media: bool = False) -> Turn:
         raise Refusal(400, "thread is not served here: send all messages", code="thread_unsupported_request", param="thread")
     overridden, ignored = FIELDS.sort(body)
     history, limit, choice = History(), body.get("max_tokens"), as_object(body.get("tool_choice") or {}, "tool_choice")
-    for name, value in as_object(body.get("output_config") or {}, "output_config").items():
-        if name != "effort" and value is not None:
-            raise refused(f"output_config.{name}", FIELDS.refused["output_format"])
+    output = as_object(body.get("output_config") or {}, "output_config")
+    for name, value in output.items():
+        if name not in ("effort", "format") and value is not None:
+            raise refused(f"output_config.{name}", "only effort, which changes nothing here, and format are known")
     system = read_text(body.get("system"), "system")
     if system:
         history.say("system", system)
@@ -57,6 +58,8 @@ def read(body: Mapping[str, Any], media: bool = False) -> Turn:
         messages=tuple(named_results(history.messages("messages"))),
         tools=tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(body.get("tools"), "tools"))),
         tool_choice=pick(choice.get("type", "auto"), _CHOICES, "tool_choice.type"),
+        chosen_tool=as_text(choice.get("name") or "", "tool_choice.name"),
+        answer_format=read_format(output.get("format"), "output_config.format"),
         stops=read_stops(body.get("stop_sequences")),
         max_tokens=None if limit is None else read_limit(limit, "max_tokens"),
         stream=bool(body.get("stream")),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tandem.api.media import PARTS
 from tandem.api.requests import StopReason
-from tandem.protocol.dialects.wire import Fields, as_list, as_object, as_text, check_last, pick, refused, wrong
+from tandem.protocol.dialects.wire import Fields, as_list, as_object, as_text, check_last, pick, read_format, refused, wrong
 from tandem.protocol.parsing import MAX_DEPTH, load
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
@@ -20,7 +20,6 @@ SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 MEANT = {
     "n": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "functions": (None, []),
@@ -29,7 +28,10 @@ MEANT = {
 """Fields that would change what a reply means, with the values that ask for nothing; others are refused."""
 
 FIELDS = Fields(
-    read=("model", "messages", "tools", "tool_choice", "stop", "stream", "max_tokens", "max_completion_tokens", *MEANT),
+    read=(
+        *("model", "messages", "tools", "tool_choice", "stop", "stream", "max_tokens", "max_completion_tokens"),
+        *("response_format", *MEANT),
+    ),
     sampling=SAMPLING,
     harmless=(
         "metadata",
@@ -80,12 +82,14 @@ def read_turn(body: Mapping[str, Any], media: bool = False) -> Turn:
     given = enumerate(as_list(body.get("messages"), "messages"))
     messages = [_message(message, f"messages[{i}]", media) for i, message in given]
     check_last(messages, "messages")
-    tools, choice = read_tools(body.get("tools")), _choice(body.get("tool_choice"))
+    tools, (choice, chosen) = read_tools(body.get("tools")), _choice(body.get("tool_choice"))
     limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return Turn(
         messages=tuple(named_results(messages)),
         tools=tools,
         tool_choice=choice,
+        chosen_tool=chosen,
+        answer_format=read_format(body.get("response_format"), "response_format", "json_schema"),
         stops=read_stops(body.get("stop")),
         max_tokens=read_limit(limits[0], "max_tokens") if limits else None,
         stream=bool(body.get("stream")),
@@ -278,13 +282,13 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {"id": str(call.get("id") or ""), "type": "function", "function": inner}
 
 
-def _choice(choice: Any) -> Literal["auto", "none", "required"]:
-    if choice in (None, "auto"):
-        return "auto"
-    if choice == "none":
-        return "none"
-    if choice == "required" or (isinstance(choice, Mapping) and choice.get("type") == "function"):
-        return "required"  # asked for, not enforced: the answer says what the model did
+def _choice(choice: Any) -> tuple[Literal["auto", "none", "required"], str]:
+    """The choice, and the name of a tool that must be called. A recorded turn is asked for it, and not forced."""
+    if choice in (None, "auto", "none", "required"):
+        return choice or "auto", ""
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = as_object(choice.get("function") or {}, "tool_choice.function")
+        return "required", as_text(function.get("name") or "", "tool_choice.function.name")
     raise wrong("tool_choice", "must be auto, none, required or a function", choice)
 
 

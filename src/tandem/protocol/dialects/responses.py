@@ -18,7 +18,7 @@ from tandem.protocol.dialects.chat import (
     read_limit,
     read_text,
 )
-from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, refused
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
@@ -61,9 +61,6 @@ def read(body: Mapping[str, Any], media: bool = False) -> Turn:
         Refusal: 400 for what cannot be had, or would change the meaning.
     """
     overridden, ignored = FIELDS.sort(body)
-    form = as_object(as_object(body.get("text") or {}, "text").get("format") or {}, "text.format").get("type", "text")
-    if form != "text":
-        raise refused("text.format", f"the engine does not constrain what it writes; got {form!r}")
     history, limit = History(), body.get("max_output_tokens")
     if body.get("instructions"):
         history.say("system", as_text(body["instructions"], "instructions"))
@@ -72,10 +69,13 @@ def read(body: Mapping[str, Any], media: bool = False) -> Turn:
     else:
         for number, item in enumerate(as_list(body.get("input"), "input")):
             _read_item(as_object(item, f"input[{number}]"), history, f"input[{number}]", media)
+    choice, chosen = _tool_choice(body.get("tool_choice"))
     return Turn(
         messages=tuple(named_results(history.messages("input"))),
         tools=tuple(_tools(body.get("tools"), "tools")),
-        tool_choice=_tool_choice(body.get("tool_choice")),
+        tool_choice=choice,
+        chosen_tool=chosen,
+        answer_format=read_format(as_object(body.get("text") or {}, "text").get("format"), "text.format"),
         max_tokens=None if limit is None else read_limit(limit, "max_output_tokens"),
         stream=bool(body.get("stream")),
         overridden=overridden,
@@ -128,11 +128,13 @@ def _full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def _tool_choice(choice: Any) -> Literal["auto", "none", "required"]:
+def _tool_choice(choice: Any) -> tuple[Literal["auto", "none", "required"], str]:
+    """The choice, and the name of a tool that must be called. A recorded turn is asked for it, and not forced."""
     if choice in (None, "auto", "none", "required"):
-        return choice or "auto"
+        return choice or "auto", ""
     if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return "required"  # asked for, not enforced: the answer says what the model did
+        name = as_text(choice.get("name") or "", "tool_choice.name")
+        return "required", _full_name(choice.get("namespace"), name)
     raise refused("tool_choice", f"auto, none, required and a function are known; got {choice!r:.80}")
 
 
@@ -188,13 +190,19 @@ def _frame(turn: Turn, response_id: str, model: str) -> dict[str, Any]:
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": None,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(turn)},
         "tool_choice": turn.tool_choice,
         "tools": [{**tool["function"], "type": "function", "strict": False} for tool in turn.tools],
         "top_p": None,
         "truncation": "disabled",
         "usage": None,
     }
+
+
+def _format(turn: Turn) -> dict[str, Any]:
+    if turn.answer_format is None:
+        return {"type": "text"}
+    return {"type": "json_schema", "name": "answer", "schema": dict(turn.answer_format.schema), "strict": True}
 
 
 def _items(reply: Reply, response_id: str, cut: bool) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tandem.protocol.refusal import Refusal
+from tandem.protocol.turns import AnswerFormat
 
 T = TypeVar("T")
 
@@ -77,6 +78,19 @@ def pick(value: Any, known: Mapping[Any, T], where: str) -> T:
     if not isinstance(value, str) or value not in known:
         raise wrong(where, f"must be one of {', '.join(known)}", value)
     return known[value]
+
+
+def read_format(form: Any, where: str, inner: str = "") -> AnswerFormat | None:
+    """The format of an answer; None: any text. ``inner``: the field of a format that its schema lies in."""
+    given = as_object({"type": "text"} if form is None else form, where)
+    kinds = ("text", "json_object", "json_schema")
+    kind = pick(given.get("type"), dict(zip(kinds, kinds, strict=True)), f"{where}.type")
+    if kind != "json_schema":
+        return None if kind == "text" else AnswerFormat({"type": "object"}, where)
+    if inner:
+        where = f"{where}.{inner}"
+        given = as_object(given.get(inner), where)
+    return AnswerFormat(as_object(given.get("schema"), f"{where}.schema"), f"{where}.schema")
 
 
 def check_last(messages: Sequence[Mapping[str, Any]], where: str) -> None:

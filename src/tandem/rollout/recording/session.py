@@ -18,6 +18,7 @@ from tandem.api.requests import LLMRequest, StopReason
 from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens
 from tandem.config.generation import GenerationConfig
+from tandem.protocol.dialects.wire import refused
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import CallStatus, Reply, Turn
 from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable
@@ -175,6 +176,8 @@ class RecordingSession:
 
         def ask() -> tuple[Turn, Asked]:
             turn = function(body, self.forest.takes_media)
+            if turn.answer_format is not None:
+                raise refused(turn.answer_format.where, "a training run samples what the policy itself would write")
             return turn, self.forest.ask(turn.messages, turn.tools, arrival)
 
         self._reading += 1

@@ -1,18 +1,20 @@
 """Our completions as OpenAI's answers, whole or as a stream of events."""
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.requests import LLMResponse, StopReason
+from tandem.api.requests import LLMResponse, StopReason, TopTokens
 from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.serve.questions import CompletionQuestion, chat_question, legacy_question
 from tandem.engines.inference.serve.service import EngineService, check_finished
@@ -111,7 +113,7 @@ class CompletionAnswer(ABC):
         choices = []
         for number, response in enumerate(responses):
             reply = self._reading().read(response.output_ids, response.stop_reason)
-            choices.append(self._choice(number, reply, self._logprobs(response.output_ids, response.logprobs)))
+            choices.append(self._choice(number, self._begun(number, reply), self._logprobs(response)))
         return self._frame(self.whole) | {"choices": choices, "usage": self._usage(responses)}
 
     async def _stream(self, request: web.Request, news: AsyncIterator[News]) -> web.StreamResponse:
@@ -149,14 +151,15 @@ class CompletionAnswer(ABC):
         latest: News | None = first
         while latest is not None:
             number, new = latest
-            ids, logprobs, ended = new.output_ids, new.logprobs, None
+            ended = None
             if isinstance(new, LLMResponse):
                 check_finished([new])
-                ids, logprobs, ended = ids[sent[number] :], logprobs[sent[number] :], new.stop_reason
                 responses.append(new)
-            sent[number] += len(ids)
-            reply = readings[number].read(ids, ended)
-            for piece in self._pieces(number, reply, self._logprobs(ids, logprobs), ended is not None):
+                ended, start = new.stop_reason, sent[number]
+                new = NewTokens(new.output_ids[start:], new.logprobs[start:], new.top[start:])
+            sent[number] += len(new.output_ids)
+            reply = readings[number].read(new.output_ids, ended)
+            for piece in self._pieces(number, reply, self._logprobs(new), ended is not None):
                 yield self._chunk([piece])
             latest = await anext(news, None)
         if question.usage_in_stream:
@@ -181,8 +184,12 @@ class CompletionAnswer(ABC):
         completion = sum(len(response.output_ids) for response in responses)
         return chat.usage_of(prompt, completion)
 
-    def _words(self, ids: Sequence[int]) -> list[str]:
-        return [str(self._decoder.decode([token], skip_special_tokens=False)) for token in ids]
+    def _word(self, token: int) -> str:
+        return str(self._decoder.decode([token], skip_special_tokens=False))
+
+    def _begun(self, number: int, reply: Reply) -> Reply:
+        """The reply with what the answer says before it."""
+        return reply
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
         """The part of a completion that is sent before its first token."""
@@ -192,7 +199,7 @@ class CompletionAnswer(ABC):
         return ReplyReading(self._question, self._decoder, self._reader)
 
     @abstractmethod
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(self, new: NewTokens | LLMResponse) -> dict[str, Any] | None:
         """The log-probabilities of these tokens, if they are wanted."""
 
     @abstractmethod
@@ -224,10 +231,30 @@ class LegacyAnswer(CompletionAnswer):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _begun(self, number: int, reply: Reply) -> Reply:
+        echo = self._question.echo
+        return replace(reply, content=echo[number // self._question.gconfig.n_samples] + reply.content) if echo else reply
+
+    def _logprobs(self, new: NewTokens | LLMResponse) -> dict[str, Any] | None:
         if not self._question.logprobs:
             return None
-        return {"tokens": self._words(ids), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
+        ids, logprobs, top = new.output_ids, new.logprobs, new.top
+        first: tuple[None, ...] = ()
+        if self._question.echo and isinstance(new, LLMResponse):
+            ids, logprobs, top = new.input_ids + ids, new.prompt_logprobs + logprobs, new.prompt_top + top
+            first = (None,)  # the first token of a prompt has no probability
+        words = [self._word(token) for token in ids]
+        tops = [self._by_word(*each) for each in zip(ids[len(first) :], logprobs, top, strict=True)] if top else []
+        return {
+            "tokens": words,
+            "token_logprobs": [*first, *logprobs],
+            "top_logprobs": [*first, *tops] if self._question.top_logprobs else None,
+            "text_offset": None if self._question.stream else list(itertools.accumulate(map(len, words), initial=0))[:-1],
+        }
+
+    def _by_word(self, token: int, logprob: float, top: TopTokens) -> dict[str, float]:
+        """The most probable words and the chosen one; of tokens that are the same word, the most probable counts."""
+        return {self._word(token): logprob for token, logprob in ((token, logprob), *reversed(top))}
 
     def _choice(self, number: int, reply: Reply, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         (choice,) = self._pieces(number, reply, logprobs, last=True)
@@ -251,14 +278,18 @@ class ChatAnswer(CompletionAnswer):
     def _opening(self, number: int) -> list[dict[str, Any]]:
         return [chat.piece(chat.OPENING, number)]
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(self, new: NewTokens | LLMResponse) -> dict[str, Any] | None:
         if not self._question.logprobs:
             return None
         entries = [
-            {"token": word, "logprob": logprob, "bytes": list(word.encode()), "top_logprobs": []}
-            for word, logprob in zip(self._words(ids), logprobs, strict=True)
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
+            for token, logprob, top in zip(new.output_ids, new.logprobs, new.top or itertools.repeat(()), strict=False)
         ]
         return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
 
     def _choice(self, number: int, reply: Reply, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         return chat.choice(reply, number, logprobs)

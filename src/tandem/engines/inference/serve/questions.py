@@ -11,6 +11,7 @@ from typing import Any
 from tandem.api.media import MediaKind
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.serve.formats import grammar_of
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
@@ -27,11 +28,12 @@ WITHOUT_EFFECT: Mapping[str, list[Any]] = {
 """Parameters of OpenAI's that this engine does not have, with the values that ask for nothing; others are refused."""
 
 CHAT_WITHOUT_EFFECT = {
-    "top_logprobs": [0, None],
-    "response_format": [{"type": "text"}, None],
     "parallel_tool_calls": [True, None],
 }
-LEGACY_WITHOUT_EFFECT = {"best_of": [1, None], "echo": [False, None], "suffix": ["", None]}
+LEGACY_WITHOUT_EFFECT = {"best_of": [1, None], "suffix": ["", None]}
+
+MAX_TOP = 20
+"""Most tokens of one place whose log-probabilities are given."""
 
 DEFAULT_LEGACY_TOKENS = 16
 """Tokens that `/v1/completions` makes when `max_tokens` is left out, as OpenAI's."""
@@ -54,7 +56,12 @@ class CompletionQuestion:
     seed: int
     stream: bool
     usage_in_stream: bool
-    logprobs: bool
+    logprobs: bool = False
+    top_logprobs: int = 0
+    echo: tuple[str, ...] = ()
+    """The text of each prompt, where the answer begins with it."""
+
+    grammar: str = ""
     turn: Turn = NO_TURN
     """The chat that a chat completion goes on."""
 
@@ -67,7 +74,15 @@ class CompletionQuestion:
     def requests(self) -> list[LLMRequest]:
         """One a completion: those of the first prompt, then those of the second. The seed names the noise of all."""
         return [
-            LLMRequest(prompt, self.gconfig, NoiseKey(self.seed, group=group, sample=sample), media=self.media)
+            LLMRequest(
+                prompt,
+                self.gconfig,
+                NoiseKey(self.seed, group=group, sample=sample),
+                media=self.media,
+                grammar=self.grammar,
+                top_logprobs=self.top_logprobs,
+                scores_prompt=bool(self.echo),
+            )
             for group, prompt in enumerate(self.prompts)
             for sample in range(self.gconfig.n_samples)
         ]
@@ -88,6 +103,7 @@ def _common(name: str, vocab_size: int, limits: ServiceLimits) -> dict[str, Sche
         "top_k": optional(integer(0, SEED_LIMIT, "Not OpenAI's: only the k most probable tokens; 0 is off.")),
         "min_tokens": optional(integer(0, limits.max_tokens, "Not OpenAI's: no stop token before so many.")),
         "stop_token_ids": optional(array(integer(0, vocab_size - 1), 0, 1024)),
+        "user": optional(text(512, 0, "Changes nothing, and is written nowhere.")),
         **{key: {"enum": values} for key, values in WITHOUT_EFFECT.items()},
     }
 
@@ -99,7 +115,9 @@ def completion_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Sche
     several = [array(kind, 1, limits.max_completions) for kind in (prompt, ids)]
     fields = _common(name, vocab_size, limits) | {
         "prompt": {"anyOf": [prompt, ids, *several]},
-        "logprobs": {"enum": [0, None], "description": "0: of the chosen tokens; more are refused."},
+        "max_tokens": optional(integer(0, limits.max_tokens, "0 needs echo.")),
+        "logprobs": optional(integer(0, MAX_TOP, "Of the chosen tokens, and so many of the most probable.")),
+        "echo": optional({"type": "boolean", "description": "The prompt too, with its log-probabilities."}),
         **{key: {"enum": values} for key, values in LEGACY_WITHOUT_EFFECT.items()},
     }
     return record(fields, ("model", "prompt"))
@@ -118,6 +136,31 @@ def _parts(media: Collection[MediaKind], limits: ServiceLimits) -> Schema:
     parts += [part("image_url", image)] if "image" in media else []
     parts += [part("input_audio", sound)] if "audio" in media else []
     return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+def _formats() -> list[Schema]:
+    """The values of `response_format`."""
+    schema = {"type": "object", "description": "A JSON schema that the answer fits."}
+    inner = {"name": optional(text(256)), "description": optional(text(8192)), "schema": schema}
+    inner["strict"] = optional({"type": "boolean"})
+    named = record({"type": {"enum": ["json_schema"]}, "json_schema": record(inner, ("schema",))}, ("type", "json_schema"))
+    return [named, record({"type": {"enum": ["text", "json_object"]}}, ("type",))]
+
+
+def turn_schema(name: str) -> Schema:
+    """The body of a dialect that reads its other fields itself, and refuses what it does not know."""
+    known = {
+        "model": {"enum": [name]},
+        "temperature": _TEMPERATURE,
+        "top_p": optional(TOP_P),
+        "top_k": optional(integer(0, SEED_LIMIT)),
+        "stream": optional({"type": "boolean"}),
+        "user": optional(text(512)),
+        "top_logprobs": {"enum": [0, None]},
+        "parallel_tool_calls": {"enum": [True, None]},
+        "include": optional(array({"enum": ["reasoning.encrypted_content"]}, 0, 8)),
+    }
+    return {"type": "object", "properties": known, "required": ["model"], "additionalProperties": True}
 
 
 def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collection[MediaKind] = ()) -> Schema:
@@ -141,43 +184,73 @@ def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collec
         "additionalProperties": True,
     }
     tool = record({"type": {"enum": ["function"]}, "function": function}, ("type", "function"))
+    chosen = record({"type": {"enum": ["function"]}, "function": record({"name": text(256, 1)}, ("name",))}, ("function",))
     fields = _common(name, vocab_size, limits) | {
         "messages": array(record(message, ("role",)), 1, 4096),
         "max_completion_tokens": optional(integer(1, limits.max_tokens)),
         "logprobs": optional({"type": "boolean"}),
+        "top_logprobs": optional(integer(0, MAX_TOP, "So many of the most probable tokens; needs logprobs.")),
+        "response_format": {"anyOf": [*_formats(), {"type": "null"}]},
+        "chat_template_kwargs": optional({"type": "object", "description": "Not OpenAI's: options of the chat template."}),
         "tools": optional(array(tool, 0, 128) | {"description": "Calls of them come back as tool_calls."}),
-        "tool_choice": {"enum": ["auto", "none", None]},
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, chosen]},
         **{key: {"enum": values} for key, values in CHAT_WITHOUT_EFFECT.items()},
     }
     return record(fields, ("model", "messages"))
 
 
 async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
-    prompt = body["prompt"]
+    prompt, echo, top = body["prompt"], bool(body.get("echo")), body.get("logprobs")
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    ids = tuple([await tokenizers.encode(p, limits.max_tokens) if isinstance(p, str) else tuple(p) for p in prompts])
+    most = DEFAULT_LEGACY_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
+    if not most and not echo:
+        raise Refusal(
+            400, "max_tokens=0 makes nothing; it is for the log-probabilities of a prompt: add echo", param="max_tokens"
+        )
+    if echo and body.get("stream"):
+        raise Refusal(400, "echo needs stream=false", param="echo")
+    room = limits.max_tokens + (not most)  # nothing need fit behind it
+    ids = tuple([await tokenizers.encode(p, room) if isinstance(p, str) else tuple(p) for p in prompts])
     if not all(ids):
         raise Refusal(400, "prompt has no tokens; give it some text", param="prompt")
-    return _question(body, ids, body.get("max_tokens") or DEFAULT_LEGACY_TOKENS, body.get("logprobs") is not None, limits)
+    question = _question(body, ids, most, read_stops(body.get("stop")), limits)
+    texts = tuple(p if isinstance(p, str) else tokenizers.text(p) for p in prompts) if echo else ()
+    return replace(question, logprobs=top is not None, top_logprobs=top or 0, echo=texts)
 
 
 async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
-    if not tokenizers.has_chat_template:
-        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     turn = read_turn(body, media=bool(tokenizers.media))
-    if turn.tool_choice == "none":
-        turn = replace(turn, tools=())
-    tokens, text = await tokenizers.encode_chat(turn, limits.max_tokens)
     given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
     if len(given) > 1:
         raise Refusal(400, "max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
-    most = given.pop() if given else min(limits.default_chat_tokens, limits.max_tokens)
-    question = _question(body, (tuple(tokens.ids),), most, bool(body.get("logprobs")), limits)
-    return replace(question, turn=turn, media=tuple(tokens.media), prompt_text=text)
+    logprobs, top = bool(body.get("logprobs")), body.get("top_logprobs") or 0
+    if top and not logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    question = await turn_question(turn, body, tokenizers, limits)
+    return replace(question, logprobs=logprobs, top_logprobs=top)
+
+
+async def turn_question(
+    turn: Turn, body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits
+) -> CompletionQuestion:
+    """The question of a turn. ``body``: the request, of which sampling is read, and the options of the template."""
+    if not tokenizers.has_chat_template:
+        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+    if turn.tool_choice == "none":
+        turn = replace(turn, tools=())
+    grammar = await grammar_of(turn, tokenizers.reader.family)
+    tokens, text = await tokenizers.encode_chat(turn, limits.max_tokens, body.get("chat_template_kwargs"))
+    most = min(turn.max_tokens or limits.default_chat_tokens, limits.max_tokens)
+    question = _question(body, (tuple(tokens.ids),), most, turn.stops, limits)
+    return replace(question, turn=turn, grammar=grammar, media=tuple(tokens.media), prompt_text=text)
 
 
 def _question(
-    body: Mapping[str, Any], prompts: tuple[tuple[int, ...], ...], max_tokens: int, logprobs: bool, limits: ServiceLimits
+    body: Mapping[str, Any],
+    prompts: tuple[tuple[int, ...], ...],
+    max_tokens: int,
+    stops: tuple[str, ...],
+    limits: ServiceLimits,
 ) -> CompletionQuestion:
     n, temperature, seed = body.get("n") or 1, body.get("temperature"), body.get("seed")
     if n * len(prompts) > limits.max_completions:
@@ -193,7 +266,7 @@ def _question(
         greedy=temperature == 0,
         top_p=1.0 if body.get("top_p") is None else body["top_p"],
         top_k=body.get("top_k") or 0,
-        stop=read_stops(body.get("stop")),
+        stop=stops,
         stop_token_ids=tuple(body.get("stop_token_ids") or ()),
     )
     return CompletionQuestion(
@@ -202,5 +275,4 @@ def _question(
         secrets.randbits(63) if seed is None else seed,
         bool(body.get("stream")),
         bool((body.get("stream_options") or {}).get("include_usage")),
-        logprobs,
     )

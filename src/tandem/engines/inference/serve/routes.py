@@ -18,11 +18,13 @@ from tandem.engines.inference.serve.generate import (
     request_schema,
 )
 from tandem.engines.inference.serve.metrics import Metrics
-from tandem.engines.inference.serve.questions import chat_schema, completion_schema
+from tandem.engines.inference.serve.questions import chat_schema, completion_schema, turn_schema
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.token_route import ANSWER as TOKENS_GENERATED
 from tandem.engines.inference.serve.token_route import request_schema as token_route_schema
 from tandem.engines.inference.serve.token_route import token_route
+from tandem.engines.inference.serve.turns import answer_turn, count_tokens
+from tandem.protocol.dialects import DIALECTS
 from tandem.protocol.openapi import document
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, record, text
@@ -120,6 +122,7 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         answer=answers.ANSWER,
         max_bytes=large,
     )
+    routes += _dialects(service)
     add(
         "POST",
         "/generate",
@@ -142,6 +145,19 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         add("POST", "/media", told, keep, body=taken, answer=MEDIUM_ANSWER, max_bytes=large)
     routes.extend(_control(control, limits.max_body_bytes, limits.max_weights_body_bytes))
     return tuple(routes)
+
+
+def _dialects(service: EngineService) -> list[Route]:
+    """Those of the dialects beside chat completions, which have a route of their own."""
+    routes, body, size = [], turn_schema(service.name), service.limits.max_body_bytes
+    for dialect in DIALECTS[1:]:
+        for act, path, summary in (
+            (answer_turn, dialect.path, f"{dialect.summary}: a turn in, a turn out"),
+            (count_tokens, dialect.count_path or "", "Tokens of such a turn's prompt"),
+        ):
+            handler = partial(act, service, dialect)
+            routes.append(Route("POST", path, "data", summary, handler, body, _OBJECT, size, dialect.refused))
+    return routes
 
 
 def _control(control: ServiceControl, small: int, large: int) -> list[Route]:

@@ -1,7 +1,7 @@
 """Text from tokens as they come: whole characters only, and nothing that may turn out to be a stop string."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.chat_template import template_of
 from tandem.api.media import MediaKind, MediaTokens, encode, media_of, reader_of
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.serve.limits import ServiceLimits
@@ -67,23 +68,29 @@ class Tokenizers:
         check_room(await asyncio.to_thread(self._fewest, text) if long else self._fewest(text), room, "prompt")
         return await self._run(long, lambda encoder: encoder.encode(text))
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included; in the thread that `decoder` is of."""
+        return str(self.decoder.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     @cached_property
     def reader(self) -> CallReader:
         """Reads replies, for the thread that `decoder` is of."""
         return CallReader(self.decoder)
 
-    async def encode_chat(self, turn: Turn, room: int) -> tuple[MediaTokens, str]:
+    async def encode_chat(self, turn: Turn, room: int, options: Mapping[str, Any] | None = None) -> tuple[MediaTokens, str]:
         """Tokens and text of a conversation with the model's turn opened. Its images and sounds go into the media store.
+        ``options``: `chat_template_kwargs`.
 
         Raises:
-            Refusal: 400, the template does not take these messages, with what it said; as `MediaIntake.read` and `encode`.
+            Refusal: 400, the template does not take these messages, with what it said, or does not read an option; as
+                `MediaIntake.read` and `encode`.
         """
         if self.media:
             turn = replace(turn, messages=tuple(await self.intake.read(turn.messages, room, "messages")))
 
         def tokens(encoder: _Encoder) -> tuple[MediaTokens, str]:
             with reading("messages"):
-                text = encoder.render(turn)
+                text = encoder.render(turn, options or {})
                 check_room(self._fewest(text), room, "messages")
                 return encoder.encode_media(text, turn), text
 
@@ -149,10 +156,15 @@ class _Encoder:
         """Tokens of a rendered conversation; the template has put special ones there."""
         return encode(self._tokenizer, text, media_of(turn.messages))
 
-    def render(self, turn: Turn) -> str:
+    def render(self, turn: Turn, options: Mapping[str, Any]) -> str:
         """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
+        known = template_of(self._tokenizer).variables
+        for name in options:  # the template's own alone: another could name a template, and that is a program
+            if name not in known:
+                where, reads = f"chat_template_kwargs.{name}", ", ".join(sorted(known)) or "no options"
+                raise Refusal(400, f"{where} has no effect: the model's chat template reads {reads}", param=where)
         try:
-            return self._reader.render(turn.messages, turn.tools)
+            return self._reader.render(turn.messages, turn.tools, **options)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
             message = f"the model's chat template does not take these messages: {kind_and_text(error.__cause__ or error)}"
             raise Refusal(400, message, param="messages") from error

@@ -33,6 +33,8 @@ from tandem.engines.inference.remote.foreign.trials import Whole, ask, try_logpr
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
 from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, start_or_take_over
 from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port
+from tandem.models.foreign import read_hf_config
+from tandem.models.media.families import family_class
 from tandem.protocol.client import HttpClient
 
 IN_SERVER = Path(__file__).with_name("in_server")
@@ -61,6 +63,9 @@ class StartTerms:
 
     sleeps: bool = False
     """It must be able to give its memory back while others use its devices."""
+
+    media: bool = False
+    """Its model takes images or sounds."""
 
 
 class ForeignServer(InferenceEngine):
@@ -170,7 +175,9 @@ class ForeignServer(InferenceEngine):
             EngineDied, WaitTimeout: it did not start; with the end of its log.
         """
         settings, port, key = settings or EmbeddedEngineConfig(), free_port(), secrets.token_urlsafe(32)
-        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, (), seat, sleeps)
+        media = family_class(read_hf_config(folder)) is not None
+        name = str(dtype).removeprefix("torch.")
+        terms = StartTerms(python, folder.resolve(), name, device, settings, (), seat, sleeps, media)
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 

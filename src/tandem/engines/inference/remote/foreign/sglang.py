@@ -29,8 +29,6 @@ from tandem.engines.inference.remote.foreign.protocol import (
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
 from tandem.engines.inference.remote.keeping import CALM_S
-from tandem.models.foreign import read_hf_config
-from tandem.models.media.families import family_class
 
 BUCKET_BYTES = 64 << 20
 """Tensors that are announced together."""
@@ -238,7 +236,7 @@ class SGLangServer(ForeignServer):
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
         words += ["--random-seed", str(port)]
-        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+        if terms.media:  # torchvision would make other pixels than the trainer's
             words += ["--image-processor-backend", "pil"]
         if settings.max_running is not None:
             words += ["--max-running-requests", str(settings.max_running)]

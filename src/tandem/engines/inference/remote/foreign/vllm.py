@@ -27,8 +27,6 @@ from tandem.engines.inference.remote.foreign.protocol import (
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
 from tandem.engines.inference.remote.keeping import CALM_S
-from tandem.models.foreign import read_hf_config
-from tandem.models.media.families import family_class
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
@@ -260,7 +258,7 @@ class VllmServer(ForeignServer):
         words += ["--max-model-len", str(settings.max_model_len or "auto")]
         words += ["--worker-extension-cls", _EXTENSION, "--middleware", _LOCK]
         words += ["--seed", str(port)]  # two servers must not draw alike
-        if family_class(read_hf_config(terms.folder)) is not None:  # torchvision would make other pixels than the trainer's
+        if terms.media:  # torchvision would make other pixels than the trainer's
             words += ["--mm-processor-kwargs", '{"use_fast": false}']  # "backend" would be asked of the one for videos too
         environment = {
             "PYTHONPATH": str(IN_SERVER),
