@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 from tandem.api.plugins import forget
 from tandem.cli.main import main
 from tandem.config.extend import ExtendConfig
-from tandem.models import families
 from tests.tiny import VOCAB_SIZE, tiny_model_folder, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -172,13 +171,14 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
     assert type(AutoModelForCausalLM.from_pretrained("runs/tandem/trial/checkpoints/step_2")) is SeedOssForCausalLM
     Path("wrong.py").write_text("from tandem import ModelFamily\n\nseed = ModelFamily('seed_oss', like='llama')\n")
     train("extend.model_family=wrong.py:seed", *items, trial="wrong", code=2)
-    for facts, says in (("1 / 0", "ZeroDivisionError"), ("None", "facts of the family seed_oss gave a NoneType")):
-        Path("raises.py").write_text(
+    for name, facts, says in (
+        ("raises", "1 / 0", "ZeroDivisionError"),
+        ("none", "None", "facts of the family seed_oss gave"),
+    ):
+        Path(f"{name}.py").write_text(
             f"from tandem import ModelFamily\n\nseed = ModelFamily('seed_oss', like='llama', facts=lambda config: {facts})\n"
         )
-        forget(Path("raises.py").absolute())
-        families._loaded.clear()
-        train("extend.model_family=raises.py:seed", *items, trial="raises", code=2)
+        train(f"extend.model_family={name}.py:seed", *items, trial=name, code=2)
         assert says in capsys.readouterr().err
 
 
