@@ -133,6 +133,14 @@ def test_an_inference_engine_of_ones_own_takes_the_place_of_that_of_the_run(trai
     assert all(torch.equal(tensor, weights("trial")[name]) for name, tensor in weights("usual").items())
 
 
+def test_a_wrapper_that_forgets_the_engine_is_told_so(train, capsys):
+    Path("mine.py").write_text(
+        "from tandem import EngineWrapper\n\n\nclass Mine(EngineWrapper):\n    def __init__(self, engine): ...\n"
+    )
+    train("extend.inference_engine=mine.py:Mine", code=2)
+    assert "must call super().__init__(engine)" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_environment_of_ones_own_is_played(train):
     metrics = train(*keys_of("my_world.py"), "reward=", "train_dataset.path=seeds", "train_dataset.size=8")
     assert [row["step"] for row in metrics] == [1, 2] and all(row["reward/mean"] >= 0 for row in metrics)
@@ -163,6 +171,15 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
     assert type(AutoModelForCausalLM.from_pretrained("runs/tandem/trial/checkpoints/step_2")) is SeedOssForCausalLM
     Path("wrong.py").write_text("from tandem import ModelFamily\n\nseed = ModelFamily('seed_oss', like='llama')\n")
     train("extend.model_family=wrong.py:seed", *items, trial="wrong", code=2)
+    for name, facts, says in (
+        ("raises", "1 / 0", "ZeroDivisionError"),
+        ("none", "None", "facts of the family seed_oss gave"),
+    ):
+        Path(f"{name}.py").write_text(
+            f"from tandem import ModelFamily\n\nseed = ModelFamily('seed_oss', like='llama', facts=lambda config: {facts})\n"
+        )
+        train(f"extend.model_family={name}.py:seed", *items, trial=name, code=2)
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -211,8 +228,18 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
             "does not go with runner=ray",
         ),
         ("def step(): ...", "extend.step=wrong.py:step", "step in wrong.py must be written as `def step\\(run\\)`"),
+        (
+            "def step(run):\n    run.verifier.verify_if_due(run.rollout.prepare_batch(run.loader, run.workflow))",
+            "extend.step=wrong.py:step rollout.verify.every_steps=null",
+            "asked for .verify_if_due of None: a role that this run does not have is None",
+        ),
         ("def step(run):\n    return {}", "extend.step=wrong.py:step", "leaves out|returns the batch"),
         ("", "extend.step=step", "extend.step=step: name what is in a file of yours, as my_file.py:Name"),
+        (
+            "from tandem import ModelFamily\nfamily = ModelFamily('mine', like='llama')",
+            "extend.model_family=wrong.py:family(size=1)",
+            "a family has no knobs",
+        ),
         ("family = 3", "extend.model_family=wrong.py:family", "family in .*wrong.py is a int; write family = ModelFamily"),
         (
             "from tandem import ModelFamily\nfamily = ModelFamily('mine', like='lama')",

@@ -80,3 +80,7 @@ def test_the_run_decides_what_is_asked(overrides, capsys):
     folder = run(overrides, *ITEMS, "evaluate.where=job").folder
     assert main(["eval", "--follow", str(folder), "gconfig.max_new_tokens=3"]) == 2
     assert "gconfig.max_new_tokens is the run's to say" in capsys.readouterr().err
+    for words in (["--dry-run"], ["--data", "svamp"], ["model=other"], ["other.yaml"]):
+        assert main(["eval", "--follow", str(folder), *words]) == 2, words
+    assert main(["eval", "--follow", f"{folder}@1"]) == 2
+    assert not (folder / following.FIGURES).exists()

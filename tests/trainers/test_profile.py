@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tandem.api.activity import is_profiled, span
 from tandem.cli.main import main
+from tandem.cli.probe import quiet
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
@@ -189,7 +190,7 @@ def test_the_command_prints_the_table_and_leaves_the_own_run_alone(overrides, tm
     said = capsys.readouterr().out
     heads = said[said.index("stage ") :].splitlines()[0].split()
     assert heads == ["stage", "calls", "s/step", "share", "idle", "waits", "s", "memory", "moved"]
-    for words in ("Means of steps 3 to 3", "step 2 took", "engine: decode", "aten::", BETWEEN, "100.0%", "ui.perfetto.dev"):
+    for words in ("Step 3. Idle", "step 2 took", "engine: decode", "aten::", BETWEEN, "100.0%", "ui.perfetto.dev"):
         assert words in said
     assert {name for _, _, name, _ in spans(trace_of(files[0]), "step")} == {"3"}
 
@@ -197,6 +198,20 @@ def test_the_command_prints_the_table_and_leaves_the_own_run_alone(overrides, tm
 def test_a_run_of_one_step_is_refused(overrides, tmp_path, capsys):
     assert main(["profile", *overrides, "total_train_steps=1", "--into", str(tmp_path / "traces")]) == 2
     assert "a profile needs two steps" in capsys.readouterr().err
+
+
+def test_what_goes_with_saves_sinks_and_verification_in_a_file_is_no_obstacle(overrides, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "checkpoint: {every_steps: 2, keep_last: 3, keep_best: eval/accuracy}\nevaluate: {every_steps: 2}\n"
+        "rollout: {verify: {every_steps: 2, tolerance: 0.5}}\ntracking: {sinks: [wandb], project: mine}\n"
+    )
+    words = [word for word in overrides if not word.startswith(("evaluate.", "rollout.verify."))]
+    for more in ([], ["checkpoint.keep_last=5"], ["checkpoint.every_steps=1"]):
+        load_config(TrainConfig, file, [*words, *more, *quiet("train", besides={word.partition("=")[0] for word in more})])
+    into = tmp_path / "traces"
+    assert main(["profile", str(file), *words, "total_train_steps=1", "--into", str(into)]) == 2
+    assert "a profile needs two steps" in capsys.readouterr().err and not into.exists()
 
 
 def test_a_run_on_ray_is_refused(overrides, capsys):

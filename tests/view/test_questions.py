@@ -256,3 +256,7 @@ def test_a_timeline_has_the_spans_of_each_rank_and_of_a_step_made_again_the_last
     assert ask(2) == [[("rollout", "generate", 0.0, 3.0), ("actor", "update", 3.0, 4.5)], [("actor", "update", 3.5, 4.0)]]
     os.truncate(run / "timeline.jsonl", (run / "timeline.jsonl").stat().st_size - 3)
     assert ask(1) == ask(2) == []
+    for number in ("NaN", "9" * 400):
+        with (run / "timeline.jsonl").open("a") as file:
+            file.write(f'\n{{"step": 2, "ranks": [[["actor", "update", {number}, 2.0]]]}}\n')
+        assert ask(2) == []

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from tandem.api.engines import EngineWrapper
 from tandem.api.plugins import in_user_code, load_object, told_if_slow
 from tandem.api.services import Services
 from tandem.config.errors import ConfigError
@@ -29,10 +30,13 @@ class OwnClass:
         """Makes one. ``given``: name → argument; it gets those that it asks for.
 
         Raises:
-            ConfigError: it raised; says what, and in which line of the file.
+            ConfigError: it raised; says what, and in which line of the file. Or a wrapper of an engine has none.
         """
         with told_if_slow(self.spec):
-            return in_user_code(self.spec, self.kind, **{name: given[name] for name in self.asked}, **self.knobs)
+            made = in_user_code(self.spec, self.kind, **{name: given[name] for name in self.asked}, **self.knobs)
+        if isinstance(made, EngineWrapper) and not hasattr(made, "engine"):
+            raise ConfigError(f"{self.spec}: its __init__ must call super().__init__(engine)")
+        return made
 
 
 def own_object(spec: str, key: str) -> tuple[Term, Any]:

@@ -125,6 +125,8 @@ def _assignment(key: str, value: Any) -> Assignment:
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
+    if arguments.follow:
+        return "What is measured is kept; the same command goes on from there."
     from tandem.evaluation.run import state_of  # noqa: PLC0415 — imports torch, which is loaded by now
 
     try:
@@ -153,6 +155,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
+    for option in ("data", "k", "dry_run", "all"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option.replace('_', '-')} does not go with --follow, which evaluates as the run says")
+    if files := [word for word in arguments.arguments if word.endswith((".yaml", ".yml")) and "=" not in word]:
+        raise ConfigError(f"--follow takes no file, and {files[0]} is one: the run's configuration says what is asked")
     name, overrides = split_arguments(arguments.arguments)
     if name is None:
         raise ConfigError("name the run to follow: tandem eval --follow RUN")

@@ -123,6 +123,8 @@ class Trainer:
         Raises:
             ConfigError: a key, a value, rows or a function that cannot be taken, with the remedy.
         """
+        if not isinstance(options or {}, Mapping):
+            raise ConfigError(f"options is a {type(options).__name__}; give a dict of keys and values")
         self.options: dict[str, Any] = {**dict(flat(options or {})), **dict(flat(keys))}
         usual = TRAINING[self.command].config()
         place = (usual.run.root, usual.experiment_name, usual.trial_name)
@@ -178,6 +180,8 @@ class Trainer:
         return kind.from_pretrained(checkpoint)
 
     def _rows(self, name: str, rows: Any) -> Path:
+        if not isinstance(rows, Iterable):
+            raise ConfigError(f"{name} is a {type(rows).__name__}; give a list of dicts, one for each row")
         lines = []
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
@@ -187,6 +191,8 @@ class Trainer:
             except (TypeError, ValueError) as error:
                 column = next(column for column, value in row.items() if not _is_plain(value))
                 raise ConfigError(f"{name}: {column!r} of row {number} cannot be written as JSON: {error}") from error
+        if not lines:
+            raise ConfigError(f"{name} has no rows; give a list of dicts, one for each row")
         return self._file(f"{name}.jsonl", "".join(lines))
 
     def _file(self, name: str, text: str) -> Path:
@@ -251,6 +257,9 @@ class GRPOTrainer(Trainer):
 
     def _rewards(self) -> None:
         taken: set[str] = set()
+        for one in self._functions:
+            if not isinstance(one, str) and not callable(one):
+                raise ConfigError(f"reward_funcs: {one!r:.80} is no function, and no text such as 'math'")
         texts = [one if isinstance(one, str) else self._function(one, taken) for one in self._functions]
         terms = [text if weight == 1 else f"{weight!r}*{text}" for text, weight in zip(texts, self._weights, strict=True)]
         if terms:

@@ -7,14 +7,28 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from tandem.config.commands import KINDS
 from tandem.config.errors import TandemError
+from tandem.config.keys import leaves
 
 STEPS = 3
 """The first one warms up; the others are measured."""
 
 QUIET = {"checkpoint.every_steps": "null", "checkpoint.at_end": "false", "tracking.sinks": "[]", "recover.max_restarts": "0"}
 """So a probe saves nothing, opens no sink, and is not begun again."""
+
+READ_WITH = {
+    "checkpoint.every_steps": (
+        *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
+        *("checkpoint.on_error", "checkpoint.asynchronous"),
+    ),
+    "tracking.sinks": ("tracking.project",),
+    "evaluate.every_steps": ("checkpoint.keep_best",),
+    "rollout.verify.every_steps": ("rollout.verify.trajectories", "rollout.verify.tolerance"),
+}
+"""Keys that nothing reads where another is off, and which are refused then unless they are as by default."""
 
 PARTS = ("generate", "rows", "score", "train", "update_weights", "switch")
 """The parts of a step, by their names in the metrics: `time/NAME_s`."""
@@ -28,7 +42,14 @@ def quiet(command: str, besides: Iterable[str] = ()) -> list[str]:
     """Values without the work that only some steps have, or a run as a whole; keys that are given ``besides`` stay."""
     often = ["evaluate", *(["rollout.verify"] if command in ("train", "distill") else [])]
     values = QUIET | {f"{name}.every_steps": "null" for name in often}
-    return [f"{key}={value}" for key, value in values.items() if key not in besides]
+    values = {key: value for key, value in values.items() if key not in besides}
+    usual = dict(leaves(KINDS[command]()))
+    unread = [key for off in values for key in READ_WITH.get(off, ())]
+    return [f"{key}={value}" for key, value in (values | {key: _written(usual[key]) for key in unread}).items()]
+
+
+def _written(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
 
 
 def measure(command: str, arguments: Sequence[str]) -> dict[str, float]:

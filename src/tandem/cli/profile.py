@@ -8,9 +8,11 @@ examples:
 """
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tandem.cli import probe
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         scratch = tempfile.TemporaryDirectory(prefix=".run-", dir=into)
     except OSError as error:
         raise ConfigError(f"--into {into} cannot be written: {error.strerror}") from error
-    with scratch as root:
+    with _removed_if_empty(into), scratch as root:
         arguments.into = into
         more = [f"run.root={root}", *pins(resolved)]
         if trainer_ranks(config) > 1:
@@ -59,6 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
             return run_group([sys.executable, "-P", "-m", "tandem", *words], config)
         arguments.arguments += more
         return _profile(arguments)
+
+
+@contextlib.contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Afterwards the folder is gone if no trace was written into it."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _profile(arguments: argparse.Namespace) -> int:

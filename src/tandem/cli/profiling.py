@@ -79,8 +79,9 @@ def _head(profiler: Profiler, cores: float, table: ProfileTable) -> Iterator[str
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     of = f", of rank 0 (of {ranks}; the others are in their traces)" if ranks > 1 else ""
     where = "its GPU" if table.on_gpu else "a core" if cores == 1 else f"{cores:g} cores"
-    steps = f"steps {profiler.recorded[0]} to {profiler.recorded[-1]}"
-    yield f"Means of {steps}{of}. Idle: the share in which {where} did nothing for this run."
+    first, last = profiler.recorded[0], profiler.recorded[-1]
+    steps = f"Step {first}" if first == last else f"Means of steps {first} to {last}"
+    yield f"{steps}{of}. Idle: the share in which {where} did nothing for this run."
     if profiler.plain is None:
         yield f"A step took {table.step_s:.3f} s with the profiler; the run has too few steps to time one without it."
         return

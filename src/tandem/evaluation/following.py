@@ -20,11 +20,13 @@ from tandem.config.evaluation import EvaluationConfig, load_evaluation
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.services import NAMED
+from tandem.config.yaml_file import COMMAND_LINE, Assignment, Scalar
 from tandem.data.dataset import load_dataset
 from tandem.evaluation.questions import Questions, row_digest
 from tandem.evaluation.run import evaluate_questions
 from tandem.evaluation.scores import metrics_of
 from tandem.flow.parts import validation_config
+from tandem.models.families import use_family
 from tandem.state.existing import checkpoints, existing_run, rows_of, status_now, step_of
 from tandem.state.export import checkpoint_of
 from tandem.state.named import named_run, no_run
@@ -49,6 +51,8 @@ def follow(name: str, overrides: Sequence[Any] = (), look_s: float = LOOK_S) -> 
     run = named_run(name)
     if run is None:
         raise ConfigError(no_run(name))
+    if run.step is not None:
+        raise ConfigError(f"{name}: a run is followed from its beginning; leave @{run.step} out")
     folder = run.folder
     config = load_config(TrainConfig, folder / "config.yaml").config
     every = config.evaluate.every_steps
@@ -56,6 +60,8 @@ def follow(name: str, overrides: Sequence[Any] = (), look_s: float = LOOK_S) -> 
         raise ConfigError(
             f"{folder}: evaluate.every_steps is null, so the run has no evaluation; set it in its configuration"
         )
+    if config.extend.model_family is not None:
+        use_family(config.extend.model_family)
     questions, base = _questions(config), _base(config, overrides)
     done = {row.get("step") for row in rows_of(folder / FIGURES)}
     while True:
@@ -101,11 +107,13 @@ def _questions(config: TrainConfig) -> list[Questions]:
 
 def _base(config: TrainConfig, overrides: Sequence[Any]) -> EvaluationConfig:
     """The run's evaluation without its model."""
-    asked = load_evaluation(None, ["model=a-checkpoint", "data=[{path: the-run}]", *overrides])
+    told = [("model", Scalar("a-checkpoint", "a-checkpoint")), ("data", [{"path": Scalar("the-run", "the-run")}])]
+    asked = load_evaluation(None, [*(Assignment((key,), value, "the run") for key, value in told), *overrides])
     for key, source in asked.sources.items():
-        if source == "command line" and key not in ("model", "data") and not key.startswith(FREE):
-            raise ConfigError(f"{key} is the run's to say; with --follow these may be set: device, dtype, threads, engine.*")
-    own = {key.partition(".")[0] for key, source in asked.sources.items() if source == "command line"}
+        if source == COMMAND_LINE and not key.startswith(FREE):
+            free = ", ".join(name + "*" if name.endswith(".") else name for name in FREE)
+            raise ConfigError(f"{key} is the run's to say; with --follow these may be set: {free}")
+    own = {key.partition(".")[0] for key, source in asked.sources.items() if source == COMMAND_LINE}
     machine = {} if "dtype" in own else {"dtype": config.rollout.dtype}
     machine |= {} if "device" in own else {"device": config.device}
     return replace(

@@ -166,6 +166,11 @@ def trace(step: Callable[..., Any], roles: Iterable[Role]) -> Iterator[Stage]:
     except ConfigError:
         raise
     except Exception as error:  # boundary: a script's step
+        if isinstance(error, AttributeError) and error.obj is None:
+            raise TraceError(
+                f"a step asked for .{error.name} of None: a role that this run does not have is None, such as the verifier; "
+                "ask whether it is there, as in `if run.verifier is not None`"
+            ) from error
         raise TraceError(
             f"a step may not read values: it failed while it was traced, before any batch or metric is there: "
             f"{kind_and_text(error)}"

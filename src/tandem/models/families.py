@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.extensions import own_object
+from tandem.api.plugins import in_user_code
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 
@@ -73,6 +74,8 @@ def _load(spec: str) -> None:
         return
     term, family = own_object(spec, KEY)
     file, _, name = term.name.rpartition(":")
+    if term.arguments:
+        raise ConfigError(f"{KEY}={spec}: a family has no knobs; name it as {term.name}")
     if not isinstance(family, ModelFamily):
         raise ConfigError(
             f"{KEY}={spec}: {name} in {file} is a {type(family).__name__}; write {name} = ModelFamily(model_type, like=…)"
@@ -104,9 +107,13 @@ def with_facts(family: ModelFamily, config: Any, usual: Any) -> Mapping[str, Any
     """The facts of a family for a configuration. ``usual``: the architecture without them.
 
     Raises:
-        ConfigError: a fact that an architecture does not have.
+        ConfigError: a fact that an architecture does not have; or the user's function raised, or gave no dict.
     """
-    found = family.facts(config)
+    found = in_user_code(f"{KEY}: facts of {family.model_type}", family.facts, config)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"{KEY}: facts of the family {family.model_type} gave a {type(found).__name__}; return a dict of facts"
+        )
     known = [field.name for field in fields(usual)]
     wrong = next((name for name in found if name not in known), None)
     if wrong is not None:

@@ -234,7 +234,9 @@ def timeline(folder: Path, step: int) -> list[list[tuple[str, str, float, float]
     try:
         ranks = json.loads(line)["ranks"]
         spans = [[(str(role), str(stage), float(a), float(b)) for role, stage, a, b in rank] for rank in ranks]
-    except (ValueError, KeyError, TypeError, RecursionError):  # none, or torn
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):  # none, or torn
+        return []
+    if not all(math.isfinite(span[2]) and math.isfinite(span[3]) for rank in spans for span in rank):
         return []
     began = min((span[2] for rank in spans for span in rank), default=0.0)
     return [[(role, stage, round(a - began, 4), round(b - began, 4)) for role, stage, a, b in rank] for rank in spans]
