@@ -31,9 +31,12 @@ FOR_PEOPLE = {
     "launch/local.py:watch": "the same",
     "view/columns.py:_unpack": "the age of an unpacked file in the cache, of which older ones make room",
     "cli/fleet.py:show": "how long ago, for `tandem fleet list`; never negative",
-    "engines/inference/fleet/roster.py:write": "the time of a row of fleet.jsonl",
+    "cli/profile.py:run": "the name of a profile's folder",
+    "engines/inference/fleet/roster.py:_write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
     "engines/inference/serve/service.py:EngineService": "`created` of OpenAI's protocol",
+    "evaluation/following.py:follow": "the time of a row of evaluations.jsonl",
+    "flow/pool.py:run": "where a stage lies in the timeline of a step",
     "protocol/dialects/chat.py:_frame": "`created` of OpenAI's protocol",
     "protocol/dialects/responses.py:_frame": "`created_at` of OpenAI's protocol",
     "rollout/program.py:_program": "when the time of a program is over, for the program, whose clock is another",
@@ -41,6 +44,9 @@ FOR_PEOPLE = {
     "state/control.py:record": "the time of a row of control.jsonl",
     "state/existing.py:silent_s": "for how long a run on another machine has written nothing, for `tandem runs`",
     "state/run_folder.py:now": "when a run began and ended",
+    "tracking/profiler.py:_use": "where a stage lies in torch's trace, which has the time of day",
+    "tracking/sinks/prometheus.py:log": "when the last step was logged",
+    "tracking/statistics.py:__call__": "where a stage lies in the timeline of a step",
     "tracking/tracker.py:log": "the time of a row of metrics.jsonl",
 }
 """All places that ask for it, and what they tell people. They decide nothing of a run."""
