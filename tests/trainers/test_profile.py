@@ -208,10 +208,19 @@ def test_what_goes_with_saves_sinks_and_verification_in_a_file_is_no_obstacle(ov
     )
     words = [word for word in overrides if not word.startswith(("evaluate.", "rollout.verify."))]
     for more in ([], ["checkpoint.keep_last=5"], ["checkpoint.every_steps=1"]):
-        load_config(TrainConfig, file, [*words, *more, *quiet("train", besides={word.partition("=")[0] for word in more})])
+        besides = {word.partition("=")[0] for word in more}
+        load_config(TrainConfig, file, [*words, *more, *quiet(TrainConfig(), besides)])
     into = tmp_path / "traces"
     assert main(["profile", str(file), *words, "total_train_steps=1", "--into", str(into)]) == 2
     assert "a profile needs two steps" in capsys.readouterr().err and not into.exists()
+
+
+def test_the_reward_of_a_run_that_votes_is_left_out_with_its_evaluation(overrides):
+    words = [word for word in overrides if not word.startswith(("evaluate.", "gconfig.n_samples"))]
+    words += ["algorithm=ttrl", "evaluate.every_steps=2"]
+    written = load_config(TrainConfig, None, words).config
+    measured = load_config(TrainConfig, None, [*words, *quiet(written)]).config
+    assert written.reward != measured.reward == TrainConfig.reward and measured.evaluate.every_steps is None
 
 
 def test_a_run_on_ray_is_refused(overrides, capsys):

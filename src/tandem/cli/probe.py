@@ -9,9 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tandem.cli.arguments import split_arguments
 from tandem.config.commands import KINDS
 from tandem.config.errors import TandemError
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.keys import leaves
+from tandem.config.load import load_config
 
 STEPS = 3
 """The first one warms up; the others are measured."""
@@ -38,13 +41,15 @@ class ProbeFailed(TandemError):
     """The run ended before the steps were done."""
 
 
-def quiet(command: str, besides: Iterable[str] = ()) -> list[str]:
+def quiet(config: BaseConfig, besides: Iterable[str] = ()) -> list[str]:
     """Values without the work that only some steps have, or a run as a whole; keys that are given ``besides`` stay."""
-    often = ["evaluate", *(["rollout.verify"] if command in ("train", "distill") else [])]
-    values = QUIET | {f"{name}.every_steps": "null" for name in often}
+    usual = dict(leaves(type(config)()))
+    values = QUIET | {key: "null" for key in ("evaluate.every_steps", "rollout.verify.every_steps") if key in usual}
     values = {key: value for key, value in values.items() if key not in besides}
-    usual = dict(leaves(KINDS[command]()))
     unread = [key for off in values for key in READ_WITH.get(off, ())]
+    votes = isinstance(config, TrainConfig) and config.algorithm.labels == "majority"
+    if votes and "evaluate.every_steps" in values:
+        unread.append("reward")  # a vote rewards the training samples; the rest was for evaluation
     return [f"{key}={value}" for key, value in (values | {key: _written(usual[key]) for key in unread}).items()]
 
 
@@ -61,7 +66,7 @@ def measure(command: str, arguments: Sequence[str]) -> dict[str, float]:
         ProbeFailed: the run failed; it has said why.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-probe-") as folder:
-        given = [*arguments, *quiet(command), f"run.root={folder}"]
+        given = [*arguments, *quiet(load_config(KINDS[command], *split_arguments(arguments)).config), f"run.root={folder}"]
         program = [sys.executable, "-P", "-m", "tandem", command, *given, "--until", str(STEPS)]
         code = subprocess.run(program, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode
         files = list(Path(folder).glob("*/*/metrics.jsonl"))

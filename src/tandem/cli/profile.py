@@ -21,6 +21,7 @@ from tandem.cli.running import resolve, run_group
 from tandem.config.arithmetic import trainer_ranks
 from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
+from tandem.config.load import load_config
 from tandem.launch.local import is_rank
 from tandem.state.named import pins
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the steps here, or starts the ranks, each of which comes here again."""
     file, given = split_arguments(arguments.arguments)
-    quiet = probe.quiet(arguments.kind, besides={text.partition("=")[0] for text in given})
+    written = load_config(KINDS[arguments.kind], file, given).config
+    quiet = probe.quiet(written, besides={text.partition("=")[0] for text in given})
     arguments.arguments = [*([file] if file else []), *given, *quiet]
     resolved = resolve(arguments, KINDS[arguments.kind])
     config = resolved.config

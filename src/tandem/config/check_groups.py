@@ -64,8 +64,7 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             f"workflow=multi_turn asks after each turn whether the answer is right, which {key} cannot know; "
             "use workflow=rlvr"
         )
-    no_evaluation = config.evaluate.every_steps is None and "evaluate.every_steps" not in written
-    if "reward" in written and config.reward != TrainConfig.reward and no_evaluation:
+    if "reward" in written and config.reward != TrainConfig.reward and config.evaluate.every_steps is None:
         yield (
             f"reward={config.reward} is not used, because {key} judges by the vote and evaluate.every_steps is null; "
             "leave one of them out"

@@ -9,9 +9,8 @@ from typing import Any
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.extensions import OwnClass, own_class, own_function
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.extend import ExtendConfig
 from tandem.config.fleet import INSIDE
-from tandem.config.preference import DistillConfig
 from tandem.models.families import use_family
 
 TRAIN_GIVEN = ["config", "total_steps", "device", "process_group", "head", "key", "trained", "adapter", "trunk", "label"]
@@ -25,14 +24,13 @@ CHANNEL_GIVEN = ["parent", "base", "keep", "keep_parent", "device"]
 """The arguments of `DiskChannel`, and the trainer's device."""
 
 
-def load_extensions(config: BaseConfig, step: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
+def load_extensions(extend: ExtendConfig, backend: str, step: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
     """Checks all that the configuration names, and brings its family of models in; returns its step, if it has one.
-    ``step``: that of a script, which is returned otherwise.
+    ``backend``: `rollout.backend`; ``step``: that of a script, which is returned otherwise.
 
     Raises:
         ConfigError: see `own_class`, `own_function` and `use_family`; or there are two steps.
     """
-    extend = config.extend
     if extend.model_family is not None:
         use_family(extend.model_family)
     if extend.train_engine is not None:
@@ -40,7 +38,7 @@ def load_extensions(config: BaseConfig, step: Callable[..., Any] | None = None) 
     if extend.weight_channel is not None:
         own_weight_channel(extend.weight_channel)
     if extend.inference_engine is not None:
-        own_inference_engine(config)
+        own_inference_engine(extend.inference_engine, backend)
     if extend.step is None:
         return step
     if step is not None:
@@ -60,15 +58,13 @@ def own_weight_channel(spec: str) -> OwnClass:
     return own_class(spec, "extend.weight_channel", WeightChannel, CHANNEL_GIVEN)
 
 
-def own_inference_engine(config: BaseConfig) -> OwnClass:
-    """The class of `extend.inference_engine`.
+def own_inference_engine(spec: str, backend: str) -> OwnClass:
+    """The class of `extend.inference_engine`. ``backend``: `rollout.backend`.
 
     Raises:
         ConfigError: see `own_class`; or `rollout.backend` names an engine that it does not ask for.
     """
-    spec = str(config.extend.inference_engine)
     own = own_class(spec, "extend.inference_engine", InferenceEngine, INFERENCE_GIVEN)
-    backend = config.rollout.backend if isinstance(config, TrainConfig | DistillConfig) else "auto"
     if "engine" not in own.asked and backend not in INSIDE:
         raise ConfigError(
             f"rollout.backend={backend} would not be used: the class of extend.inference_engine={spec} has no argument "

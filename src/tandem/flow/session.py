@@ -331,7 +331,7 @@ def _own_engine(
 ) -> InferenceEngine:
     """The engine of the user's class. ``build``: makes that of `rollout.backend`, which it may ask for, and which is closed
     if it cannot be made."""
-    own = own_inference_engine(config)
+    own = own_inference_engine(str(config.extend.inference_engine), config.rollout.backend)
     engine = build() if "engine" in own.asked else None
     try:
         made: InferenceEngine = own(
