@@ -1,4 +1,4 @@
-"""What a few requests ask for beside their tokens: a grammar, the most probable tokens, the probabilities of their prompt.
+"""Wishes of a few requests beside their tokens: a grammar, the most probable tokens, the probabilities of their prompt.
 
 The rows of such requests are watched: the host does more for them. A batch without one passes by.
 """
@@ -21,7 +21,7 @@ _SCORED = 128
 
 
 class Extras:
-    """What one request asks for beside its tokens, and what was found of it so far."""
+    """All that one request asks for beside its tokens, and what was found of it so far."""
 
     def __init__(self, request: LLMRequest, grammars: Grammars):
         """Raises `DataFailure` for a grammar that cannot be enforced."""
