@@ -112,7 +112,7 @@ def sample(
 
 
 class SamplingTable:
-    """How running sequences sample: a line for each of ``count`` slots, on the host; what is asked for goes to ``device``.
+    """Settings of running sequences: a line for each of ``count`` slots, on the host; what is asked for goes to ``device``.
 
     ``eos``: the model's own stop tokens.
     """

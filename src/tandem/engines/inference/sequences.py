@@ -74,7 +74,7 @@ class Sequence:
     """``[hidden]`` of the last token of its own prompt, once that is computed, until its first token is drawn from it."""
 
     extras: Extras | None = None
-    """What it asks for beside its tokens; None: nothing."""
+    """Wishes beside its tokens; None: it has none."""
 
     def last_hidden(self) -> torch.Tensor:
         """Takes the hidden state of the last token of its prompt, which has been computed."""

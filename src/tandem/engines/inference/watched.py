@@ -38,7 +38,7 @@ class Extras:
 
     @classmethod
     def of(cls, request: LLMRequest, grammars: Grammars) -> "Extras | None":
-        """None where the request asks for its tokens alone. Raises `DataFailure` for a grammar that cannot be enforced."""
+        """Those of a request; None where it asks for its tokens alone. Raises `DataFailure` as the class does."""
         asks = request.grammar or request.top_logprobs or request.scores_prompt
         return cls(request, grammars) if asks else None
 
@@ -120,5 +120,5 @@ class TopRows(NamedTuple):
 
 
 def _pairs(logprobs: torch.Tensor, tokens: torch.Tensor) -> list[TopTokens]:
-    """Of each row of ``[n, K]``."""
+    """Pairs of each row of ``[n, K]``."""
     return [tuple(zip(*both, strict=True)) for both in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
