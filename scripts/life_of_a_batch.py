@@ -106,6 +106,7 @@ BESIDE = {
         "engines/inference/grammars",
         "engines/inference/tower",
         "engines/inference/stopping",
+        "engines/inference/watched",
         "engines/train/asleep",
         "roles/critic",
         "rollout/ranks",

@@ -113,7 +113,7 @@ def test_the_life_of_a_batch_names_the_files_and_their_lengths():
 def test_from_prompt_to_gradient_it_is_a_short_walk():
     script = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))
     assert len(script["WALK"]) <= 8
-    assert sum(script["lines"](name) for name, _ in script["WALK"]) <= 1630
+    assert sum(script["lines"](name) for name, _ in script["WALK"]) <= 1600
 
 
 def test_the_brackets_of_the_walk_are_all_files_that_it_calls_and_grow_no_longer():
@@ -122,7 +122,7 @@ def test_the_brackets_of_the_walk_are_all_files_that_it_calls_and_grow_no_longer
     named = re.findall(r"`(\w+\.py)`", " ".join(text for _, text in script["WALK"]))
     assert sorted(named) == sorted(Path(name).name for name in brackets)
     assert len(walk + brackets) <= 16
-    assert sum(map(script["lines"], walk + brackets)) <= 3260
+    assert sum(map(script["lines"], walk + brackets)) <= 3130
 
 
 def test_what_stands_beside_the_walk_is_imported_by_it():

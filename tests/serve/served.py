@@ -8,11 +8,10 @@ import threading
 
 import torch
 
-from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.serve.limits import ServiceLimits

@@ -34,7 +34,7 @@ from tandem.weights.disk import DiskChannel
 warm = DiskChannel(Path(sys.argv[1]) / "warm")
 warm.put(list(masters.items())[:2], torch.bfloat16)
 warm.close()
-channel = DiskChannel(Path(sys.argv[1]) / "weights", shard_bytes=8 * MIB)
+channel = DiskChannel(Path(sys.argv[1]) / "weights")
 for dtype, size in ((torch.bfloat16, weights // 2), (torch.float32, weights)):
     print(peak_over(lambda: channel.put(masters.items(), dtype)) / size)
 channel.close()

@@ -162,3 +162,12 @@ class LLMResponse:
     def truncated(self) -> bool:
         """True where the completion was cut by its length."""
         return self.stop_reason == StopReason.LENGTH
+
+
+class NewTokens(NamedTuple):
+    """Tokens that were drawn since the last piece, of a request that goes on."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top: tuple[TopTokens, ...] = ()
+    """The most probable tokens, see `LLMResponse.top`."""

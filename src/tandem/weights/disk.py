@@ -27,7 +27,7 @@ from tandem.weights.channel import Delivery, WeightChannel
 log = logging.getLogger(__name__)
 MIB = 2**20
 
-SHARD_BYTES = 32 * MIB
+SHARD_BYTES = 8 * MIB
 """A file is closed once it has this much: what did not change is known file by file."""
 
 FILE = "model-{:05}.safetensors"

@@ -125,6 +125,13 @@ def test_packed_equals_transformers_one_by_one_in_values_and_gradients(folder):
             assert (one.grad - other.grad).abs().max() <= 2e-5 * max(1.0, float(other.grad.abs().max())), name
 
 
+def rows_are_alike():
+    """A row of a matrix product is the same to the bit in every place and among any number of others."""
+    row, matrix = torch.randn(1, 32), torch.randn(32, 64)
+    found = [row.expand(n, -1) @ matrix for n in range(2, 40)]
+    return all(torch.equal(one, found[0][:1].expand_as(one)) for one in found)
+
+
 def test_equal_tokens_with_other_media_never_share(folder):
     tokenizer, model = load_tokenizer(folder), load_causal_lm(folder)
     a = some_media(tokenizer, 0)
@@ -136,7 +143,11 @@ def test_equal_tokens_with_other_media_never_share(folder):
 
     assert batch["input_ids"].chunk(3)[0].equal(batch["input_ids"].chunk(3)[1])
     assert len(layout.ids) == layout.total - len(one) + 3, "the same picture is shared, the other one is not"
-    torch.testing.assert_close(one, again, atol=1e-5, rtol=1e-5)
+    places = layout.place.chunk(3)
+    assert torch.equal(places[0][:-3], places[2][:-3]), "of what comes before the answer both read the same states"
+    # Their own tokens go through the same products in other rows. To the bit with MKL's kernels for AVX-512; with those for
+    # AVX2 up to 4.8e-7 apart, one unit of the last place, and so they were before Qwen3-VL came.
+    assert (one - again).abs().max() <= (0 if rows_are_alike() else 1e-6)
     assert (one - other).abs().max() > 1e-3
     for prompt, whole in zip(prompts, (one, other), strict=False):
         alone = model(model.lay_out(**packed(tokenizer, [prompt]))).logprobs

@@ -6,23 +6,12 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import NamedTuple
 
 from tandem.api.failures import EngineDied
-from tandem.api.requests import LLMRequest, LLMResponse, TopTokens
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens
 
 Result = tuple[int, LLMResponse | Exception]
 """Number of a request, and what became of it."""
-
-
-class NewTokens(NamedTuple):
-    """Tokens that were drawn since the last piece, of a request that goes on."""
-
-    output_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top: tuple[TopTokens, ...] = ()
-    """The most probable tokens, see `LLMResponse.top`."""
-
 
 _Settled = list[tuple[asyncio.Future[LLMResponse], LLMResponse | Exception]]
 

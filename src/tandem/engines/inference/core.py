@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.activity import span
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
-from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
 from tandem.config.engine_memory import chunk_tokens, places
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import NewTokens, Result
+from tandem.engines.inference.callers import Result
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
 from tandem.engines.inference.grammars import Grammars
 from tandem.engines.inference.kv_cache import make_cache
@@ -29,6 +29,7 @@ from tandem.engines.inference.scheduler import Scheduler
 from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, SlotBatch, Slots
 from tandem.engines.inference.stopping import StopText
 from tandem.engines.inference.tower import Tower
+from tandem.engines.inference.watched import Extras
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.media.families import family_of
@@ -40,10 +41,6 @@ Finished = list[Result]
 _EAGER_PREFILL = 4
 """A decode step is put off while more than one in so many running sequences still waits for its first token: a step costs
 nearly the same for few sequences as for many."""
-
-
-_SCORED = 128
-"""Tokens of a prompt whose log-probabilities are computed together: a row of the vocabulary for each."""
 
 
 class EngineCore:
@@ -117,8 +114,8 @@ class EngineCore:
         stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
         positions = None if self._tower is None else self._tower.positions(request)
-        matcher = self._grammars.matcher(request.grammar) if request.grammar else None
-        sequence = Sequence(request_id, request, limit, deadline, stop, positions, matcher=matcher)
+        extras = Extras.of(request, self._grammars)
+        sequence = Sequence(request_id, request, limit, deadline, stop, positions, extras=extras)
         needed = self._scheduler.needed(sequence)
         if needed > self.cache.budget_tokens:
             raise DataFailure(
@@ -189,8 +186,8 @@ class EngineCore:
             else:
                 request = sequence.request
                 response = LLMResponse(request.input_ids, (), (), (), reason, request.gconfig.temperature)
-            failure = sequence.matcher and sequence.matcher.failure
-            finished.append((sequence.request_id, failure or replace(response, timing=sequence.clock.timing())))
+            response = replace(response, timing=sequence.clock.timing())
+            finished.append((sequence.request_id, sequence.extras.result(response) if sequence.extras else response))
         if ended:
             self._scheduler.end([sequence for sequence, _ in ended])
         return finished
@@ -224,31 +221,9 @@ class EngineCore:
             shown = self._tower.shown(
                 (job.media, piece.start, piece.count) for job, piece in zip(taken, pieces, strict=True)
             )
-        complete = []
-        for job, hidden in self.passes.prefill(self.weights, taken, pieces, shown):
-            if job.scored is not None:
-                self._score(job.scored, hidden, job.done)
-            if job.done == len(job.tokens):
-                job.owner.hidden = hidden[-1]
-                complete.append(job)
+        complete = self.passes.prefill(self.weights, taken, pieces, shown)
         self._counters[counter] += sum(piece.count for piece in pieces)
         return complete
-
-    def _score(self, sequence: Sequence, hidden: torch.Tensor, done: int) -> None:
-        """Writes down the log-probabilities of the prompt's tokens behind these, whose states are ``hidden [n, hidden]``; so
-        many of the prompt are computed now."""
-        assert self.weights is not None
-        request, scores = sequence.request, sequence.prompt_scores
-        start, most = done - len(hidden), min(request.top_logprobs, self._architecture.vocab_size)
-        del scores[start:]  # the weights changed on the way, and it began again
-        following = torch.tensor(request.input_ids[start + 1 : done + 1], device=self.device)
-        for states, tokens in zip(hidden[: len(following)].split(_SCORED), following.split(_SCORED), strict=True):
-            logits = self.passes.decoder.logits(self.weights, states).float()
-            logprobs = torch.log_softmax(logits / request.gconfig.temperature, dim=-1)  # [n, V]
-            chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
-            top = logprobs.topk(most)
-            pairs = [tuple(zip(*both, strict=True)) for both in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-            scores += zip(chosen, pairs, strict=True)
 
     def _decode(self) -> Finished:
         """The next token of every sequence that decodes."""
@@ -268,9 +243,10 @@ class EngineCore:
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
         """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
-        read = self._read() if batch.has_grammar else []  # what may come next depends on them
+        at_once = batch.watched is not None and batch.watched.needs_tokens
+        read = self._read() if at_once else []
         self.slots.draw(batch, logits, self.version.number)
-        if not self._late or batch.has_grammar:
+        if not self._late or at_once:
             return read + self._read()
         self._scheduler.leave(self.slots.at_limit(batch))  # before it is known what they drew
         return []

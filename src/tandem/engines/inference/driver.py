@@ -21,10 +21,10 @@ import torch
 from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed, WrongWorkflow
 from tandem.api.profile import ProcessProfile
-from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import kind_and_text
-from tandem.engines.inference.callers import NewTokens, Result
+from tandem.engines.inference.callers import Result
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.fused_weights import NewWeights
 from tandem.engines.inference.staging import stage_update

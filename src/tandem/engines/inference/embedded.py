@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import kind_and_text
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Callers, NewTokens
+from tandem.engines.inference.callers import Callers
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver

@@ -55,15 +55,17 @@ class Matcher:
 
     def __init__(self, matcher: Any, vocab_size: int, stops: Sequence[int]):
         self._matcher, self._vocab_size, self._stops = matcher, vocab_size, list(stops)
-        self._taken = 0
+        self._new: list[int] = []
         self.failure: DataFailure | None = None
         """The grammar could not be followed to the end, which the response would hide."""
 
-    def allowed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens that may come behind ``tokens``, all that were drawn so far: bool ``[V]``, at least one. After a
-        `failure` those that end the completion."""
-        new = tokens[self._taken :].tolist()
-        self._taken += len(new)
+    def take(self, token: int) -> None:
+        """The next token of the completion."""
+        self._new.append(token)
+
+    def allowed(self) -> torch.Tensor:
+        """The tokens that may come next: bool ``[V]``, at least one. After a `failure` those that end the completion."""
+        new, self._new = self._new, []
         self._matcher.consume_tokens(new)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
@@ -79,7 +81,7 @@ class Grammars:
 
     def __init__(self, folder: Path, vocab_size: int, stops: Sequence[int]):
         """``stops``: the tokens that end a completion."""
-        self._folder, self._vocab_size, self._stops = folder, vocab_size, list(stops)
+        self._folder, self.vocab_size, self._stops = folder, vocab_size, list(stops)
         self._vocabulary: Any = None
 
     def matcher(self, grammar: str) -> Matcher:
@@ -93,7 +95,7 @@ class Grammars:
         if self._vocabulary is None:
             try:
                 tokenizer: Any = load_tokenizer(self._folder)
-                self._vocabulary = from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._stops)
+                self._vocabulary = from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=self._stops)
             except ValueError as error:
                 raise DataFailure("bad_grammar", f"grammars cannot be used with this model's tokenizer: {error}") from error
-        return Matcher(LLMatcher(self._vocabulary, grammar), self._vocab_size, self._stops)
+        return Matcher(LLMatcher(self._vocabulary, grammar), self.vocab_size, self._stops)

@@ -1,6 +1,7 @@
 """Passes of the model: over pieces of prompts packed end to end, and over the newest token of every sequence."""
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import torch
 
@@ -37,10 +38,9 @@ class Passes:
 
     def prefill(
         self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan], shown: Shown | None = None
-    ) -> list[tuple[Prefill, torch.Tensor]]:
-        """Computes one piece of each job; gives the jobs that are done now with the hidden state ``[1, hidden]`` of their
-        last token, and those that are scored with the states of all tokens of the piece. ``shown``: features of media among
-        the tokens of all pieces."""
+    ) -> list[Prefill]:
+        """Computes one piece of each job, and returns the jobs that are done now. Owners get the hidden state of their last
+        token; jobs with ``scored`` are scored. ``shown``: features of media among the tokens of all pieces."""
         if not jobs:
             return []
         tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
@@ -54,7 +54,7 @@ class Passes:
         for job, piece in zip(jobs, pieces, strict=True):
             job.done += piece.count
             end += piece.count
-            count = piece.count if job.scored else int(job.done == len(job.tokens))
+            count = int(job.done == len(job.tokens)) if job.scored is None else piece.count
             if count:
                 wanted.append(job)
                 keep += range(end - count, end)
@@ -69,7 +69,12 @@ class Passes:
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
         hidden = self.decoder.hidden(weights, tokens, positions, plan, kept, shown)
-        return list(zip(wanted, hidden.split(sizes), strict=True))
+        for job, own in zip(wanted, hidden.split(sizes), strict=True):
+            if job.scored is not None:
+                job.scored.score(own, job.done, partial(self.decoder.logits, weights))
+            if job.done == len(job.tokens):
+                job.owner.hidden = own[-1]
+        return [job for job in wanted if job.done == len(job.tokens)]
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
         """A row for each hidden state ``[hidden]``, ``[len(hidden), V]``; the same tensor given twice is computed once."""

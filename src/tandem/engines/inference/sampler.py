@@ -3,13 +3,18 @@
 The only passes over ``[B, V]`` are the softmax and the sum of the draw; the log-probability is read from the same softmax.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.drawing import draw_most_probable, draw_tokens
 from tandem.engines.inference.kernels import Kernels
+from tandem.models.upload import upload
+
+_NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -104,3 +109,72 @@ def sample(
         limited = forbidden.limited
         logprobs[limited] = logits[limited, tokens[limited]] - whole
     return tokens, logprobs
+
+
+class SamplingTable:
+    """Settings of running sequences: a line for each of ``count`` slots, on the host; what is asked for goes to ``device``.
+
+    ``eos``: the model's own stop tokens.
+    """
+
+    def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device):
+        self._vocab_size, self._eos, self._device = vocab_size, tuple(eos), device
+        self._temperatures, self._first_temperatures, self._top_p = torch.zeros(3, count)
+        self._minimums, self._top_k = torch.zeros(2, count, dtype=torch.long)
+        self._greedy = torch.zeros(count, dtype=torch.bool)
+        self._stop = torch.zeros(count, max(1, len(self._eos)), dtype=torch.long)
+
+    def set(self, slot: int, gconfig: GenerationConfig) -> None:
+        """A sequence takes the slot."""
+        first = gconfig.first_token_temperature
+        self._temperatures[slot], self._top_p[slot] = gconfig.temperature, gconfig.top_p
+        self._first_temperatures[slot] = gconfig.temperature if first is None else first
+        self._top_k[slot] = min(gconfig.top_k, self._vocab_size) if gconfig.top_k else self._vocab_size
+        self._greedy[slot], self._minimums[slot] = gconfig.greedy, gconfig.min_new_tokens
+        stop = sorted({*self._eos, *gconfig.stop_token_ids})
+        self._stop = widened(self._stop, len(stop), _NO_TOKEN)
+        self._stop[slot] = _NO_TOKEN
+        self._stop[slot, : len(stop)] = torch.tensor(stop, dtype=torch.long)
+
+    def rows(self, slots: torch.Tensor) -> SamplingRows:
+        """The sampling of the rows ``slots [B]``, without the facts that change from step to step."""
+        temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
+        greedy, first = self._greedy[slots], self._first_temperatures[slots]
+        differs = bool((first != temperatures).any())
+        truncated = ((top_p < 1.0) | (top_k < self._vocab_size)).nonzero().flatten()
+        truncates = len(truncated) > 0
+        return SamplingRows(
+            self._there(temperatures),
+            uniform_temperature=not differs and bool((temperatures == 1.0).all()),
+            first_temperatures=self._there(first) if differs else None,
+            greedy=self._there(greedy) if bool(greedy.any()) else None,
+            top_p=self._there(top_p) if truncates else None,
+            top_k=self._there(top_k) if truncates else None,
+            truncated=self._there(truncated) if truncates else None,
+            widest=int(top_k[truncated].max()) if truncates else None,
+            minimums=bool((self._minimums[slots] > 0).any()),
+        )
+
+    def forbidden(self, slots: torch.Tensor, counts: torch.Tensor) -> Forbidden | None:
+        """The stop tokens of the rows ``slots [B]`` that may not end yet, having drawn ``counts [B]`` tokens."""
+        stop = self._stop[slots]
+        early = (counts < self._minimums[slots])[:, None] & (stop != _NO_TOKEN)
+        rows, columns = early.nonzero(as_tuple=True)
+        pairs = rows, stop[rows, columns], rows.unique()
+        return Forbidden(*map(self._there, pairs)) if len(rows) else None
+
+    def stopped(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """True where one of ``tokens [B]`` ends its sequence; bool ``[B]``."""
+        return (tokens[:, None] == self._stop[slots]).any(dim=-1)
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, self._device)
+
+
+def widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:
+    """The table with at least so many columns."""
+    if columns <= table.shape[1]:
+        return table
+    wide = torch.full((len(table), max(columns, 2 * table.shape[1])), fill, dtype=table.dtype, device=table.device)
+    wide[:, : table.shape[1]] = table
+    return wide

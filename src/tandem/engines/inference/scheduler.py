@@ -68,10 +68,8 @@ class Scheduler:
             # By default it joins a prompt that others computed or will compute: it needs a row for its own tokens only.
             pool: Pool = "suffix"
             needs = [self.growth.capacity(0, sequence)]
-            if sequence.started and not self._prompts.computed(key):
-                # it gave way: its prompt and what it drew share a row
-                pool, needs = "whole", [self.growth.capacity(length, sequence)]
-            elif sequence.request.scores_prompt:  # every token of its prompt is computed: what others have is of no use
+            if sequence.request.scores_prompt or (sequence.started and not self._prompts.computed(key)):
+                # all of its prompt is computed here, or it gave way: its prompt and what it drew share a row
                 pool, needs = "whole", [self.growth.capacity(length, sequence)]
             elif key not in self._prompts and key not in new_prompts:
                 if self._prompts.wanted(key) > 1:  # it is the first of several: it brings the row of the prompt as well
@@ -105,7 +103,7 @@ class Scheduler:
             elif prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
                 self.ready.append(sequence)
         elif not sequence.started:
-            self.prefill.add(_whole_prompt(sequence, shared=not sequence.request.scores_prompt))
+            self.prefill.add(_whole_prompt(sequence))
         self.growth.watch(sequence)
         if sequence.started and len((lost := self._lost(sequence)).tokens):
             self.prefill.add(lost)
@@ -208,9 +206,10 @@ class Scheduler:
 
 
 def _whole_prompt(owner: Sequence | SharedPrompt, *, shared: bool = True) -> Prefill:
-    """The job that fills the owner's row with its prompt. ``shared``: others may copy what it computes."""
+    """The job that fills the owner's row with its prompt. ``shared``: others may copy it, if nobody scores it."""
     assert owner.row is not None
-    key = owner.request.key if shared else ()
+    scored = owner.extras if isinstance(owner, Sequence) and owner.request.scores_prompt else None
+    key = owner.request.key if shared and scored is None else ()
     return Prefill(
         torch.tensor(owner.request.input_ids),
         owner.row,
@@ -218,4 +217,5 @@ def _whole_prompt(owner: Sequence | SharedPrompt, *, shared: bool = True) -> Pre
         media=owner.request.media,
         positions=owner.positions,
         key=key,
+        scored=scored,
     )

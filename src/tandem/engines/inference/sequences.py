@@ -12,17 +12,14 @@ from typing import NamedTuple
 import torch
 
 from tandem.api.failures import NonFinite
-from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestClock, StopReason, TopTokens
-from tandem.engines.inference.callers import NewTokens
-from tandem.engines.inference.grammars import Matcher
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, NoiseKey, RequestClock, StopReason
 from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.kv_cache import Row
 from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
+from tandem.engines.inference.sampler import SamplingRows, SamplingTable, sample, widened
 from tandem.engines.inference.stopping import StopText
+from tandem.engines.inference.watched import Extras, TopRows, Watched
 from tandem.models.upload import Download, upload
-
-_NO_TOKEN = -1
 
 
 @dataclass(eq=False)
@@ -76,12 +73,8 @@ class Sequence:
     hidden: torch.Tensor | None = None
     """``[hidden]`` of the last token of its own prompt, once that is computed, until its first token is drawn from it."""
 
-    matcher: Matcher | None = None
-    """The rules of its tokens; None: it may draw any."""
-
-    top: list[TopTokens] = field(default_factory=list)
-    prompt_scores: list[tuple[float, TopTokens]] = field(default_factory=list)
-    """Log-probability and most probable tokens for each prompt token that was computed, but the first."""
+    extras: Extras | None = None
+    """Wishes beside its tokens; None: it has none."""
 
     def last_hidden(self) -> torch.Tensor:
         """Takes the hidden state of the last token of its prompt, which has been computed."""
@@ -129,12 +122,8 @@ class Prefill:
     gone: bool = False
     """Its row was given back, or may not be copied from."""
 
-    @property
-    def scored(self) -> "Sequence | None":
-        """The sequence that wants the log-probabilities of these tokens."""
-        owner = self.owner
-        wanted = isinstance(owner, Sequence) and owner.request.scores_prompt and not owner.started
-        return owner if isinstance(owner, Sequence) and wanted else None
+    scored: Extras | None = None
+    """Who wants the log-probabilities of these tokens."""
 
     def at(self, start: int, count: int) -> torch.Tensor:
         """Rotary positions of a piece of its tokens, ``[count]`` or ``[count, 3]``."""
@@ -158,13 +147,7 @@ class SlotBatch(NamedTuple):
     """The same on the device."""
 
     rows: SamplingRows
-    watched: list[int]
-    """Rows with a grammar, or whose most probable tokens are wanted: the few for which the host does more."""
-
-    @property
-    def has_grammar(self) -> bool:
-        """True if the host must know the tokens of some row before the next can be drawn."""
-        return any(self.sequences[row].matcher is not None for row in self.watched)
+    watched: Watched | None
 
 
 @dataclass(frozen=True)
@@ -182,7 +165,7 @@ class DrawnTokens:
     found: tuple[Download, ...]
     """Tokens and log-probabilities; from a device both in one float64 ``[2, B]``, which holds either exactly."""
 
-    top: "TopRows | None" = None
+    top: TopRows | None = None
 
     def home(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, on the host."""
@@ -192,24 +175,10 @@ class DrawnTokens:
         return both[0].long(), both[1].float()
 
 
-class TopRows(NamedTuple):
-    """The most probable tokens of some rows of a draw."""
-
-    rows: list[int]
-    logprobs: Download
-    tokens: Download
-
-    def pairs(self) -> dict[int, TopTokens]:
-        """By row, on the host."""
-        both = zip(self.logprobs.wait().tolist(), self.tokens.wait().tolist(), strict=True)
-        return {row: tuple(zip(ids, lps, strict=True)) for row, (lps, ids) in zip(self.rows, both, strict=True)}
-
-
 class Slots:
     """State of up to ``count`` running sequences. ``compiled``: kernels that draw; None: torch does."""
 
     def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device, compiled: Kernels | None):
-        self._vocab_size, self._eos = vocab_size, tuple(eos)
         self._device, self._compiled = device, compiled
         self._free = list(range(count - 1, -1, -1))
 
@@ -231,12 +200,8 @@ class Slots:
         self.offsets = table(torch.long)
         """Rotary positions, less `positions`."""
 
-        self._limits, self._minimums = table(torch.long), table(torch.long)
-        self._streams, self._top_k = table(torch.long), table(torch.long)
-        self._temperatures, self._top_p = table(torch.float32), table(torch.float32)
-        self._first_temperatures = table(torch.float32)
-        self._greedy = table(torch.bool)
-        self._stop = table(torch.long, max(1, len(self._eos)))
+        self._limits, self._streams = table(torch.long), table(torch.long)
+        self._sampling = SamplingTable(count, vocab_size, eos, device)
         self.unread: list[DrawnTokens] = []
         """Draws whose tokens the host has not seen yet; the oldest first."""
 
@@ -250,24 +215,15 @@ class Slots:
     def take(self, sequence: Sequence) -> None:
         slot = sequence.slot = self._free.pop()
         sequence.clock.mark("admitted")
-        request, gconfig = sequence.request, sequence.request.gconfig
+        request = sequence.request
         self.positions[slot], self.counts[slot], self._known[slot] = len(request.input_ids), 0, 0
-        self.offsets[slot] = sequence.offset
-        self._limits[slot], self._minimums[slot] = sequence.max_new_tokens, gconfig.min_new_tokens
+        self.offsets[slot], self._limits[slot] = sequence.offset, sequence.max_new_tokens
         key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
         self._streams[slot] = stream_of(key)
-        self._temperatures[slot], self._top_p[slot] = gconfig.temperature, gconfig.top_p
-        first = gconfig.first_token_temperature
-        self._first_temperatures[slot] = gconfig.temperature if first is None else first
-        self._top_k[slot] = min(gconfig.top_k, self._vocab_size) if gconfig.top_k else self._vocab_size
-        self._greedy[slot] = gconfig.greedy
-        stop = sorted({*self._eos, *gconfig.stop_token_ids})
-        self._stop = _widened(self._stop, len(stop), _NO_TOKEN)
-        self._stop[slot] = _NO_TOKEN
-        self._stop[slot, : len(stop)] = torch.tensor(stop, dtype=torch.long)
-        self._tokens = _widened(self._tokens, sequence.max_new_tokens, 0)
-        self._versions = _widened(self._versions, sequence.max_new_tokens, 0)
-        self._logprobs = _widened(self._logprobs, sequence.max_new_tokens, 0)
+        self._sampling.set(slot, request.gconfig)
+        self._tokens = widened(self._tokens, sequence.max_new_tokens, 0)
+        self._versions = widened(self._versions, sequence.max_new_tokens, 0)
+        self._logprobs = widened(self._logprobs, sequence.max_new_tokens, 0)
 
     def release(self, sequence: Sequence) -> None:
         self._free.append(sequence.slot)
@@ -276,68 +232,26 @@ class Slots:
     def batch(self, sequences: list[Sequence]) -> SlotBatch:
         """A batch of these sequences, for `draw`."""
         slots = torch.tensor([sequence.slot for sequence in sequences])
-        watched = [i for i, s in enumerate(sequences) if s.matcher is not None or s.request.top_logprobs]
-        return SlotBatch(sequences, slots, self._there(slots), self._sampling(slots), watched)
-
-    def _sampling(self, slots: torch.Tensor) -> SamplingRows:
-        """The sampling of the rows ``slots [B]``, on the device; `draw` adds the facts that change from step to step."""
-        temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
-        greedy, first = self._greedy[slots], self._first_temperatures[slots]
-        differs = bool((first != temperatures).any())
-        truncated = ((top_p < 1.0) | (top_k < self._vocab_size)).nonzero().flatten()
-        truncates = len(truncated) > 0
-        return SamplingRows(
-            self._there(temperatures),
-            uniform_temperature=not differs and bool((temperatures == 1.0).all()),
-            first_temperatures=self._there(first) if differs else None,
-            greedy=self._there(greedy) if bool(greedy.any()) else None,
-            top_p=self._there(top_p) if truncates else None,
-            top_k=self._there(top_k) if truncates else None,
-            truncated=self._there(truncated) if truncates else None,
-            widest=int(top_k[truncated].max()) if truncates else None,
-            minimums=bool((self._minimums[slots] > 0).any()),
-        )
+        watched = Watched.among((sequence.extras for sequence in sequences), self._device)
+        return SlotBatch(sequences, slots, self._there(slots), self._sampling.rows(slots), watched)
 
     def draw(self, batch: SlotBatch, logits: torch.Tensor, version: int) -> None:
         """Draws the next tokens from ``logits [B, V]`` on the device. The host waits for nothing; `record` does."""
         slots, rows = batch.slots, batch.rows
-        forbidden = self._forbidden(slots) if rows.minimums else None
         positions, counts = self.positions[slots], self.counts[slots]
+        forbidden = self._sampling.forbidden(slots, counts) if rows.minimums else None
         if rows.first_temperatures is not None:
             rows = replace(
                 rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
             )
         uniforms = self._there(uniform(self._streams[slots], positions))
-        watched, whole = batch.watched, None
-        if watched:
-            places = self._there(torch.tensor(watched))
-            whole = torch.log_softmax(logits[places].float() / rows.temperatures[places, None], dim=-1)  # [W, V]
-            self._mask(batch, logits)
-        found = sample(logits, uniforms, rows, forbidden, self._compiled)
-        if whole is not None:  # a grammar changes what is drawn, and not what its probability is said to be
-            found[1][places] = whole.gather(-1, found[0][places, None]).squeeze(-1)
+        given = logits, uniforms, rows, forbidden, self._compiled
+        found, top = (sample(*given), None) if batch.watched is None else batch.watched.sample(*given)
         self.last[batch.places] = found[0]
         sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
         self.positions[slots] += 1
         self.counts[slots] = counts + 1
-        top = None if whole is None else self._top(batch, whole)
         self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent)), top))
-
-    def _mask(self, batch: SlotBatch, logits: torch.Tensor) -> None:
-        """Takes out of ``logits [B, V]`` what grammars forbid. All tokens must have been read."""
-        for row in batch.watched:
-            sequence = batch.sequences[row]
-            if sequence.matcher is not None and sequence.slot >= 0:
-                forbidden = ~sequence.matcher.allowed(self.drawn(sequence))
-                logits[row].masked_fill_(self._there(forbidden), float("-inf"))
-
-    def _top(self, batch: SlotBatch, whole: torch.Tensor) -> TopRows | None:
-        """The most probable tokens in ``whole [W, V]``, as many as the request that wants most of them wants."""
-        most = max(batch.sequences[row].request.top_logprobs for row in batch.watched)
-        if not most:
-            return None
-        logprobs, tokens = whole.topk(min(most, self._vocab_size))
-        return TopRows(batch.watched, Download(logprobs), Download(tokens))
 
     def at_limit(self, batch: SlotBatch) -> list[Sequence]:
         """Those that have drawn all that they may."""
@@ -357,9 +271,8 @@ class Slots:
         drawn = self.unread.pop(0)
         tokens, logprobs = drawn.home()
         batch, slots, counts = drawn.sequences, drawn.slots, drawn.counts
-        for row, pairs in ({} if drawn.top is None else drawn.top.pairs()).items():
-            if batch[row].slot >= 0 and (wanted := batch[row].request.top_logprobs):
-                batch[row].top.append(pairs[:wanted])
+        if drawn.top is not None:
+            drawn.top.record(tokens)
         if len(left := [i for i, sequence in enumerate(batch) if sequence.slot >= 0]) < len(batch):
             batch = [batch[i] for i in left]
             tokens, logprobs, slots, counts = tokens[left], logprobs[left], slots[left], counts[left]
@@ -367,7 +280,7 @@ class Slots:
         self._logprobs[slots, counts] = logprobs
         self._versions[slots, counts] = drawn.version
         self._known[slots] = counts + 1
-        stopped = (tokens[:, None] == self._stop[slots]).any(dim=-1)
+        stopped = self._sampling.stopped(slots, tokens)
         full = (counts + 1 >= self._limits[slots]) & ~stopped
         ended = torch.stack((stopped, full, logprobs.isnan()))
         if not bool(ended.any()):
@@ -382,14 +295,6 @@ class Slots:
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         return upload(tensor, self._device)
 
-    def _forbidden(self, slots: torch.Tensor) -> Forbidden | None:
-        """The stop tokens of the rows that may not end yet."""
-        stop = self._stop[slots]
-        early = (self.counts[slots] < self._minimums[slots])[:, None] & (stop != _NO_TOKEN)
-        rows, columns = early.nonzero(as_tuple=True)
-        pairs = rows, stop[rows, columns], rows.unique()
-        return Forbidden(*map(self._there, pairs)) if len(rows) else None
-
     def num_drawn(self, sequence: Sequence) -> int:
         """Tokens drawn so far; none before it has a slot."""
         return int(self._known[sequence.slot]) if sequence.slot >= 0 else 0
@@ -402,7 +307,7 @@ class Slots:
         """Tokens from number ``start`` on, and their log-probabilities."""
         new = slice(start, int(self._known[sequence.slot]))
         tokens, logprobs = (table[sequence.slot, new].tolist() for table in (self._tokens, self._logprobs))
-        return NewTokens(tuple(tokens), tuple(logprobs), tuple(sequence.top[new]))
+        return NewTokens(tuple(tokens), tuple(logprobs), tuple(sequence.extras.top[new]) if sequence.extras else ())
 
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
         count = int(self._known[sequence.slot])
@@ -420,16 +325,4 @@ class Slots:
             reason,
             gconfig.temperature,
             untrained_tokens=min(count, int(hot)),
-            top=tuple(sequence.top),
-            prompt_logprobs=tuple(logprob for logprob, _ in sequence.prompt_scores),
-            prompt_top=tuple(top for _, top in sequence.prompt_scores) if request.top_logprobs else (),
         )
-
-
-def _widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:
-    """The table with at least so many columns."""
-    if columns <= table.shape[1]:
-        return table
-    wide = torch.full((len(table), max(columns, 2 * table.shape[1])), fill, dtype=table.dtype, device=table.device)
-    wide[:, : table.shape[1]] = table
-    return wide

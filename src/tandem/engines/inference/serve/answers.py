@@ -14,8 +14,7 @@ from typing import Any
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.requests import LLMResponse, StopReason, TopTokens
-from tandem.engines.inference.callers import NewTokens
+from tandem.api.requests import LLMResponse, NewTokens, StopReason, TopTokens
 from tandem.engines.inference.serve.questions import CompletionQuestion, chat_question, legacy_question
 from tandem.engines.inference.serve.service import EngineService, check_finished
 from tandem.engines.inference.serve.text import TextStream

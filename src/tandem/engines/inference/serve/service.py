@@ -12,10 +12,9 @@ from typing import Any
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, EngineDied, WaitTimeout
-from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.remote.tandem_server import PROTOCOL
 from tandem.engines.inference.serve.limits import ServiceLimits
