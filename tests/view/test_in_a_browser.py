@@ -106,7 +106,7 @@ def test_every_page_opens_on_a_run_in_any_state(tmp_path):
     assert dict(states) == {f"sums/{name}": words for name, words in zip(names, said, strict=True)}
 
 
-@pytest.mark.skipif(AXE is None, reason="axe-core is not installed (make setup installs it, or TANDEM_AXE names its axe.min.js)")
+@pytest.mark.skipif(AXE is None, reason="no axe-core: make setup installs it, or TANDEM_AXE names its axe.min.js")
 def test_axe_finds_nothing_on_any_page_in_the_dark_and_in_the_light(tmp_path):
     make_run(tmp_path / "runs/sums/one", error="ValueError: no")
     make_run(tmp_path / "runs/sums/two")
