@@ -46,7 +46,7 @@ class Dialect:
     """The route that answers how many tokens a turn's prompt has."""
 
     count_object: str | None = None
-    """What that answer calls itself in `object`; None: it has no such field."""
+    """The value of `object` in that answer; None: it has no such field."""
 
     failed: Callable[[Refusal], bytes] = chat.failed
     """The event of a refusal that comes when the stream has begun."""
