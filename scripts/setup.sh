@@ -61,4 +61,6 @@ else
         echo "  DeepSpeed could not be installed; all but actor.backend=deepspeed works, and its tests are skipped" >&2
     }
 fi
+# The file of axe-core, with which a slow test looks at every page of the viewer; the library around it is not needed.
+quiet_pip --no-deps "axe-playwright-python==0.1.8" || echo "  axe-core could not be installed; its test is skipped" >&2
 echo "  done"

@@ -141,6 +141,22 @@ def test_a_wrapper_that_forgets_the_engine_is_told_so(train, capsys):
     assert "must call super().__init__(engine)" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("ending", "says", "code"),
+    [
+        ("pass", r"weight channel Mine: put\(\) returned a NoneType, .* tandem.Delivery", 2),
+        ("return 1 / 0", r"ZeroDivisionError: division by zero \(mine.py:7 in put: return 1 / 0\)", 1),
+    ],
+)
+def test_a_channel_whose_put_delivers_nothing_is_told_so(train, capsys, ending, says, code):
+    Path("mine.py").write_text(
+        "from tandem import LocalChannel\n\n\nclass Mine(LocalChannel):\n    def put(self, named_tensors, dtype):\n"
+        f"        super().put(named_tensors, dtype)\n        {ending}\n"
+    )
+    train("extend.weight_channel=mine.py:Mine", code=code)
+    assert re.search(says, " ".join(capsys.readouterr().err.split()))
+
+
 def test_an_environment_of_ones_own_is_played(train):
     metrics = train(*keys_of("my_world.py"), "reward=", "train_dataset.path=seeds", "train_dataset.size=8")
     assert [row["step"] for row in metrics] == [1, 2] and all(row["reward/mean"] >= 0 for row in metrics)
@@ -245,6 +261,11 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
             "from tandem import ModelFamily\nfamily = ModelFamily('mine', like='lama')",
             "extend.model_family=wrong.py:family",
             "like='lama' is no family that is known; did you mean 'llama'",
+        ),
+        (
+            "from tandem import ModelFamily\nfamily = ModelFamily('nobody', like='llama')",
+            "extend.model_family=wrong.py:family",
+            "for models of model_type 'nobody', and this run has none .* is 'llama'.*leave extend.model_family out",
         ),
         (
             "class Sink:\n    def close(self): ...",

@@ -170,14 +170,27 @@ def test_options_of_the_template_reach_it_and_its_other_names_are_refused(server
 
 
 def test_tokens_of_a_turn_are_counted(server):
-    count = server.json("POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES})["input_tokens"]
-    whole = server.json("POST", "/v1/messages", ANY | {"max_tokens": 1})
-    assert count == whole["usage"]["input_tokens"] > 5
+    whole = server.json("POST", "/v1/messages", ANY | {"max_tokens": 1})["usage"]["input_tokens"]
+    assert whole > 5
+    counted = server.json("POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES})
+    assert counted == {"input_tokens": whole}, "as Anthropic's"
+    counted = server.json("POST", "/v1/responses/input_tokens", {"model": "tiny", "input": MESSAGES})
+    assert counted == {"input_tokens": whole, "object": "response.input_tokens"}, "as OpenAI's"
 
 
 def test_a_dialect_is_refused_in_its_own_shape(server):
     body = server.json("POST", "/v1/messages", ANY | {"container": "c"}, status=400)
     assert body["type"] == "error" and body["error"]["details"]["unsupported"] == ["container"]
+    status, body = server.request("POST", "/v1/messages", ANY, headers={"Host": "evil.example"})[:2]
+    assert (status, json.loads(body)["type"]) == (403, "error"), "also what is refused before the body is read"
+
+
+def test_too_many_parts_of_a_message_are_told_apart_from_no_text(server):
+    parts = [{"type": "text", "text": "a"}] * 3000
+    error = refused(server, "/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": parts}]})
+    assert error["message"] == "messages[0].content must have 0 to 256 items, got 3000"
+    error = refused(server, "/v1/chat/completions", ANY | {"stop": ["x"] * 17})
+    assert error["message"] == "stop must have 0 to 16 items, got 17"
     body = server.json("POST", "/v1/messages", ANY | {"temperature": 9}, status=400)
     assert body["type"] == "error" and "temperature" in body["error"]["message"]
 

@@ -63,3 +63,26 @@ def test_a_port_that_is_taken_is_refused_with_the_remedy(tmp_path):
         sink = f"prometheus(port={other.getsockname()[1]})"
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*port=0 for any that is free"):
             Tracker(tmp_path, TrackingConfig(sinks=(sink,)), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ("port=99999", r"port=99999\): a port is a number up to 65535"),
+        ("port=-1", r"port=-1\): a port is a number up to 65535"),
+        ("port=9100.5", "port must be a whole number, got 9100.5"),
+        ("host=nowhere.invalid", r"cannot listen on nowhere\.invalid:9100: .* host is an address of this machine"),
+        (f"host={'x' * 300}", "cannot listen on x+:9100: .* host is an address of this machine"),
+        ("host=''", "cannot listen on '':9100: .* host is an address of this machine"),
+        ("host=[1]", r"host must be text, got \[1\]"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_with_the_remedy(tmp_path, knobs, words):
+    with pytest.raises(ConfigError, match=words):
+        Tracker(tmp_path, TrackingConfig(sinks=(f"prometheus({knobs})",)), progress=False)
+
+
+def test_the_address_of_a_host_with_colons_can_be_opened(tmp_path, capsys):
+    with Tracker(tmp_path, TrackingConfig(sinks=("prometheus(host=::1, port=0)",)), progress=False) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        assert "tandem_reward_mean" in families(capsys.readouterr().out.removeprefix("Prometheus: ").strip())

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import threading
 
@@ -60,6 +61,17 @@ def test_a_job_waits_for_checkpoints_of_a_run_that_goes_on(overrides):
             if row["step"] == 1:
                 threading.Timer(0.5, end).start()
     assert measured == [0, 1, 2]
+
+
+def test_a_second_job_is_told_which_process_follows_the_run(overrides, capsys):
+    folder = run(overrides, *ITEMS, "evaluate.where=job").folder
+    first = following.follow(str(folder), ["threads=1"])
+    assert next(first)["step"] == 0
+    capsys.readouterr()
+    assert main(["eval", "--follow", str(folder), "threads=1"]) != 0
+    said = capsys.readouterr().err
+    assert f"process {os.getpid()} on" in said and "stop it first" in said and "label" not in said
+    assert [row["step"] for row in first] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tm
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"reward_funcs": 3}, "reward_funcs: 3 is no function"),
         ({"options": [1]}, "options is a list"),
+        ({"reward_funcs": []}, "reward_funcs is empty; give a function"),
+        ({"model": 3}, "model is a int; give a folder, a name, or a model of transformers"),
         ({"reward_funcs": "math", "reward_weights": [1, 2]}, "1 reward_funcs and 2 reward_weights"),
         ({"train_dataset": [{"question": object()}]}, "train_dataset: 'question' of row 0 cannot be written as JSON"),
         ({"learning_rate": 1e-5}, "learning_rate"),
@@ -161,6 +163,8 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tm
     ):
         with pytest.raises(ConfigError, match=says):
             made(**given)
+    with pytest.raises(ConfigError, match="overrides is a list; give a dict"):
+        tandem.train(None, ["total_train_steps=3"])
     with pytest.raises(ConfigError, match="call train"):
         made().model  # noqa: B018
     assert not list(tmp_path.rglob("run.json"))

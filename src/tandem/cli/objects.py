@@ -63,7 +63,7 @@ def train(
         raise ConfigError(f"there is no command {command!r}; {nearest_names(command, TRAINING)}")
     if until is not None and until < 1:
         raise ConfigError(f"until={until}: the first step is 1")
-    kind, items = TRAINING[command], items_of(dict(flat(overrides or {})))
+    kind, items = TRAINING[command], items_of(dict(flat(_keys("overrides", overrides))))
     resolved = pinned(load_config(kind.config, file, items))
     config = resolved.config
     if trainer_ranks(config) == 1 and not config.recover.max_restarts:
@@ -84,6 +84,13 @@ def _checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a run; None if it has none."""
     found = existing_run(folder)
     return folder / "checkpoints" / found.checkpoints[-1] if found is not None and found.checkpoints else None
+
+
+def _keys(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The keys that an argument gives. Raises `ConfigError` where it is no dict."""
+    if not isinstance(given or {}, Mapping):
+        raise ConfigError(f'{name} is a {type(given).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
+    return given or {}
 
 
 def flat(keys: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
@@ -123,9 +130,7 @@ class Trainer:
         Raises:
             ConfigError: a key, a value, rows or a function that cannot be taken, with the remedy.
         """
-        if not isinstance(options or {}, Mapping):
-            raise ConfigError(f"options is a {type(options).__name__}; give a dict of keys and values")
-        self.options: dict[str, Any] = {**dict(flat(options or {})), **dict(flat(keys))}
+        self.options: dict[str, Any] = {**dict(flat(_keys("options", options))), **dict(flat(keys))}
         usual = TRAINING[self.command].config()
         place = (usual.run.root, usual.experiment_name, usual.trial_name)
         names = ("run.root", "experiment_name", "trial_name")
@@ -139,6 +144,8 @@ class Trainer:
         if isinstance(model, str | Path):
             self.options["actor.path"] = model
         elif model is not None:
+            if not hasattr(model, "save_pretrained"):
+                raise ConfigError(f"model is a {type(model).__name__}; give a folder, a name, or a model of transformers")
             self._saved = model, processing_class or _tokenizer_of(model)
             self.options["actor.path"] = self._inputs / "model"
         for name, rows in (("train_dataset", train_dataset), ("valid_dataset", eval_dataset)):
@@ -250,6 +257,8 @@ class GRPOTrainer(Trainer):
         added up, with ``reward_weights``. The rest: see `Trainer`."""
         one = isinstance(reward_funcs, str) or not isinstance(reward_funcs, list | tuple)
         self._functions = [] if reward_funcs is None else [reward_funcs] if one else list(reward_funcs)
+        if not one and not self._functions:
+            raise ConfigError("reward_funcs is empty; give a function, or leave it out for the configuration's reward")
         self._weights = [1.0] * len(self._functions) if reward_weights is None else [float(x) for x in reward_weights]
         if len(self._weights) != len(self._functions):
             raise ConfigError(f"there are {len(self._functions)} reward_funcs and {len(self._weights)} reward_weights")

@@ -22,6 +22,7 @@ from tandem.config.load import load_config
 from tandem.config.services import NAMED
 from tandem.config.yaml_file import COMMAND_LINE, Assignment, Scalar
 from tandem.data.dataset import load_dataset
+from tandem.evaluation.folder import EvaluationFolder
 from tandem.evaluation.questions import Questions, row_digest
 from tandem.evaluation.run import evaluate_questions
 from tandem.evaluation.scores import metrics_of
@@ -30,6 +31,7 @@ from tandem.models.families import use_family
 from tandem.state.existing import checkpoints, existing_run, rows_of, status_now, step_of
 from tandem.state.export import checkpoint_of
 from tandem.state.named import named_run, no_run
+from tandem.state.run_folder import take_lock
 
 FIGURES = "evaluations.jsonl"
 FREE = ("device", "dtype", "threads", "wave_samples", "engine.")
@@ -37,6 +39,11 @@ FREE = ("device", "dtype", "threads", "wave_samples", "engine.")
 
 LOOK_S = 2.0
 """Seconds between looks for a new checkpoint."""
+
+FOLLOWED = (
+    f"another tandem eval --follow writes {{folder}}: {{who}}. Its figures go into {FIGURES} of the run, so a second is not "
+    "needed; stop it first if this one shall go on in its place"
+)
 
 
 def follow(name: str, overrides: Sequence[Any] = (), look_s: float = LOOK_S) -> Iterator[Mapping[str, Any]]:
@@ -47,6 +54,7 @@ def follow(name: str, overrides: Sequence[Any] = (), look_s: float = LOOK_S) -> 
 
     Raises:
         ConfigError: there is no such run, it has no evaluation, or a key that only the run may say.
+        RunFolderInUse: another process follows the run; says which.
     """
     run = named_run(name)
     if run is None:
@@ -55,15 +63,24 @@ def follow(name: str, overrides: Sequence[Any] = (), look_s: float = LOOK_S) -> 
         raise ConfigError(f"{name}: a run is followed from its beginning; leave @{run.step} out")
     folder = run.folder
     config = load_config(TrainConfig, folder / "config.yaml").config
-    every = config.evaluate.every_steps
-    if every is None:
+    if config.evaluate.every_steps is None:
         raise ConfigError(
             f"{folder}: evaluate.every_steps is null, so the run has no evaluation; set it in its configuration"
         )
     if config.extend.model_family is not None:
         use_family(config.extend.model_family)
     questions, base = _questions(config), _base(config, overrides)
-    done = {row.get("step") for row in rows_of(folder / FIGURES)}
+    home = folder / "evaluations"
+    EvaluationFolder.check(home, None)  # it can be made
+    home.mkdir(exist_ok=True)
+    with take_lock(home, FOLLOWED):
+        yield from _measured(folder, config, questions, base, look_s)
+
+
+def _measured(
+    folder: Path, config: TrainConfig, questions: Sequence[Questions], base: EvaluationConfig, look_s: float
+) -> Iterator[Mapping[str, Any]]:
+    every, done = config.evaluate.every_steps, {row.get("step") for row in rows_of(folder / FIGURES)}
     while True:
         status = status_now(existing_run(folder) or _gone(folder))["status"]  # asked first: what ends then has all saved
         there = checkpoints(folder / "checkpoints")

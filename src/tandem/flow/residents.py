@@ -30,9 +30,11 @@ from tandem.flow.team import TeamEngine, form_team
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
+from tandem.models.families import use_family
 from tandem.models.footprint import adapters_of
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
+from tandem.models.media.families import text_config
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import read_shape
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
@@ -128,14 +130,16 @@ def check_models(
     ``tokenizer``: the actor's.
 
     Raises:
-        ConfigError: see `check_train_engine` and `check_vocabulary`; adapters for matrices that the model does not have; or
-            a critic or a reference with another tokenizer.
+        ConfigError: see `check_train_engine` and `check_vocabulary`; adapters for matrices that the model does not have; a
+            critic or a reference with another tokenizer; or `extend.model_family` is that of no model.
     """
+    kinds: dict[str, str] = {}
     for resident in plan.residents:
         config, key = resident.engine, resident.key
         if config is None or resident.base_of is not None:
             continue
         folder = describing(config.path)
+        kinds[text_config(read_hf_config(folder)).model_type] = config.path
         own = tokenizer if tokenizer.name_or_path == str(folder) else load_tokenizer(folder)
         check_vocabulary(own, folder, rows)
         if resident.name in ("critic", "reference"):
@@ -146,6 +150,13 @@ def check_models(
         check_train_engine(config, folder, layout, torch.device(device), dtype, resident.head, key, resident.class_label)
         if config.lora.rank is not None:
             adapters_of(config.lora, read_shape(str(folder)))  # refuses names of matrices that are not there
+    spec = None if plan.config is None else plan.config.extend.model_family
+    if spec is not None and (family := use_family(spec)).model_type not in kinds:
+        found = ", ".join(f"{path} is {kind!r}" for kind, path in kinds.items())
+        raise ConfigError(
+            f"extend.model_family={spec} is for models of model_type {family.model_type!r}, and this run has none "
+            f"({found}); give the model_type that their config.json has, or leave extend.model_family out"
+        )
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -47,19 +47,21 @@ class ModelFamily:
 FAMILIES: dict[str, ModelFamily] = {}
 """``model_type`` → the family of the user's that has it."""
 
-_loaded: set[str] = set()
+_loaded: dict[str, ModelFamily] = {}
 
 
-def use_family(spec: str) -> None:
+def use_family(spec: str) -> ModelFamily:
     """From now on, here and in processes that this one starts, models of the family that ``spec`` names can be opened.
+    Returns the family.
 
     Raises:
         ConfigError: the file has no such `ModelFamily`, or it does not say what it is like.
     """
     file, _, name = spec.rpartition(":")
     spec = f"{Path(file).expanduser().absolute()}:{name}" if file.endswith(".py") else spec
-    _load(spec)
+    family = _load(spec)
     os.environ[VARIABLE] = spec  # only what can be loaded: whoever reads it has not written it
+    return family
 
 
 def load_family() -> None:
@@ -68,10 +70,10 @@ def load_family() -> None:
         _load(os.environ[VARIABLE])
 
 
-def _load(spec: str) -> None:
+def _load(spec: str) -> ModelFamily:
     """Brings in a family, once in a process."""
     if spec in _loaded:
-        return
+        return _loaded[spec]
     term, family = own_object(spec, KEY)
     file, _, name = term.name.rpartition(":")
     if term.arguments:
@@ -86,8 +88,8 @@ def _load(spec: str) -> None:
 
         AutoConfig.register(family.model_type, family.config, exist_ok=True)
         AutoModelForCausalLM.register(family.config, family.model, exist_ok=True)
-    FAMILIES[family.model_type] = family
-    _loaded.add(spec)
+    FAMILIES[family.model_type] = _loaded[spec] = family
+    return family
 
 
 def _check(family: ModelFamily, where: str) -> None:

@@ -6,7 +6,7 @@ maxItems, minimum, maximum, exclusiveMinimum, minLength, maxLength, enum and any
 """
 
 from collections.abc import Mapping, Sequence
-from operator import ge, gt, le
+from operator import ge, gt, itemgetter, le
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -109,8 +109,9 @@ def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:
         try:
             return check_value(value, choice, where)
         except SchemaError as failure:
-            failures.append(failure)
-    raise max(failures, key=lambda failure: len(failure.where))  # of equals the first: that which is not null
+            kind = _KINDS.get(choice.get("type", ""))
+            failures.append((len(failure.where), kind is not None and isinstance(value, kind[0]), failure))
+    raise max(failures, key=itemgetter(0, 1))[2]  # the deepest, then of a value's own kind; of equals the first: not null
 
 
 def _same(value: Any, entry: Any) -> bool:

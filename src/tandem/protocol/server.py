@@ -99,8 +99,11 @@ class Server:
         self._application, self._access, self.routes = application, access, application.routes
         self.app = web.Application(middlewares=[self._middleware])
         self.app.on_response_prepare.append(self._sign)
+        self._shapes: dict[object, Callable[[Refusal], dict[str, Any]]] = {}
         for route in self.routes:
-            self.app.router.add_route(route.method, route.path, self._handler(route))
+            handler = self._handler(route)
+            self._shapes[handler] = route.refused
+            self.app.router.add_route(route.method, route.path, handler)
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
@@ -190,7 +193,12 @@ class Server:
     async def _middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Whatever ends a request without an answer becomes one."""
+        """Whatever ends a request without an answer becomes one, in the shape of its route's refusals."""
+
+        def refused(refusal: Refusal) -> web.Response:
+            body = self._shapes.get(request.match_info.handler, Refusal.body)(refusal)
+            return web.json_response(body, status=refusal.status, headers=refusal.headers)
+
         try:
             self._access.check_place(request)
             unmatched = request.match_info.http_exception
@@ -200,16 +208,16 @@ class Server:
                 raise Refusal(unmatched.status, f"{request.method} {request.path[:100]!r} is no route here", headers=allowed)
             return await handler(request)
         except Refusal as refusal:
-            return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers)
+            return refused(refusal)
         except web.HTTPException as error:  # what the library refuses by itself
-            return web.json_response(Refusal(error.status, error.reason).body(), status=error.status)
+            return refused(Refusal(error.status, error.reason))
         except (EpisodeFailure, WaitTimeout) as error:
-            return web.json_response(Refusal(503, str(error)).body(), status=503)
+            return refused(Refusal(503, str(error)))
         except (asyncio.CancelledError, ConnectionError):
             raise  # the client left
         except Exception:  # the request boundary: one request must not end the server, nor show its inside
             LOG.exception("%s %s failed", request.method, request.path)
-            return web.json_response(Refusal(500, "the server failed; its log says why").body(), status=500)
+            return refused(Refusal(500, "the server failed; its log says why"))
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
         """Adds the headers of every answer, also of a refusal."""

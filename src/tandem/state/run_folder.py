@@ -45,6 +45,8 @@ Status = Literal["finished", "interrupted", "failed"]
 LOOKED_AT_S = 0.3
 """Seconds for which somebody who only looks may hold the lock."""
 
+IN_USE = "{folder} is being written by another run: {who}. Wait for it, stop it, or choose another trial_name."
+
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EISDIR, errno.ENOTDIR}
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -356,15 +358,13 @@ def _unwritable(root: str | Path, path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}")
 
 
-def _in_use(folder: Path, holder: str) -> RunFolderInUse:
-    who = holder.strip() or "a process that has just started"
-    return RunFolderInUse(
-        f"{folder} is being written by another run: {who}. Wait for it, stop it, or choose another trial_name."
-    )
+def _in_use(folder: Path, holder: str, told: str = IN_USE) -> RunFolderInUse:
+    return RunFolderInUse(told.format(folder=folder, who=holder.strip() or "a process that has just started"))
 
 
-def take_lock(folder: Path) -> IO[str]:
-    """The lock of a run folder, held until it is closed; it dies with its process, so a killed run leaves none behind.
+def take_lock(folder: Path, told: str = IN_USE) -> IO[str]:
+    """The lock of a folder, held until it is closed; it dies with its process, so a killed run leaves none behind.
+    ``told``: what is said of a folder that is in use, with ``{folder}`` and ``{who}``.
 
     Raises:
         RunFolderInUse: another process holds it; says which.
@@ -378,7 +378,7 @@ def take_lock(folder: Path) -> IO[str]:
         lock.close()
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
-        raise _in_use(folder, holder) from None
+        raise _in_use(folder, holder, told) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
     lock.flush()

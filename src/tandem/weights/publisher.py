@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from tandem.api.engines import InferenceEngine, TrainEngine
-from tandem.api.failures import EngineDied, WeightUpdateFailed
+from tandem.api.failures import EngineDied, WeightUpdateFailed, described
 from tandem.api.team import Team
 from tandem.api.weights import WeightSource, WeightUpdate, WeightVersion, version_digest
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, TandemError
 from tandem.weights.archive import VersionArchive
 from tandem.weights.channel import Delivery, LocalChannel, NoChannel, WeightChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
@@ -94,6 +94,7 @@ class WeightPublisher:
 
         Raises:
             WeightUpdateFailed: no engine took it; all serve the version before, and the next `publish` may succeed.
+            ConfigError: the channel's `put` gave no `Delivery`.
         """
         began = time.perf_counter()
         number = self._version.number + 1
@@ -113,9 +114,10 @@ class WeightPublisher:
             self._discard()
             if delivery is not None:
                 self.channel.withdraw()
-            if isinstance(error, EngineDied) and len(self._engines) <= 1:
+            if isinstance(error, ConfigError) or (isinstance(error, EngineDied) and len(self._engines) <= 1):
                 raise
-            raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
+            said = error if isinstance(error, TandemError) else described(error)  # of a user's channel with its line
+            raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {said}") from error
         prepared = time.perf_counter()
         # Phase 2: the engines switch, each between two decode steps. Once one has, there is no way back: another that fails
         # to is closed.
@@ -148,7 +150,13 @@ class WeightPublisher:
     def _put(self) -> Delivery:
         """Puts the trainer's weights into the channel. Collective."""
         with self._team.together(), self._team.whole(self._weights()) as stream:
-            return self.channel.put(stream, self._dtype)
+            delivery = self.channel.put(stream, self._dtype)
+            if not isinstance(delivery, Delivery):
+                raise ConfigError(
+                    f"weight channel {type(self.channel).__name__}: put() returned a {type(delivery).__name__}, where a "
+                    "tandem.Delivery is needed; return one, as docs/extending.md shows"
+                )
+            return delivery
 
     def _update(self, number: int, delivery: Delivery) -> WeightUpdate:
         """Describes what was put as version ``number``. The first rank's word counts. Collective."""

@@ -45,8 +45,15 @@ class Dialect:
     count_path: str | None = None
     """The route that answers how many tokens a turn's prompt has."""
 
+    count_object: str | None = None
+    """The value of `object` in that answer; None: it has no such field."""
+
     failed: Callable[[Refusal], bytes] = chat.failed
     """The event of a refusal that comes when the stream has begun."""
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """The body that says how many tokens a turn's prompt has."""
+        return {"input_tokens": tokens} | ({} if self.count_object is None else {"object": self.count_object})
 
 
 DIALECTS = (
@@ -64,6 +71,7 @@ DIALECTS = (
         responses.answer,
         responses.events,
         count_path="/v1/responses/input_tokens",
+        count_object="response.input_tokens",
         failed=responses.failed,
     ),
     Dialect(
@@ -74,6 +82,6 @@ DIALECTS = (
         anthropic.events,
         anthropic.refused_body,
         "/v1/messages/count_tokens",
-        anthropic.failed,
+        failed=anthropic.failed,
     ),
 )

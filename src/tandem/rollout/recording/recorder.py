@@ -194,7 +194,7 @@ class Endpoint(Application):
         self.limits = ServerLimits(max_body_bytes=max_body_bytes, max_depth=64, idle_timeout_s=5.0, shutdown_s=1.0)
         self._sessions, self._keep_alive_s = sessions, keep_alive_s
         routes = [
-            Route("POST", path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes)
+            Route("POST", path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes, d.refused)
             for d in DIALECTS
             for path in (d.path, d.count_path)
             if path is not None
@@ -239,7 +239,7 @@ class Endpoint(Application):
             retry = _retry(request)
             turn, asked = await session.read(dialect.read, body, request.content_length or self.limits.max_body_bytes)
             if counts:
-                return web.json_response({"object": "response.input_tokens", "input_tokens": len(asked.input_ids)})
+                return web.json_response(dialect.counted(len(asked.input_ids)))
             attempt = session.begin(turn, asked, retry)
             with attempt.listening():
                 answer = self._stream if turn.stream else self._whole
@@ -304,7 +304,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _rest(route: Route) -> tuple[Any, ...]:
-    return route.audience, route.summary, route.handler, route.body, route.answer, route.max_body_bytes
+    return route.audience, route.summary, route.handler, route.body, route.answer, route.max_body_bytes, route.refused
 
 
 def _retry(request: web.Request) -> Retry:

@@ -14,6 +14,8 @@ from tandem.tracking.sinks.base import SinkRun
 LABELS = ("run", "metric")
 """Names that differ only in signs which Prometheus does not know become one, and ``metric`` tells them apart."""
 
+MAX_PORT = 65535
+
 OWN = {"step": "The last step.", "step_timestamp_seconds": "When it ended, in seconds since 1970."}
 
 
@@ -25,18 +27,24 @@ class PrometheusSink:
     """
 
     def __init__(self, run: SinkRun, port: int = 9100, host: str = "127.0.0.1"):
+        if not 0 <= port <= MAX_PORT:
+            raise ConfigError(
+                f"tracking.sinks: prometheus(port={port}): a port is a number up to {MAX_PORT}, and 0 any that is free"
+            )
         self._run = run.name
         self._values: Mapping[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except (OSError, OverflowError) as error:
+        except (OSError, UnicodeError) as error:
             raise ConfigError(
-                f"tracking.sinks: prometheus cannot listen on {host}:{port}: {error}. Each run of a machine needs a port of "
-                "its own: prometheus(port=9101), or port=0 for any that is free"
+                f"tracking.sinks: prometheus cannot listen on {host or repr(host)}:{port}: {error}. host is an address of "
+                "this machine (127.0.0.1; 0.0.0.0 lets others read), and each run of it needs a port of its own: "
+                "prometheus(port=9101), or port=0 for any that is free"
             ) from error
-        print(f"Prometheus: http://{host}:{self._server.server_port}/metrics", flush=True)
+        place = f"[{host}]" if ":" in host else host
+        print(f"Prometheus: http://{place}:{self._server.server_port}/metrics", flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._values = {**metrics, "step": step, "step_timestamp_seconds": time.time()}

@@ -122,7 +122,7 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
         answer=answers.ANSWER,
         max_bytes=large,
     )
-    routes += _dialects(service)
+    routes += _dialects(service, large)
     add(
         "POST",
         "/generate",
@@ -147,9 +147,9 @@ def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> 
     return tuple(routes)
 
 
-def _dialects(service: EngineService) -> list[Route]:
-    """Those of the dialects beside chat completions, which have a route of their own."""
-    routes, body, size = [], turn_schema(service.name), service.limits.max_body_bytes
+def _dialects(service: EngineService, size: int) -> list[Route]:
+    """Those of the dialects beside chat completions, which have a route of their own. ``size``: most bytes of a body."""
+    routes, body = [], turn_schema(service.name)
     for dialect in DIALECTS[1:]:
         for act, path, summary in (
             (answer_turn, dialect.path, f"{dialect.summary}: a turn in, a turn out"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -20,6 +21,13 @@ from tandem.engines.inference.remote.tandem_server import PROTOCOL
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.protocol.refusal import Refusal
+
+LOG = logging.getLogger("tandem.serve")
+
+LACKING = (
+    "an image or sound that the request names by number is not in the server's media store, or damaged there, which its log "
+    "says; send it to /media and ask again"
+)
 
 
 @dataclass
@@ -135,7 +143,12 @@ class EngineService:
         try:
             yield
         except DataFailure as failure:
-            raise Refusal(400, str(failure), code=failure.reason) from failure
+            message = str(failure)
+            if failure.reason == "media_missing":  # names a folder of this machine, which is no client's to know
+                if "is not in the media store" not in message:
+                    LOG.warning("%s", message)
+                message = f"media_missing: {LACKING}"
+            raise Refusal(400, message, code=failure.reason) from failure
         except EngineDied as error:
             raise self.dead(error) from error
 

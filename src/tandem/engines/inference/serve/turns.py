@@ -39,7 +39,7 @@ async def answer_turn(service: EngineService, dialect: Dialect, body: dict[str, 
 async def count_tokens(service: EngineService, dialect: Dialect, body: dict[str, Any], request: web.Request) -> Any:
     """The number of tokens of a turn's prompt."""
     question = await _question(service, dialect, body)
-    return {"object": "response.input_tokens", "input_tokens": len(question.prompts[0])}
+    return dialect.counted(len(question.prompts[0]))
 
 
 async def _question(service: EngineService, dialect: Dialect, body: dict[str, Any]) -> CompletionQuestion:
