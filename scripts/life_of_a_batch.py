@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WALK = [
     (
         "src/tandem/rollout/executor.py",
-        "Rows of the loader run as episodes in the pool (`pool.py`), as the staleness gate lets them start, with retries "
-        "and a deadline; the pool's book counts them. Finished groups are taken oldest first; rewards that need a model "
+        "Rows of the loader run as episodes on a loop of their own, as the staleness gate lets them start, with retries "
+        "and a deadline; `book.py` counts them. Finished groups are taken oldest first; rewards that need a model "
         "come before, from all ranks.",
     ),
     (
@@ -112,7 +112,7 @@ BESIDE = {
         "rollout/replay",
     ),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/sample_checks"),
-    "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
+    "for metrics": ("roles/averages", "rollout/statistics"),
     "on the way back": ("engines/inference/callers", "engines/inference/fused_weights"),
 }
 """The files that those of the walk import and a batch does not pass through, by when they are needed."""

@@ -11,7 +11,7 @@ import argparse
 
 from tandem.cli.arguments import add_config_arguments, count
 from tandem.config.commands import KINDS
-from tandem.planning.devices import DEVICES
+from tandem.planning.machine import DEVICES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,7 @@ from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, can_sleep, max_head_offpolicyness, placement, total_steps
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
-from tandem.config.check_algorithm import corrects_itself, part_problems
-from tandem.config.check_constraint import constraint_problems
-from tandem.config.check_critic import critic_problems
-from tandem.config.check_groups import groups
+from tandem.config.check_algorithm import constraint_problems, corrects_itself, critic_problems, groups, part_problems
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse

@@ -19,9 +19,9 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.train_engine import CHUNK_TOKENS, MICRO_BATCH_TOKENS, TrainEngineConfig
 from tandem.models.footprint import FLOAT32
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.items import GIB
 from tandem.planning.job import Job, Lengths, job_of
 from tandem.planning.machine import Machine, gpus
+from tandem.planning.memory import GIB
 from tandem.planning.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,12 @@
-"""The load that a configuration puts on a machine: models, engine, sequences. Everything else is arithmetic on this."""
+"""The load that a configuration puts on a machine: models, engine, sequences, checkpoints. Everything else is arithmetic on
+this."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together, total_steps
 from tandem.config.backend import parse_layout
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
 from tandem.config.engine_memory import cache_gib, chunk_tokens, places
@@ -15,17 +16,77 @@ from tandem.config.preference import DistillConfig, training_config
 from tandem.config.terms import read_term
 from tandem.engines.inference.check import check_tensor_parallel
 from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
-from tandem.flow.sleep_plan import Part, SleepPlan
+from tandem.flow.sleep_plan import GIB, Part, SleepPlan
 from tandem.flow.state_parts import sleep_plan
-from tandem.models.footprint import engine_bytes
-from tandem.models.shape import Dtype, Shape
-from tandem.planning.disk import Saves, saves_of
-from tandem.planning.items import GIB
+from tandem.models.footprint import FLOAT32, engine_bytes
+from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.machine import Machine
 from tandem.planning.planned_model import PlannedModel, planned_model, resolved, where_of
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
 from tandem.weights.cuda_ipc import staged_bytes
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Checkpoints of a run. Example: one every 10 of 100 steps, of which the last 2 stay: 3 at a time, for the next one is
+    whole before an older one is removed."""
+
+    resumable: bool = True
+    most: int | None = None
+    """At one time; None where that grows with the run, and its end is not known."""
+
+
+def saves_of(config: BaseConfig, rows: int | None) -> Saves:
+    """Those of a configuration, over so many rows of data."""
+    wish = config.checkpoint
+    known = rows is not None or (config.total_train_epochs is None and config.total_train_steps is not None)
+    steps = total_steps(config, rows or 0) if known else None
+    made: float = float("inf")
+    if steps is not None or not wish.every_steps:
+        often, rest = divmod(steps or 0, wish.every_steps) if wish.every_steps else (0, 1)
+        made = often + (wish.at_end and (rest > 0 or not often))
+    stay = float("inf")
+    if wish.keep_last is not None and not (wish.keep_every and steps is None):
+        ever = (steps or 0) // wish.keep_every if wish.keep_every else 0
+        stay = max(1, wish.keep_last) + ever + (wish.keep_best is not None) + 1
+    most = min(made, stay)
+    return Saves(wish.resumable, None if most == float("inf") else int(most))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Bytes of one checkpoint, without its tokenizer and configuration."""
+
+    models: float
+    """Hugging Face folders, in the dtype of the computation; with adapters they are merged."""
+
+    adapters: float = 0.0
+    """Their folders, float32."""
+
+    state: float = 0.0
+    """Masters and both moments of what is trained."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.models + self.adapters + self.state
+
+
+def checkpoint_of(models: Iterable[PlannedModel], saves: Saves) -> Checkpoint:
+    """One checkpoint of the models that are trained; whatever the layout, it is whole."""
+    folders = adapters = state = 0.0
+    for model in models:
+        if not model.trained:
+            continue
+        head = model.shape.hidden if model.head == "both" else 0  # a file of its own, float32
+        folders += BYTES[model.dtype] * (model.parameters - head) + FLOAT32 * head
+        whole = model.parameters
+        if model.adapters is not None:
+            whole = model.masters
+            adapters += FLOAT32 * (model.masters - head)  # a classifier's head lies beside its adapter, too
+        state += 3 * FLOAT32 * whole if saves.resumable else 0
+    return Checkpoint(folders, adapters, state)
 
 
 @dataclass(frozen=True)

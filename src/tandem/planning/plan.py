@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tandem.planning.disk import Checkpoint, checkpoint_of
-from tandem.planning.items import GIB, Instant, MemoryItem
-from tandem.planning.job import Job
+from tandem.planning.job import Checkpoint, Job, checkpoint_of
 from tandem.planning.machine import Machine
-from tandem.planning.memory import instants, kv_needed
+from tandem.planning.memory import GIB, Instant, MemoryItem, instants, kv_needed
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""

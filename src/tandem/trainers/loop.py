@@ -33,7 +33,7 @@ from tandem.lifecycle.summary import (
     telling_step,
     to_be_fetched,
 )
-from tandem.planning.drawing import drawing
+from tandem.planning.report import drawing
 from tandem.rollout.failure_budget import NoBatch
 from tandem.state.existing import checkpoints
 from tandem.state.resuming import may_go_on
