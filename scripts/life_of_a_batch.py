@@ -54,7 +54,7 @@ BACK = [
 
 CONFIGURATION = [
     ("src/tandem/cli/main.py", "Finds the command, and turns errors into messages."),
-    ("src/tandem/cli/training.py", "Names the kind of configuration and the loop."),
+    ("src/tandem/cli/running.py", "Names the kind of configuration and the loop."),
     ("src/tandem/cli/running.py", "Loads the configuration, and starts one process for each rank."),
     (
         "src/tandem/config/load.py",
@@ -77,13 +77,13 @@ CONFIGURATION = [
     ),
     ("src/tandem/flow/parts.py", "Reads the rows, and says what context they need; makes the loader and the executor."),
     ("src/tandem/flow/process.py", "Device, threads and process group."),
-    ("src/tandem/trainers/opening.py", "Opens the run: its process, folder and tracker."),
+    ("src/tandem/trainers/start.py", "Opens the run: its process, folder and tracker."),
     ("src/tandem/lifecycle/summary.py", "Opens the run folder, and says what a run came to."),
     ("src/tandem/state/resuming.py", "Decides whether a run that is in the folder goes on."),
     ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
     ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
     ("src/tandem/flow/residents.py", "Says if the models of the plan can be had here, and opens them."),
-    ("src/tandem/flow/roles.py", "Makes the roles on those of the models that this process has."),
+    ("src/tandem/flow/residents.py", "Makes the roles on those of the models that this process has."),
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),

@@ -180,7 +180,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
         is_room = not name.startswith("__") and importlib.util.find_spec(f"tandem.{name}") is not None
         if is_room or name.startswith("__"):  # `from tandem import flow` goes on to load the module after this error
             raise AttributeError(f"module 'tandem' has no attribute {name!r}")
-        from tandem.config.nearest import nearest_names  # noqa: PLC0415 — an import that only an error needs
+        from tandem.config.errors import nearest_names  # noqa: PLC0415 — an import that only an error needs
 
         words = f"tandem has no public name {name!r}; {nearest_names(name, __all__)}"
         imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's own, of `from … import`

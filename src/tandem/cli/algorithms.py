@@ -17,10 +17,9 @@ from typing import Any
 import yaml
 
 from tandem.config.algorithm import AlgorithmConfig, Component
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, plain_data
-from tandem.config.nearest import nearest_names
 from tandem.config.parts import PARTS, part_of
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import METRICS

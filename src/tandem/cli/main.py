@@ -21,10 +21,9 @@ from tandem import __version__
 from tandem.api.failures import RankFailed
 from tandem.cli.output import ReaderGone, command_output, survive_lost_output
 from tandem.config.coming_from import hint
-from tandem.config.errors import ConfigError, TandemError, kind_and_text
+from tandem.config.errors import ConfigError, TandemError, kind_and_text, nearest_keys, nearest_names
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import all_keys
-from tandem.config.nearest import nearest_keys, nearest_names
 from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, EXIT_INTERRUPTED
 from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
@@ -38,11 +37,11 @@ class SubCommand(NamedTuple):
 
 
 COMMANDS = {
-    "train": SubCommand("tandem.cli.training:TRAIN", "train a model with reinforcement learning"),
-    "sft": SubCommand("tandem.cli.training:SFT", "fine-tune a model on questions and answers"),
-    "preference": SubCommand("tandem.cli.training:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
-    "reward": SubCommand("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
-    "distill": SubCommand("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
+    "train": SubCommand("tandem.cli.running:TRAIN", "train a model with reinforcement learning"),
+    "sft": SubCommand("tandem.cli.running:SFT", "fine-tune a model on questions and answers"),
+    "preference": SubCommand("tandem.cli.running:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": SubCommand("tandem.cli.running:REWARD", "train a reward model from ranked pairs or judged steps"),
+    "distill": SubCommand("tandem.cli.running:DISTILL", "train a student on its own answers, judged by a teacher model"),
     "launch": SubCommand("tandem.cli.launch", "start a run or a script on this machine, on Slurm or on Ray"),
     "continue": SubCommand("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
     "control": SubCommand("tandem.cli.control", "change the reward of a run while it trains"),

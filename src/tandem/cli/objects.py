@@ -20,11 +20,10 @@ import yaml
 
 from tandem.api.failures import RankFailed
 from tandem.api.plugins import forget
-from tandem.cli.training import TRAINING
+from tandem.cli.running import TRAINING
 from tandem.config.arithmetic import trainer_ranks
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.load import load_config
-from tandem.config.nearest import nearest_names
 from tandem.config.terms import read_terms
 from tandem.lifecycle.summary import Summary
 from tandem.state.existing import existing_run, is_held

@@ -11,7 +11,7 @@ from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_l
 from tandem.config.check_algorithm import constraint_problems, corrects_itself, critic_problems, groups, part_problems
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
-from tandem.config.errors import ConfigError, refuse
+from tandem.config.errors import ConfigError, nearest_names, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.extend import extension_problems
 from tandem.config.fleet import INSIDE, fleet_problems
@@ -19,7 +19,6 @@ from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.limits import LIMITS
 from tandem.config.lora import lora_problems
-from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
 from tandem.config.services import SERVICES

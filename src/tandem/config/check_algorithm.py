@@ -5,9 +5,9 @@ from collections.abc import Container, Iterator, Mapping
 
 from tandem.config.algorithm import Component
 from tandem.config.arithmetic import rewards_of, workflow_of
+from tandem.config.errors import nearest_names
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import leaves
-from tandem.config.nearest import nearest_names
 from tandem.config.parts import PARTS, PartRecord, part_of
 from tandem.config.roles import CriticConfig
 

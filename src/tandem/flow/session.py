@@ -19,8 +19,7 @@ from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.data.curriculum import Curriculum
-from tandem.data.loader import Loader
+from tandem.data.loader import Curriculum, Loader
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.remote.keeping import Keeping
 from tandem.flow.balance import Balance, make_balance
@@ -32,8 +31,7 @@ from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_model, open_partner, open_scores
-from tandem.flow.roles import Roles, Scores, open_roles
+from tandem.flow.residents import Roles, Scores, open_model, open_partner, open_roles, open_scores
 from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.services import EpisodeParts, make_parts
 from tandem.flow.sleep_plan import AGAIN

@@ -10,8 +10,7 @@ import psutil
 
 from tandem.api.lazy_torch import torch
 from tandem.config.cores import usable_cores
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.models.precision import fast_bfloat16
 from tandem.state.machine import machine as described
 

@@ -13,7 +13,9 @@ from tensordict import TensorDict
 from tandem.api.activity import did, span
 from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
+from tandem.api.extensions import OwnClass
 from tandem.api.failures import BatchError
+from tandem.api.team import Team
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.adapters import named_weights
 from tandem.engines.train.asleep import EngineMemory
@@ -23,6 +25,7 @@ from tandem.engines.train.ranks import form_ranks, sum_over_ranks
 from tandem.engines.train.spread import Head, open_spread
 from tandem.models.adapter_beside import AdapterBeside
 from tandem.models.catalog import resolve
+from tandem.models.heads import ClassLabel
 from tandem.models.precision import resolve_dtype
 from tandem.models.upload import upload, uploaded
 
@@ -315,3 +318,49 @@ class SpreadEngine(TrainEngine):
 
     def num_bytes(self) -> dict[TrainPart, int]:
         return self._memory.num_bytes()
+
+
+__all__ = ["Head", "build_train_engine"]
+
+
+def build_train_engine(
+    config: TrainEngineConfig,
+    total_steps: int,
+    device: str | torch.device = "cpu",
+    head: Head = "lm",
+    key: str = "actor.backend",
+    trained: bool = True,
+    team: Team | None = None,
+    adapter: AdapterBeside | None = None,
+    trunk: TrainEngine | None = None,
+    class_label: ClassLabel | None = None,
+    own: OwnClass | None = None,
+) -> TrainEngine:
+    """The engine of ``config.backend``, over the ranks of ``team``; None: all processes of torch.distributed
+    where it is initialised.
+
+    ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
+    ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
+    it has no float32 masters, and neither steps nor states; then ``adapter`` lies beside its weights. ``trunk``: an engine
+    of this function with the same frozen weights but for heads and adapters, whose memory it shares. ``class_label``: the
+    name or number of the class whose log-odds are the number a token, of a frozen classifier with several. ``own``: the
+    user's class, which is given what `SpreadEngine` takes.
+
+    Raises:
+        ConfigError: another backend than is there, or another number of ranks than it says.
+        WeightsChanged: the trunk has other numbers.
+    """
+    assert trunk is None or isinstance(trunk, SpreadEngine), "only frozen models share a trunk"
+    make: Callable[..., TrainEngine] = own or SpreadEngine
+    return make(
+        config=config,
+        total_steps=total_steps,
+        device=device,
+        process_group=None if team is None else team.group,
+        head=head,
+        key=key,
+        trained=trained,
+        adapter=adapter,
+        trunk=trunk,
+        label=class_label,
+    )
