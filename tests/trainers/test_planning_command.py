@@ -233,7 +233,7 @@ def test_a_judge_that_writes_has_an_engine_with_a_cache_and_no_pass_over_the_bat
     config = load_config(TrainConfig, None, [*keys, f"reward=math + {term}"]).config
     made = make_plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
     (writer,) = made.job.writers.values()
-    assert (writer.requests, writer.lengths) == (requests, Lengths(reads, 50))
+    assert (writer.sequences, writer.lengths) == (requests, Lengths(reads, 50))
 
     name = writer.engine.role
     held = {one.phase: {i.what: i.num_bytes for i in one.items if i.role == name} for one in made.instants}

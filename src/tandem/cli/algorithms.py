@@ -19,6 +19,7 @@ import yaml
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import TrainConfig
+from tandem.config.keys import flat
 from tandem.config.load import load_config, plain_data
 from tandem.config.parts import PARTS, part_of
 from tandem.config.presets import PRESETS
@@ -80,7 +81,7 @@ def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
         "when": preset.when,
         "formulas": dict(_formulas(config)),
         "algorithm": _with_knobs(config),
-        "outside": dict(_flat(preset.run)),
+        "outside": dict(flat(preset.run)),
         "asynchronous": _asynchronous(name, changes, config),
         "metrics": {key: {"meaning": METRICS[key].meaning, "advice": advice} for key, advice in preset.watch.items()},
     }
@@ -189,19 +190,11 @@ def _asynchronous(name: str, changes: Sequence[str], config: AlgorithmConfig) ->
         other = preset_config(name, [*changes, "async_training=true"])
     except ConfigError as error:
         return str(error)
-    before, after = dict(_flat(plain_data(config))), dict(_flat(plain_data(other)))
+    before, after = dict(flat(plain_data(config))), dict(flat(plain_data(other)))
     changed = {f"algorithm.{key}": value for key, value in after.items() if before.get(key) != value}
     if "algorithm.correction.weight" in changed:
         changed["algorithm.correction.high"] = other.correction.highest
     return changed
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _listing(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from tandem.api.plugins import forget
 from tandem.cli.running import TRAINING
 from tandem.config.arithmetic import trainer_ranks
 from tandem.config.errors import ConfigError, nearest_names
+from tandem.config.keys import flat
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
 from tandem.lifecycle.summary import Summary
@@ -83,15 +84,6 @@ def _checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a run; None if it has none."""
     found = existing_run(folder)
     return folder / "checkpoints" / found.checkpoints[-1] if found is not None and found.checkpoints else None
-
-
-def flat(keys: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
-    """Keys with dots and their values."""
-    for name, value in keys.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 class Trainer:

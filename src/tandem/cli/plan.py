@@ -22,10 +22,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=count, metavar="N", help="tokens of a prompt, instead of the data's mean")
     parser.add_argument("--measure", action="store_true", help="run three steps here, in a folder that is removed")
     parser.add_argument("--json", action="store_true", help="one JSON object; keys end in their unit")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command, with torch."""
-    from tandem.cli.planning import run as running  # noqa: PLC0415 — imports torch
-
-    return running(arguments)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.cli.arguments import add_config_arguments, count, split_arguments
 from tandem.cli.output import survive_lost_output
 from tandem.config.arithmetic import stalled_after_s, trainer_ranks
 from tandem.config.errors import ConfigError, TandemError
@@ -136,18 +136,11 @@ def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--until",
-        type=_step,
+        type=count,
         metavar="STEP",
         help="stop after this step; repeat the command without it to go on",
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
-
-
-def _step(text: str) -> int:
-    step = int(text)
-    if step < 1:
-        raise argparse.ArgumentTypeError(f"the first step is 1, got {step}")
-    return step
 
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:

@@ -61,7 +61,7 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
             f"this run does not fit: GPU {worst} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
             f"{holders(plan, worst)}, before any activations. {_remedy(plan, config)}"
         )
-    peak = max(range(plan.devices), key=plan.peak_on)
+    peak = plan.fullest
     if plan.peak_on(peak) > there:
         log.warning(
             "GPU %d has %.2f GiB, and the plan of this run comes to %.2f GiB with activations and cache for prompts of %d "

@@ -136,33 +136,17 @@ class Generator:
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
 
-
-QUESTION_TOKENS = 160
-"""Tokens of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a
-question."""
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A judge or a partner, in an embedded engine of its own on the first rank."""
-
-    engine: Generator
-    lengths: Lengths
-    """Lengths of the texts that it reads and writes for one request."""
-
-    requests: int
-    """For the samples of a step."""
+    lengths: Lengths | None = None
+    """Of the texts that a judge or a partner reads and writes for one request, which has a prompt of its own; None: the
+    policy's, whose samples share prompts of the run."""
 
     in_episodes: bool = False
     """It is a partner, which writes while the policy generates."""
 
-    def tokens(self) -> int:
-        """Tokens that all requests have together."""
-        return self.requests * (self.lengths.prompt + self.lengths.longest)
 
-    def job(self, run: "Job") -> "Job":
-        """Its requests as a run that generates: each has a prompt of its own."""
-        return replace(run, lengths=self.lengths, groups=self.requests, generated=1)
+QUESTION_TOKENS = 160
+"""Tokens of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a
+question."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +195,8 @@ class Job:
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
 
-    writers: Mapping[str, Writer] = field(default_factory=dict)
-    """Those of the models that are judges that write, or the partner."""
+    writers: Mapping[str, Generator] = field(default_factory=dict)
+    """The engines of judges that write and of the partner, by the model's role; each is on the first rank."""
 
     @property
     def actor(self) -> PlannedModel:
@@ -351,15 +335,16 @@ def _devices(config: TrainConfig, machine: Machine) -> DeviceMap:
 
 def _writers(
     config: TrainConfig, plan: RunPlan, models: Mapping[str, PlannedModel], lengths: Lengths, machine: Machine, samples: int
-) -> dict[str, Writer]:
+) -> dict[str, Generator]:
     """Two judges of one model share its engine, and are counted as the larger one. A partner is counted as one that is asked
     once by each sample and reads the question and the longest answer."""
-    writers: dict[str, Writer] = {}
+    writers: dict[str, Generator] = {}
     samples_of_a_step, ranks = config.rollout.batch_size * samples, len(generating_ranks(config))
+    settings = config.rollout.engine
 
-    def engine_of(model: PlannedModel, requests: int) -> Generator:
-        return replace(
-            _generator(config, model, machine, 1),
+    def writer(model: PlannedModel, requests: int, reads: int, writes: int, **more: bool) -> Generator:
+        return Generator(
+            shape=model.shape,
             delivered=model.dtype,
             dtype="float32" if model.dtype == "bfloat16" and not machine.fast_bfloat16 else model.dtype,
             engines=ranks,  # each judges its share
@@ -367,28 +352,33 @@ def _writers(
             own_process=False,
             max_len=model.shape.context,
             sequences=requests,
-            kv_cache_gib=cache_gib(config.rollout.engine, "cpu"),  # it has no share of its own
-            adapter=0,
-            foreign=None,
-            opened=0,
-            seats=(),
+            kv_cache_gib=cache_gib(settings, "cpu"),  # it has no share of its own
+            max_running=places(settings),
+            prefill_chunk=chunk_tokens(settings, machine.kind),
             role=model.role,
+            lengths=Lengths(reads, writes),
+            **more,
         )
 
     if config.partner is not None and "partner" in models:
         writes = int(read_term(config.partner, "partner").arguments.get("max_new_tokens", MAX_NEW_TOKENS))
         reads = lengths.prompt + lengths.longest
-        engine = engine_of(models["partner"], samples_of_a_step)
-        writers["partner"] = Writer(engine, Lengths(reads, writes), samples_of_a_step, in_episodes=True)
+        writers["partner"] = writer(models["partner"], samples_of_a_step, reads, writes, in_episodes=True)
     for planned in plan.scores:
         written = planned.score
         if not isinstance(written, WritingReward):
             continue
-        model, requests = models[planned.resident], samples_of_a_step * written.requests
         reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
-        writer = Writer(engine_of(model, requests), Lengths(reads, written.client.max_tokens), requests)
-        writers[model.role] = max(writer, writers.get(model.role, writer), key=Writer.tokens)
+        requests = samples_of_a_step * written.requests
+        made = writer(models[planned.resident], requests, reads, written.client.max_tokens)
+        writers[made.role] = max(made, writers.get(made.role, made), key=_tokens)
     return writers
+
+
+def _tokens(writer: Generator) -> int:
+    """Tokens that all requests of a step have together."""
+    assert writer.lengths is not None
+    return writer.sequences * (writer.lengths.prompt + writer.lengths.longest)
 
 
 def _delivered_adapter(config: TrainConfig, actor: PlannedModel, kinds: set[str]) -> int:

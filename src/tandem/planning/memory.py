@@ -222,10 +222,10 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     """Every phase of a step once the optimizers have their moments, in order."""
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
     rooms = {model.role: replace(room, ranks=model.ranks, first=model.layout.first) for model in job.models}
-    partners = [(writer, writing) for writer, writing in job.writers.items() if writing.in_episodes]
+    partners = [one for one in job.writers.values() if one.in_episodes]
     steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
-    steady += [_of_engines(one.engine, "parameters", engine_weights(one.engine, machine)) for one in job.writers.values()]
-    steady += [item for _, one in partners for item in _cache_of(one.job(job), one.engine)]
+    steady += [_of_engines(one, "parameters", engine_weights(one, machine)) for one in job.writers.values()]
+    steady += [item for one in partners for item in _cache_of(job, one)]
     steady += [*_engine(job, machine), *_processes(job, machine, room), *_copied(job, room)]
     coming: dict[str, list[MemoryItem]] = {}
     asked = [item for model in job.models if model.role in job.asked for item in _scoring(job, model, rooms[model.role])]
@@ -233,12 +233,12 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if generator is not None and (generator.foreign is None or generator.seats):
         coming["generate"] = asked
         if generator.foreign is None:
-            coming["generate"] += [i for one in (generator, *(w.engine for _, w in partners)) for i in _generation(one)]
+            coming["generate"] += [item for one in (generator, *partners) for item in _generation(one)]
     scoring = {role for _, role in job.passes} - set(job.asked)
     for model in job.models:
         writing = job.writers.get(model.role)
         if writing is not None and not writing.in_episodes:  # its cache is given back when it has judged
-            coming[f"score: {model.role}"] = [*_cache_of(writing.job(job), writing.engine), *_generation(writing.engine)]
+            coming[f"score: {model.role}"] = [*_cache_of(job, writing), *_generation(writing)]
         elif writing is None and model.role in scoring:
             coming[f"score: {model.role}"] = [*_scoring(job, model, rooms[model.role])]
     if job.verifies:
@@ -321,7 +321,9 @@ def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
 def _cache_of(job: Job, generator: Generator) -> Iterator[MemoryItem]:
     yield _of_engines(generator, "KV cache", cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1]))
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
-    yield _of_engines(generator, "tables", tables + 20.0 * generator.max_running * max(16, job.lengths.longest))
+    yield _of_engines(
+        generator, "tables", tables + 20.0 * generator.max_running * max(16, (generator.lengths or job.lengths).longest)
+    )
 
 
 def _of_engines(generator: Generator, what: str, each: float) -> MemoryItem:
@@ -342,7 +344,8 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
 
     Samples of a prompt share its keys; each has a row of its own for what it writes.
     """
-    samples, prompt, own = max(1, job.generated), job.lengths.prompt, job.lengths.longest
+    lengths = generator.lengths or job.lengths
+    prompt, own, samples = lengths.prompt, lengths.longest, 1 if generator.lengths else max(1, job.generated)
     wanted = min(-(-generator.sequences // generator.engines), generator.max_running)
     budget = int(generator.kv_cache_gib * GIB) // (BYTES[generator.dtype] * generator.shape.kv_values)
     a_sample = float(row_capacity(prompt + own - 1))
