@@ -49,6 +49,24 @@ def not_written(path: Path, error: OSError) -> NotWritten:
     )
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old text or the new one, whole, also after the power was cut.
+
+    Raises:
+        OSError: the disk refuses; the file is as it was before.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Writes a file, or the entries of a folder, to the disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)

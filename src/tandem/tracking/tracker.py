@@ -1,6 +1,5 @@
 """The tracker: takes the metrics of each step and puts them where people look."""
 
-import contextlib
 import copy
 import itertools
 import json
@@ -16,7 +15,7 @@ from typing import Any, Self, TextIO, get_type_hints
 import yaml
 from tensordict import TensorDict
 
-from tandem.api.lines import append_line, not_written
+from tandem.api.lines import append_line, not_written, write_atomically
 from tandem.api.samples import Dropped, Group
 from tandem.api.services import Services, check_methods, factory_of
 from tandem.api.weights import WeightVersion
@@ -67,19 +66,14 @@ def write_card(run: Path, notes: Sequence[str] = ()) -> None:
     Raises:
         OSError: the disk refuses; there is no half of a page.
     """
-    path, partial = run / "README.md", run / ".README.md.partial"
+    path = run / "README.md"
     files = [{"split": "train", "path": f"{LINES}/step_*.jsonl"}]
     card = {"configs": [{"config_name": "default", "data_files": files}], "dataset_info": {"features": columns()}}
     text = _HEAD + yaml.safe_dump(card, sort_keys=False) + "---\n\nThe recorded samples of this run: docs/records.md.\n"
     text += "".join(f"\n{note}\n" for note in notes)
     old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _HEAD
     if old.startswith(_HEAD) and old != text:
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        write_atomically(path, text)
 
 
 log = logging.getLogger(__name__)
@@ -239,12 +233,7 @@ class Tracker:
                 *(path, len(damaged), damaged[0], aside),
             )
         self._metrics.close()
-        cut = self.folder / ".metrics.jsonl.partial"
-        with cut.open("w", encoding="utf-8") as file:
-            file.writelines(f"{text}\n" for text, _ in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(cut, self.folder / "metrics.jsonl")
+        write_atomically(self.folder / "metrics.jsonl", "".join(f"{text}\n" for text, _ in kept))
         self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._step = self._drawn_at = int(state["step"])
         self.series, self.last = {}, {}
