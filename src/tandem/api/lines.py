@@ -1,8 +1,9 @@
-"""Lines of the files of a run: one value is one line, and a line that is added is whole or not there."""
+"""Lines of the files of a run: one value is one line, and a line that is added is whole or not there; and of tables."""
 
 import contextlib
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table, its columns as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from tandem.api.lines import aligned
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import TrainConfig
@@ -200,8 +201,7 @@ def _asynchronous(name: str, changes: Sequence[str], config: AlgorithmConfig) ->
 def _listing(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in found]
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    yield from aligned(rows)
     more = "NAME says more, --parts lists what they are made of; tandem train FILE algorithm=NAME uses one."
     yield from ("", f"tandem algorithms {more}")
 
