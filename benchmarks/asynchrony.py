@@ -35,7 +35,7 @@ from tandem.api.workflow import RewardFn, RewardResult  # noqa: E402
 from tandem.config.experiment import TrainConfig  # noqa: E402
 from tandem.config.load import load_config  # noqa: E402
 from tandem.engines.inference.build import build_inference_engine  # noqa: E402
-from tandem.engines.train.engine import build_train_engine  # noqa: E402
+from tandem.engines.train.build import build_train_engine  # noqa: E402
 from tandem.models.tokenizer import load_tokenizer  # noqa: E402
 from tandem.roles.actor import Actor  # noqa: E402
 from tandem.rollout.executor import Rollout  # noqa: E402

@@ -31,7 +31,7 @@ from tandem.config.libraries import WAITING
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype

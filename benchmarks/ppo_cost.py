@@ -22,7 +22,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.overlay import overlay
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
 from tandem.roles.reference import Reference

@@ -33,7 +33,7 @@ from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.lifecycle.recovery import Progress, Recovery
 from tandem.lifecycle.saving import Saving
 from tandem.models.allocator import keep_freed_memory

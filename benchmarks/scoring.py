@@ -26,7 +26,7 @@ from tandem.api.samples import Sample
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.flow.scoring import ScoreRole

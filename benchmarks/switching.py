@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.flow.sleep_plan import GIB
 from tandem.flow.state_parts import sleep_plan_here

@@ -28,7 +28,7 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.weights.channel import WeightChannel

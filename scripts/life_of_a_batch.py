@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WALK = [
     (
         "src/tandem/rollout/executor.py",
-        "Rows of the loader run as episodes on a loop of their own, as the staleness gate lets them start, with retries "
-        "and a deadline; `book.py` counts them. Finished groups are taken oldest first; rewards that need a model "
+        "Rows of the loader run as episodes in the pool (`pool.py`), as the staleness gate lets them start, with retries "
+        "and a deadline; the pool's book counts them. Finished groups are taken oldest first; rewards that need a model "
         "come before, from all ranks.",
     ),
     (
@@ -54,8 +54,10 @@ BACK = [
 
 CONFIGURATION = [
     ("src/tandem/cli/main.py", "Finds the command, and turns errors into messages."),
-    ("src/tandem/cli/running.py", "Names the kind of configuration and the loop."),
-    ("src/tandem/cli/running.py", "Loads the configuration, and starts one process for each rank."),
+    (
+        "src/tandem/cli/running.py",
+        "Loads the configuration of the command, starts one process for each rank, and calls the loop.",
+    ),
     (
         "src/tandem/config/load.py",
         "Defaults, preset, file and command line become one configuration (`tree.py`), which is checked (`check.py`).",
@@ -69,7 +71,8 @@ CONFIGURATION = [
     ),
     (
         "src/tandem/trainers/start.py",
-        "Everything that is refused before there is a run folder. On GPUs `planning/fit.py` asks if they can hold it.",
+        "Everything that is refused before there is a run folder; then opens the run: its process, folder and tracker. On "
+        "GPUs `planning/fit.py` asks if they can hold it.",
     ),
     (
         "src/tandem/flow/services.py",
@@ -77,13 +80,14 @@ CONFIGURATION = [
     ),
     ("src/tandem/flow/parts.py", "Reads the rows, and says what context they need; makes the loader and the executor."),
     ("src/tandem/flow/process.py", "Device, threads and process group."),
-    ("src/tandem/trainers/start.py", "Opens the run: its process, folder and tracker."),
     ("src/tandem/lifecycle/summary.py", "Opens the run folder, and says what a run came to."),
     ("src/tandem/state/resuming.py", "Decides whether a run that is in the folder goes on."),
     ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
     ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
-    ("src/tandem/flow/residents.py", "Says if the models of the plan can be had here, and opens them."),
-    ("src/tandem/flow/residents.py", "Makes the roles on those of the models that this process has."),
+    (
+        "src/tandem/flow/residents.py",
+        "Says if the models of the plan can be had here, opens them, and makes the roles on those of this process.",
+    ),
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),
@@ -112,7 +116,7 @@ BESIDE = {
         "rollout/replay",
     ),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/sample_checks"),
-    "for metrics": ("roles/averages", "rollout/statistics"),
+    "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
     "on the way back": ("engines/inference/callers", "engines/inference/fused_weights"),
 }
 """The files that those of the walk import and a batch does not pass through, by when they are needed."""

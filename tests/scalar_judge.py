@@ -6,7 +6,7 @@ import torch
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer
 
 

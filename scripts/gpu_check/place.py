@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from scripts.gpu_check import cuda_only
 from tandem.api.engines import TrainEngine
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model_folder, tiny_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

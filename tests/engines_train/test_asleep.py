@@ -11,7 +11,7 @@ from tandem.api.failures import NotWritten, WeightsChanged
 from tandem.config.backend import parse_layout
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.footprint import Footprint, adapters_of
 from tandem.models.shape import read_shape
 from tandem.models.stored import CACHE_LINE

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tests.engines_train.steps import random_batch
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder

@@ -15,8 +15,8 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.check import check_train_engine
-from tandem.engines.train.engine import build_train_engine
 from tandem.flow.plan import Resident
 from tandem.flow.state_parts import footprint, here
 from tandem.media import store

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from tandem.api.batch import select, unpack
 from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import Totals, build_train_engine
+from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.totals import Totals
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.tiny import tiny_model_folder
 

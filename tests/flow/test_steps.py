@@ -15,7 +15,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.residents import open_reader
 from tandem.flow.scoring import last_tokens, step_spans
 from tandem.models.load import load_causal_lm, load_scalar_model

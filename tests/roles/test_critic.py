@@ -14,7 +14,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.overlay import overlay
 from tandem.config.roles import ActorConfig, CriticConfig
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.samples import trained_tokens, with_fields

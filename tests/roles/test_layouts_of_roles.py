@@ -11,7 +11,7 @@ from tandem.config.algorithm import Component
 from tandem.config.overlay import overlay
 from tandem.config.roles import ActorConfig, CriticConfig
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
 from tandem.roles.language_model import LanguageModel

@@ -25,7 +25,7 @@ from tandem.api.weights import tensor_digest
 from tandem.cli.main import run
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder

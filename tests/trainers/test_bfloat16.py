@@ -14,7 +14,7 @@ from tandem.config.delivery import VerifyConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.proof.verification import SIGMAS, Schedule
 from tandem.trainers.rl import train
 from tests.trainers.test_verification import World

@@ -14,7 +14,7 @@ from tandem.config.constraint import ConstraintConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.constraint import Constraint

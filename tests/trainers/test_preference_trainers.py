@@ -10,7 +10,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.data.examples import pairs
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.parts import open_rows
 from tandem.flow.plan import plan_run
 from tandem.roles.reward_model import RewardModel

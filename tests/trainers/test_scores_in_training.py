@@ -17,7 +17,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.models.tokenizer import load_tokenizer

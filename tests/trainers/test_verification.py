@@ -21,7 +21,7 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.scoring import Scorer, beginning
 from tandem.proof.verification import Schedule, Verifier, choose

@@ -10,7 +10,7 @@ from tandem.api.batch import pack
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.scoring import ModelReader
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve

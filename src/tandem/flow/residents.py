@@ -19,8 +19,8 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.check import check_inference_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.check import check_train_engine
-from tandem.engines.train.engine import build_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
 from tandem.flow.delivery import make_proof, make_publisher
 from tandem.flow.extensions import own_train_engine

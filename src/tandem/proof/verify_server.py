@@ -20,7 +20,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer

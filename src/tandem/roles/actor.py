@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tandem.algorithms.kl import adapt_coefficient, k1
+from tandem.algorithms.kl import adapt_coefficient
 from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
@@ -17,36 +17,10 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
 from tandem.roles.averages import step_metrics
+from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
 from tandem.roles.critic import SharedCritic
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.samples import mini_batches, samples_of, trained_tokens, with_fields
-
-
-def reward_metrics(batch: TensorDict, *, shaped: bool) -> dict[str, float]:
-    """Groups that teach nothing; ``shaped``: and the mean of the rewards as the shaping left them."""
-    samples = samples_of(batch)
-    rewards = batch["shaped_reward"][samples.first]
-    counts = batch["in_statistics"][samples.first]
-    groups = batch["group_id"][samples.first]
-    flat = [len(rewards[counts & (groups == i)].unique()) < 2 for i in groups.unique()]
-    metrics = {"groups/without_spread": sum(flat) / max(1, len(flat))}
-    return metrics | ({"reward/shaped_mean": float(rewards.mean())} if shaped else {})
-
-
-def dropped_metrics(batch: TensorDict, drops: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """For each rule the share of the trained tokens in the loss that it takes out; ``drops``: rule → ``[T]`` bool."""
-    inside = trained_tokens(batch) & per_token(batch, batch["in_loss"])
-    total = max(1, int(inside.sum()))
-    return {f"dropped/{rule}": int((dropped & inside).sum()) / total for rule, dropped in drops.items()}
-
-
-def sample_kl(batch: TensorDict) -> tuple[float, int]:
-    """KL to the reference summed over a sample's tokens (k1), mean over the samples in the loss, and their number."""
-    inside = select(batch, batch["in_loss"])
-    of_token = k1(inside["proximal_logprobs"], inside["reference_logprobs"], trained_tokens(inside))
-    count = len(samples_of(inside).first)
-    return float(of_token.double().sum()) / max(1, count), count
-
 
 log = logging.getLogger(__name__)
 

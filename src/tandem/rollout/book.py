@@ -1,6 +1,6 @@
 """The book of all episodes: which of them may start, run, wait, and are taken for a batch, and what became of the others.
 
-Plain bookkeeping without threads, locks or waiting: the executor runs the episodes, and calls it under its lock.
+Plain bookkeeping without threads, locks or waiting: `tandem.rollout.pool` runs the episodes, and calls it under its lock.
 """
 
 import logging

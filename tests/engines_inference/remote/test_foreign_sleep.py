@@ -20,7 +20,7 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import ServerTerms, attached, build_fleet
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.flow.residency import Residency
 from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, StageNeeds

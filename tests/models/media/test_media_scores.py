@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMultimodalLM
 
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.engine import build_train_engine
+from tandem.engines.train.build import build_train_engine
 from tandem.flow.scoring import ModelReader
 from tandem.models.load import load_scalar_model
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer

@@ -1,7 +1,6 @@
 """The training engine: a model spread by FSDP2 or DeepSpeed, and steps that do not depend on how a batch is cut."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ from tensordict import TensorDict
 from tandem.api.activity import did, span
 from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
-from tandem.api.extensions import OwnClass
 from tandem.api.failures import BatchError
-from tandem.api.team import Team
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.adapters import named_weights
 from tandem.engines.train.asleep import EngineMemory
@@ -23,91 +20,11 @@ from tandem.engines.train.micro_batches import filler, has_weight, micro_batches
 from tandem.engines.train.optimizer import Optimizer
 from tandem.engines.train.ranks import form_ranks, sum_over_ranks
 from tandem.engines.train.spread import Head, open_spread
+from tandem.engines.train.totals import Totals
 from tandem.models.adapter_beside import AdapterBeside
 from tandem.models.catalog import resolve
-from tandem.models.heads import ClassLabel
 from tandem.models.precision import resolve_dtype
 from tandem.models.upload import upload, uploaded
-
-Numbers = tuple[float, dict[str, tuple[float, int]], dict[str, float]]
-"""The loss, sums with the counts that divide them, and maxima."""
-
-
-class Totals:
-    """The loss, which is a sum, and metrics that are divided by their counts once, at the end.
-
-    Until then all of it stays on the device, in float64, so that the host need not wait for a micro-batch.
-    """
-
-    def __init__(self) -> None:
-        self._loss: torch.Tensor | None = None
-        self._sums: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
-
-    def add(
-        self,
-        loss: torch.Tensor,
-        metrics: Mapping[str, torch.Tensor],
-        trained: torch.Tensor,
-        num_tokens: int,
-        num_sequences: int,
-    ) -> None:
-        """Adds a loss, ``[T]`` metrics over the tokens ``trained [K]`` and ``[N]`` metrics over sequences; of names that end
-        in ``/max`` the largest entry is kept.
-
-        Raises:
-            ValueError: a metric has neither length.
-        """
-        did()  # a micro-batch
-        self._loss = loss.double() if self._loss is None else self._loss + loss.double()
-        for name, value in metrics.items():
-            if value.shape == (num_tokens,):
-                chosen = value[trained]
-            elif value.shape == (num_sequences,):
-                chosen = value
-            else:
-                raise ValueError(
-                    f"metric {name!r} must be [T] = [{num_tokens}] or [N] = [{num_sequences}], got {list(value.shape)}"
-                )
-            if not name.endswith("/max"):
-                total = chosen.double().sum()
-                self._sums[name] = self._sums[name] + total if name in self._sums else total
-                self._counts[name] = self._counts.get(name, 0) + chosen.numel()
-            elif chosen.numel():
-                largest = chosen.max().double()
-                before = self._maxima.get(name, torch.full_like(largest, -math.inf))
-                self._maxima[name] = torch.fmax(before, largest)  # a NaN counts for nothing
-
-    def _numbers(self) -> Numbers:
-        """All of it as plain numbers: here the host waits for the device, once."""
-        if self._loss is None:
-            return 0.0, {}, {}
-        found = torch.stack([self._loss, *self._sums.values(), *self._maxima.values()]).tolist()
-        sums, maxima = found[1 : 1 + len(self._sums)], found[1 + len(self._sums) :]
-        counted = {name: (total, self._counts[name]) for name, total in zip(self._sums, sums, strict=True)}
-        return found[0], counted, dict(zip(self._maxima, maxima, strict=True))
-
-    def gather(self, group: dist.ProcessGroup | None, *, counts: bool = True) -> dict[str, float]:
-        """``loss``, summed, and sum over count of each metric, over all ranks; what counted nothing is left out.
-
-        ``counts``: false on a rank that has the same as another one.
-        """
-        mine: Numbers = self._numbers() if counts else (0.0, {}, {})
-        parts = [mine]
-        if group is not None:
-            parts = [mine] * dist.get_world_size(group)
-            dist.all_gather_object(parts, mine, group=group)
-        sums: dict[str, tuple[float, int]] = {}
-        maxima: dict[str, float] = {}
-        for _, its_sums, its_maxima in parts:
-            for name, value in its_maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
-            for name, (total, count) in its_sums.items():
-                before = sums.get(name, (0.0, 0))
-                sums[name] = before[0] + total, before[1] + count
-        means = {name: total / count for name, (total, count) in sums.items() if count}
-        return {"loss": sum(loss for loss, _, _ in parts), **means, **maxima}
 
 
 class SpreadEngine(TrainEngine):
@@ -318,49 +235,3 @@ class SpreadEngine(TrainEngine):
 
     def num_bytes(self) -> dict[TrainPart, int]:
         return self._memory.num_bytes()
-
-
-__all__ = ["Head", "build_train_engine"]
-
-
-def build_train_engine(
-    config: TrainEngineConfig,
-    total_steps: int,
-    device: str | torch.device = "cpu",
-    head: Head = "lm",
-    key: str = "actor.backend",
-    trained: bool = True,
-    team: Team | None = None,
-    adapter: AdapterBeside | None = None,
-    trunk: TrainEngine | None = None,
-    class_label: ClassLabel | None = None,
-    own: OwnClass | None = None,
-) -> TrainEngine:
-    """The engine of ``config.backend``, over the ranks of ``team``; None: all processes of torch.distributed
-    where it is initialised.
-
-    ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
-    ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
-    it has no float32 masters, and neither steps nor states; then ``adapter`` lies beside its weights. ``trunk``: an engine
-    of this function with the same frozen weights but for heads and adapters, whose memory it shares. ``class_label``: the
-    name or number of the class whose log-odds are the number a token, of a frozen classifier with several. ``own``: the
-    user's class, which is given what `SpreadEngine` takes.
-
-    Raises:
-        ConfigError: another backend than is there, or another number of ranks than it says.
-        WeightsChanged: the trunk has other numbers.
-    """
-    assert trunk is None or isinstance(trunk, SpreadEngine), "only frozen models share a trunk"
-    make: Callable[..., TrainEngine] = own or SpreadEngine
-    return make(
-        config=config,
-        total_steps=total_steps,
-        device=device,
-        process_group=None if team is None else team.group,
-        head=head,
-        key=key,
-        trained=trained,
-        adapter=adapter,
-        trunk=trunk,
-        label=class_label,
-    )

@@ -1,0 +1,264 @@
+"""The episodes under way: run on a loop of their own as the book of episodes admits them, and waited for."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from tandem.api.activity import GENERATING, did, waiting
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure, EpisodeFailure, WaitTimeout
+from tandem.api.samples import Group
+from tandem.api.team import Team
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.rollout import RolloutConfig
+from tandem.rollout.book import EpisodeBook, GroupFilter, GroupObserver, Row
+from tandem.rollout.episodes import Episode, EpisodeRunner, finish_groups
+from tandem.rollout.event_loop import BackgroundLoop
+from tandem.rollout.ranks import OtherRanks
+
+
+@dataclass
+class Wish:
+    """One batch that is asked for."""
+
+    count: int
+    partial: bool
+    """Fewer groups will do when no more can come."""
+
+    patience_s: float
+    workflow: RolloutWorkflow | None = None
+    """The workflow of its rows, which every rank has."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    """Those whose groups would make the batch; they are taken once each of them is judged."""
+
+    outcomes: list[Group | DataFailure] = field(default_factory=list)
+    """The scorer's result for each candidate."""
+
+    metrics: dict[str, float] = field(default_factory=lambda: {"time/wait_s": 0.0})
+    """Seconds that were waited, and the number of other episodes when these were taken."""
+
+    @property
+    def candidates(self) -> list[Episode]:
+        """The episodes that still need the rewards of a model."""
+        return [episode for episode in self.episodes if not episode.judged]
+
+
+class EpisodePool:
+    """Runs the episodes of a book, on this rank or on all that generate, and waits for their groups. On rank 0.
+
+    Two threads meet here: the caller's, and the loop's on which episodes run. Public methods are for the caller's thread.
+    ``deterministic``: the caller alone starts episodes.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | None,
+        config: RolloutConfig,
+        max_head_offpolicyness: int,
+        *,
+        seed: int,
+        deterministic: bool,
+        group_filter: GroupFilter | None,
+        max_draws: int,
+        observer: GroupObserver | None,
+        judges_later: Callable[[], bool],
+        generators: Team | None = None,
+    ):
+        """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
+        ``generators``: the ranks that run episodes; None: rank 0 alone."""
+        self._engine, self._config, self._deterministic = engine, config, deterministic
+        self.loop = BackgroundLoop(on_blocked=self.fail)
+        self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
+        self._others = OtherRanks(generators, self.loop, self.fail)
+
+        # The lock of `_changed` guards the book. Its holder may schedule calls on the loop, but must not wait for it: the
+        # loop may itself be waiting for the lock. Waiters are woken when there may be something for them.
+        self._changed = threading.Condition()
+        self._book = EpisodeBook(
+            config,
+            max_head_offpolicyness,
+            group_filter=group_filter,
+            max_draws=max_draws,
+            observer=observer,
+            judges_later=judges_later,
+            version=self._version,
+            stop=self._stop,
+        )
+        self.gate, self.ledger = self._book.gate, self._book.ledger
+
+    # ------------------------------------------------------------------ for the caller
+
+    @contextmanager
+    def locked(self) -> Iterator[EpisodeBook]:
+        """The book, in a block in which no episode starts, ends or takes a row. Keep it short."""
+        with self._changed:
+            yield self._book
+
+    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, start: bool = False) -> None:
+        """Queues one episode on each row. ``start``: what the gate admits begins now, not when a batch is wanted."""
+        with self._changed:
+            self._book.submit(rows, workflow)
+            if start:
+                self._pump()
+
+    def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
+        """Rows that follow when no submitted ones are left."""
+        with self._changed:
+            self._book.draw_from(loader, workflow)
+
+    def judge(self, wish: Wish) -> bool:
+        """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
+        scored = list(zip(wish.candidates, wish.outcomes, strict=True))
+        # without the lock, which the loop needs
+        judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))
+        with self._changed:
+            for (episode, _), outcome in zip(scored, judged, strict=True):
+                self._book.judge(episode, outcome)
+            return len(self._book.waiting) < wish.count
+
+    def collect(self, wish: Wish) -> int:
+        """Waits until enough groups stand. Takes them if all are judged; otherwise takes none and returns how many are not.
+        Other ranks help where all of them call for the same workflow.
+
+        Raises:
+            WaitTimeout: after the patience of the wish; says what it waited for.
+            NoBatch: so many will never come.
+            Exception: what broke the pool, such as `EngineDied`.
+        """
+        began = time.monotonic() - wish.metrics["time/wait_s"]
+        try:
+            with waiting(f"{wish.count} groups"), self._others.working(wish.workflow):
+                self._wait(wish, began)
+        finally:
+            wish.metrics["time/wait_s"] = time.monotonic() - began
+            with self._changed:
+                self._book.wanted = 0
+        return len(wish.candidates)
+
+    def end_step(self) -> None:
+        """Ends the step: the episodes that were taken are trained, and make room for others."""
+        with self._changed:
+            self._book.end_step()
+            self._pump()
+
+    def close(self) -> None:
+        """Aborts what runs; those prompts are pending again. Idempotent."""
+        with self._changed:
+            self._book.broken = self._book.broken or RuntimeError("the rollout is closed")
+            self._book.abort_running()
+            self._changed.notify_all()
+        self.loop.close()
+
+    # ------------------------------------------------------------------ waiting
+
+    def _wait(self, wish: Wish, began: float) -> None:
+        deadline = began + wish.patience_s
+        with self._changed:
+            self._book.wanted = wish.count
+        while True:
+            if self._deterministic:
+                self._wave(deadline)
+            with self._changed:
+                if self._try(wish):
+                    return
+                if time.monotonic() >= deadline:
+                    waited_s = time.monotonic() - began
+                    raise WaitTimeout(f"waited {waited_s:.1f} s for {wish.count} groups; {self._book.describe()}")
+                if self._book.running:  # else the next wave begins
+                    self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+
+    def _wave(self, deadline: float) -> None:
+        """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
+        with self._changed:
+            episodes = [] if self._book.running else self._book.admit()
+        if episodes:
+            self.runner.begin(episodes, self._spawn, deadline - time.monotonic())
+
+    # ------------------------------------------------------------------ with the lock
+
+    def _try(self, wish: Wish) -> bool:
+        """One look: whether the groups of the batch stand. Takes them if all are judged. Raises if waiting is in vain."""
+        book = self._book
+        if book.broken is not None:
+            raise book.broken
+        self._pump()
+        chosen = book.choose(wish.count)
+        if chosen is None and not book.running:
+            if self._deterministic and book.may_start:
+                return False  # the next wave
+            self._pump()  # what expired has made room
+            if not book.running:
+                chosen = book.give_up(wish.count, partial=wish.partial)
+        if chosen is None:
+            return False
+        wish.episodes = chosen
+        if not wish.candidates:
+            wish.metrics |= book.take(chosen)
+        return True
+
+    def _pump(self) -> None:
+        """Starts what the gate admits; in a deterministic run `_wave` does."""
+        episodes = [] if self._deterministic else self._book.admit()
+        if episodes:
+            self.loop.call(self._spawn, episodes)
+
+    def _stop(self, episode: Episode) -> None:
+        """Ends an episode that the book has let go."""
+        self._others.cancel(episode)
+        if episode.task is not None:
+            self.loop.call(episode.task.cancel)
+
+    def _version(self) -> int:
+        """Number of the engine's weights."""
+        assert self._engine is not None, "ranks other than 0 have no engine; rank 0 makes the batches"
+        return self._engine.version.number
+
+    # ------------------------------------------------------------------ on the loop's thread, without the lock
+
+    def _spawn(self, episodes: Sequence[Episode]) -> None:
+        """Runs episodes that were admitted, here or on other ranks."""
+        loop, episodes = asyncio.get_running_loop(), [episode for episode in episodes if not episode.aborted]
+        try:
+            self._others.give(episodes)
+        except Exception as error:  # the worker boundary: a row that cannot travel must reach whoever waits
+            self.fail(error)
+            return
+        for episode in episodes:
+            episode.task = loop.create_task(self._run(episode))
+            episode.task.add_done_callback(partial(self._others.ended, episode))
+
+    async def _run(self, episode: Episode) -> None:
+        try:
+            maker = self._others if episode.place else self.runner
+            self._end(episode, await maker.group_of(episode))
+        except EpisodeFailure as failure:
+            self._end(episode, failure)
+        except Exception as error:  # the worker boundary: a bug here must reach whoever waits
+            self.fail(error)
+
+    def _end(self, episode: Episode, outcome: Group | EpisodeFailure) -> None:
+        did(*GENERATING)
+        try:
+            with self._changed:
+                book = self._book
+                if episode.number not in book.running:  # it was aborted while this thread waited for the lock
+                    return
+                book.ended(episode, outcome)
+                self._pump()
+                # Waking the caller costs more than an episode: only when there may be something for it.
+                full = book.wanted and len(book.waiting) >= book.wanted
+                if full or not book.running or book.broken or self._deterministic or self._config.on_expiry != "mask":
+                    self._changed.notify_all()
+        except Exception as error:  # the worker boundary: a filter or a loader that raised must reach whoever waits
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Breaks the pool: whoever waits gets this error. For any thread."""
+        with self._changed:
+            self._book.broken = self._book.broken or error
+            self._changed.notify_all()
