@@ -30,8 +30,8 @@ from tandem.config.data import DatasetConfig
 from tandem.data.files import RawRow, read_file
 from tandem.data.rows import normalise
 from tandem.data.table import Table
-from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.functions import complete
+from tandem.rewards.code.reward import find_code
 from tandem.sandbox.choose import choose_sandbox
 
 TRIES = 12

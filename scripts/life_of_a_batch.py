@@ -54,8 +54,10 @@ BACK = [
 
 CONFIGURATION = [
     ("src/tandem/cli/main.py", "Finds the command, and turns errors into messages."),
-    ("src/tandem/cli/training.py", "Names the kind of configuration and the loop."),
-    ("src/tandem/cli/running.py", "Loads the configuration, and starts one process for each rank."),
+    (
+        "src/tandem/cli/running.py",
+        "Loads the configuration of the command, starts one process for each rank, and calls the loop.",
+    ),
     (
         "src/tandem/config/load.py",
         "Defaults, preset, file and command line become one configuration (`tree.py`), which is checked (`check.py`).",
@@ -69,7 +71,8 @@ CONFIGURATION = [
     ),
     (
         "src/tandem/trainers/start.py",
-        "Everything that is refused before there is a run folder. On GPUs `planning/fit.py` asks if they can hold it.",
+        "Everything that is refused before there is a run folder; then opens the run: its process, folder and tracker. On "
+        "GPUs `planning/fit.py` asks if they can hold it.",
     ),
     (
         "src/tandem/flow/services.py",
@@ -77,13 +80,14 @@ CONFIGURATION = [
     ),
     ("src/tandem/flow/parts.py", "Reads the rows, and says what context they need; makes the loader and the executor."),
     ("src/tandem/flow/process.py", "Device, threads and process group."),
-    ("src/tandem/trainers/opening.py", "Opens the run: its process, folder and tracker."),
     ("src/tandem/lifecycle/summary.py", "Opens the run folder, and says what a run came to."),
     ("src/tandem/state/resuming.py", "Decides whether a run that is in the folder goes on."),
     ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
     ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
-    ("src/tandem/flow/residents.py", "Says if the models of the plan can be had here, and opens them."),
-    ("src/tandem/flow/roles.py", "Makes the roles on those of the models that this process has."),
+    (
+        "src/tandem/flow/residents.py",
+        "Says if the models of the plan can be had here, opens them, and makes the roles on those of this process.",
+    ),
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),

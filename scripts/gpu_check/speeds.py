@@ -26,7 +26,7 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
 from tandem.models.allocator import give_back
 from tandem.models.architecture import Architecture
-from tandem.planning.devices import DEVICES
+from tandem.planning.machine import DEVICES
 from tandem.weights.publisher import WeightPublisher
 
 BESIDE = Path(__file__).with_name("beside_vllm.py")

@@ -6,10 +6,12 @@ other modules are private: they may change at any time.
 A name is loaded when it is asked for, so that `import tandem` stays cheap and comes before torch.
 """
 
+import ast
 import importlib
 import importlib.util
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.libraries import set_up
@@ -120,49 +122,13 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {
-    "algorithms.registry": ("prepared_by",),
-    "api.engines": ("EngineWrapper", "InferenceEngine", "TrainEngine"),
-    "api.environment": ("InvalidAction",),
-    "api.failures": ("DataFailure", "InfrastructureFailure", "RewardFailure"),
-    "api.requests": ("LLMRequest", "LLMResponse"),
-    "api.samples": ("Group", "Sample", "Trajectory"),
-    "api.scoring": ("FrozenModel", "Score"),
-    "api.weights": ("WeightSource",),
-    "api.workflow": ("GroupReward", "RewardFn", "RewardResult", "RolloutWorkflow"),
-    "cli.main": ("run_script",),
-    "cli.objects": ("DPOTrainer", "GRPOTrainer", "RewardTrainer", "SFTTrainer", "train"),
-    "config.errors": ("ConfigError",),
-    "config.experiment": ("SFTConfig", "TrainConfig"),
-    "config.load": ("load_config",),
-    "config.preference": ("PreferenceConfig", "RewardModelConfig"),
-    "engines.train.engine": ("SpreadEngine",),
-    "flow.plan": ("plan_run",),
-    "launch.launcher": ("LaunchJob", "Launcher"),
-    "launch.launchers.local": ("LocalGroup",),
-    "launch.launchers.slurm": ("SlurmJob",),
-    "models.families": ("ModelFamily",),
-    "protocol.tool_calls": ("plain_chat",),
-    "rewards.build": ("build_reward",),
-    "roles.actor": ("Actor",),
-    "roles.language_model": ("LanguageModel",),
-    "roles.preference": ("PreferenceLearner",),
-    "roles.reward_model": ("RewardModel",),
-    "rollout.tools.chat": ("ToolChatWorkflow",),
-    "rollout.tools.search": ("SearchBox",),
-    "rollout.tools.tool": ("Tool", "ToolFailure", "Toolbox", "tool_schema"),
-    "rollout.workflows": ("ChatWorkflow",),
-    "tracking.records": ("load_batch", "load_trajectories"),
-    "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),
-    "trainers.script": ("open_training",),
-    "weights.channel": ("Delivery", "LocalChannel", "WeightChannel"),
-    "weights.disk": ("DiskChannel",),
-    "weights.shared_memory": ("SharedMemoryChannel",),
-}
-"""The place of each public name, for `__getattr__`; the imports above say the same to editors and to mypy. A test
-compares."""
 
-_HOMES = {name: f"tandem.{module}" for module, names in _MODULES.items() for name in names}
+def _home(name: str) -> str:
+    """The module of a public name: the imports above, which run for editors and type checkers alone, say it."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    block = next(node.body for node in tree.body if isinstance(node, ast.If))
+    imports = (node for node in block if isinstance(node, ast.ImportFrom))
+    return next(str(node.module) for node in imports if name in {alias.name for alias in node.names})
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there
@@ -174,13 +140,13 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
             AttributeError: there is none; tells the nearest.
             ImportError: the same, of `from tandem import …`, which would swallow the words of an AttributeError.
         """
-        if name in _HOMES:
-            value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        if name in __all__:
+            value = globals()[name] = getattr(importlib.import_module(_home(name)), name)
             return value
         is_room = not name.startswith("__") and importlib.util.find_spec(f"tandem.{name}") is not None
         if is_room or name.startswith("__"):  # `from tandem import flow` goes on to load the module after this error
             raise AttributeError(f"module 'tandem' has no attribute {name!r}")
-        from tandem.config.nearest import nearest_names  # noqa: PLC0415 — an import that only an error needs
+        from tandem.config.errors import nearest_names  # noqa: PLC0415 — an import that only an error needs
 
         words = f"tandem has no public name {name!r}; {nearest_names(name, __all__)}"
         imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's own, of `from … import`

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tandem.config
-from tandem.config.docs import markdown, sentences
+from scripts.configuration_page import markdown, sentences
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.keys import all_keys
 from tandem.config.limits import LIMITS
@@ -27,7 +27,7 @@ CLASSES = {
 
 
 def test_the_page_is_what_the_code_makes():
-    assert PAGE.read_text() == markdown(), "run: python -m tandem.config.docs > docs/configuration.md"
+    assert PAGE.read_text() == markdown(), "run: python scripts/configuration_page.py > docs/configuration.md"
 
 
 @pytest.mark.parametrize("cls", sorted(CLASSES, key=lambda c: c.__name__), ids=lambda c: c.__name__)

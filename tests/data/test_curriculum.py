@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tandem.config.curriculum import CurriculumConfig
 from tandem.config.errors import ConfigError
-from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset
+from tandem.data.loader import Curriculum
 
 RATES = st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=30)
 

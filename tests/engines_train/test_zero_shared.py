@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tandem.api.team import Team
-from tandem.engines.train.zero_shared import share
+from tandem.engines.train.zero import share
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.layouts import batch_of_prompts, engine_on
 from tests.engines_train.steps import weighted_nll, weights_of

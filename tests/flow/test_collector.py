@@ -6,11 +6,11 @@ import subprocess
 import sys
 import weakref
 
-from tandem.flow.collector import collect_and_keep, keep_from_collector
+from tandem.flow.session import collect_and_keep, keep_from_collector
 
 ALONE = """
 import contextlib, gc, weakref
-from tandem.flow.collector import collect_and_keep, keep_from_collector
+from tandem.flow.session import collect_and_keep, keep_from_collector
 
 class Model:
     def __init__(self):

@@ -17,7 +17,7 @@ from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.residents import open_reader
-from tandem.flow.steps import last_tokens, step_spans
+from tandem.flow.scoring import last_tokens, step_spans
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.model import ModelReward, aggregated

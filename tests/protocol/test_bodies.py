@@ -2,11 +2,11 @@
 
 import pytest
 
-from tandem.protocol.bodies import parse
 from tandem.protocol.dialects import chat
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.rewards import LAYOUTS, NotJudged
 from tandem.protocol.schema import SchemaError, array, check_value, integer, text
+from tandem.protocol.server import parse
 
 ANY = {"type": "object"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.build import build_reward
-from tandem.rewards.code.output import same_output
+from tandem.rewards.code.reward import same_output
 
 TABLE = r"""
 # whole numbers, signs, separators: exact_number

@@ -22,10 +22,8 @@ from tandem.data.files import RawRow
 from tandem.data.rows import normalise
 from tandem.data.table import Table
 from tandem.rewards.build import build_reward
-from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.literals import NotLiteral, decode, encode, write
-from tandem.rewards.code.output import same_output
-from tandem.rewards.code.reward import CodeReward
+from tandem.rewards.code.reward import CodeReward, find_code, same_output
 from tandem.sandbox.choose import choose_sandbox
 from tests.rewards.hostile_answers import HOSTILE, PROGRAM_TESTS, TESTS, table
 from tests.sandbox.machine import descendants

@@ -13,8 +13,7 @@ from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.api.services import Services
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
-from tandem.rollout.environments.actions import reader
-from tandem.rollout.environments.workflow import EnvironmentWorkflow, earned_by_turn
+from tandem.rollout.environments.workflow import EnvironmentWorkflow, earned_by_turn, reader
 from tests.rollout.test_chat import FORGETFUL
 from tests.tiny import tiny_tokenizer
 

@@ -17,8 +17,7 @@ from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.rollout.command import Command
-from tandem.rollout.program import ProgramWorkflow
+from tandem.rollout.program import Command, ProgramWorkflow
 from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.sandbox.choose import choose_sandbox
 from tests.rollout.scripted import GCONFIG, ScriptedEngine

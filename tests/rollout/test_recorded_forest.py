@@ -13,8 +13,7 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.protocol.dialects.chat import answer, read
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus, Reply, Turn
-from tandem.rollout.recording.forest import Forest
-from tandem.rollout.recording.matching import meaning, thought
+from tandem.rollout.recording.forest import Forest, meaning, thought
 from tests.rollout.scripted import untruthful
 from tests.rollout.test_chat import FORGETFUL
 from tests.tiny import CHATML, tiny_tokenizer

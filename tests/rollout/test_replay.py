@@ -12,8 +12,7 @@ from tandem.api.samples import Group, Sample, Trajectory
 from tandem.config.rollout import ReplayConfig, RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.executor import Rollout
-from tandem.rollout.plain_groups import group_of, plain_group
-from tandem.rollout.replay import Replay
+from tandem.rollout.replay import Replay, group_of, plain_group
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
 

@@ -10,7 +10,7 @@ import pytest
 from tandem.api.sandbox import Limits, Program
 from tandem.config.errors import ConfigError
 from tandem.sandbox.choose import choose_sandbox
-from tandem.sandbox.worker import GRACE_S
+from tandem.sandbox.pool import GRACE_S
 from tests.sandbox.hostile import read_table
 from tests.sandbox.machine import Machine, descendants, lives, processes_with
 

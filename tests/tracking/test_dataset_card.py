@@ -11,7 +11,7 @@ import pytest
 
 from tandem import load_trajectories
 from tandem.api.samples import Dropped, Group
-from tandem.tracking.dataset_card import columns, write_card
+from tandem.tracking.tracker import columns, write_card
 from tests.foreign.peers import ENVS
 from tests.tracking.test_recorder import CALL, MESSAGES, group, record, sample
 

@@ -12,7 +12,7 @@ from tandem.evaluation.reward_check import RewardCall
 from tandem.rewards.build import build_sum
 from tandem.rewards.reward import Reward
 from tandem.rewards.terms import read_sum
-from tandem.trainers.trial import judge_calls, try_rewards
+from tandem.trainers.start import judge_calls, try_rewards
 
 ROW = {"messages": [{"role": "user", "content": "1 + 1?"}], "answer": "2", "question": "1 + 1?"}
 FUNCTIONS = """

@@ -12,8 +12,8 @@ from tandem.config.load import load_config
 from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.shape import Shape
 from tandem.planning.fit import check_fit, fitting
-from tandem.planning.items import GIB
 from tandem.planning.machine import gpus
+from tandem.planning.memory import GIB
 from tests.tiny import tiny_config
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 

@@ -147,7 +147,7 @@ def test_the_plan_counts_a_partners_weights_and_its_cache():
     ).config
     made = make_plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
     (writer,) = made.job.writers.values()
-    assert (writer.requests, writer.lengths) == (32, Lengths(30, 50))
+    assert (writer.sequences, writer.lengths) == (32, Lengths(30, 50))
     held = [{i.what for i in one.items if i.role == "partner"} for one in made.instants]
     assert all({"parameters", "KV cache"} <= items for items in held)
 

@@ -17,12 +17,11 @@ from tandem.config.preference import DistillConfig, PreferenceConfig, RewardMode
 from tandem.engines.inference.build import engine_settings
 from tandem.models.footprint import engine_bytes
 from tandem.models.shape import read_shape
-from tandem.planning.devices import DEVICES, device
-from tandem.planning.drawing import drawing, uses
 from tandem.planning.job import Lengths, job_of
-from tandem.planning.machine import this_machine
+from tandem.planning.machine import DEVICES, device, this_machine
 from tandem.planning.memory import engine_weights
 from tandem.planning.plan import make_plan
+from tandem.planning.report import drawing, uses
 from tandem.trainers.lengths import ASSUMED_PROMPT, known_lengths
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
@@ -234,7 +233,7 @@ def test_a_judge_that_writes_has_an_engine_with_a_cache_and_no_pass_over_the_bat
     config = load_config(TrainConfig, None, [*keys, f"reward=math + {term}"]).config
     made = make_plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
     (writer,) = made.job.writers.values()
-    assert (writer.requests, writer.lengths) == (requests, Lengths(reads, 50))
+    assert (writer.sequences, writer.lengths) == (requests, Lengths(reads, 50))
 
     name = writer.engine.role
     held = {one.phase: {i.what: i.num_bytes for i in one.items if i.role == name} for one in made.instants}

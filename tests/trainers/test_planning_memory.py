@@ -13,13 +13,11 @@ from tandem.models import cpu_attention
 from tandem.models.cpu_attention import QueryRange, QueryRanges
 from tandem.models.footprint import row_capacity
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.activations import passing
-from tandem.planning.batches import MicroBatch
-from tandem.planning.items import GIB
 from tandem.planning.job import Lengths
 from tandem.planning.machine import PROCESS_GIB
-from tandem.planning.memory import engine_weights, instants, kv_needed, kv_tokens
+from tandem.planning.memory import GIB, engine_weights, instants, kv_needed, kv_tokens
 from tandem.planning.plan import make_plan
+from tandem.planning.planned_model import MicroBatch, passing
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, generator, held, job, round_machine
 

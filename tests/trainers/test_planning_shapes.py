@@ -13,8 +13,8 @@ from tandem.models.footprint import adapters_of
 from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedCausalLM
 from tandem.models.shape import Shape, read_shape
-from tandem.planning import activations
-from tandem.planning.batches import MicroBatch, cut_step
+from tandem.planning import planned_model
+from tandem.planning.planned_model import MicroBatch, cut_step
 from tests.tiny import KINDS, tiny_config, tiny_model
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, held
 
@@ -105,7 +105,7 @@ def test_activations_are_what_autograd_keeps(kind, groups, dtype):
     model = PackedCausalLM(tiny_model(kind, dtype=getattr(torch, dtype), **overrides))
     shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
 
-    said = activations.activation_bytes(held(shape=shape, dtype=dtype), batch)
+    said = planned_model.activation_bytes(held(shape=shape, dtype=dtype), batch)
 
     assert said == pytest.approx(kept_really(model, groups), rel=0.06)
 
@@ -119,7 +119,7 @@ def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups
     shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
     adapters = adapters_of(LoRAConfig(rank=4, target_modules=modules), shape)
 
-    said = activations.activation_bytes(held(shape=shape, dtype=dtype, adapters=adapters), batch)
+    said = planned_model.activation_bytes(held(shape=shape, dtype=dtype, adapters=adapters), batch)
 
     assert said == pytest.approx(kept_really(model, groups), rel=0.12)
 
@@ -127,9 +127,9 @@ def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups
 def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_whole_layer():
     batch = MicroBatch(((PROMPT, 1),), COMPLETION)
     models = [held(shape=SMOLLM2, checkpointing=flag) for flag in (False, True)]
-    whole, sparse = (activations.activation_bytes(model, batch) for model in models)
+    whole, sparse = (planned_model.activation_bytes(model, batch) for model in models)
 
-    layer = activations.kept_by_layer(models[0], batch)
+    layer = planned_model.kept_by_layer(models[0], batch)
     assert whole - sparse == 29 * layer - 30 * 4 * 576 * (PROMPT + COMPLETION)
 
 
@@ -137,19 +137,19 @@ def test_the_head_holds_a_chunk_of_logits_whatever_the_batch():
     short, long = MicroBatch(((8, 1),), 10), MicroBatch(((8, 1),), 10_000)
     model = held(shape=SMOLLM2, chunk_tokens=1024)
 
-    logits, gradient = activations.head_bytes(model, long, backward=True)
+    logits, gradient = planned_model.head_bytes(model, long, backward=True)
     assert logits == 8 * 1024 * 49152 and gradient == 4 * 49152 * 576
-    assert activations.head_bytes(model, short, backward=True)[0] == 8 * 10 * 49152
-    assert activations.head_bytes(model, long, backward=False) == (8 * 1024 * 49152, 0)
+    assert planned_model.head_bytes(model, short, backward=True)[0] == 8 * 10 * 49152
+    assert planned_model.head_bytes(model, long, backward=False) == (8 * 1024 * 49152, 0)
 
 
 def test_compiled_kernels_hold_logits_of_four_chunks_as_they_are_stored():
     middle, long = (MicroBatch(((8, 1),), tokens) for tokens in (3000, 10_000))
     model = held(shape=SMOLLM2, chunk_tokens=1024, dtype="bfloat16", on_cpu=True)
 
-    assert activations.head_bytes(model, middle, backward=True) == (2 * 3000 * 49152, 2 * 49152 * 576)
-    assert activations.head_bytes(model, long, backward=True) == (2 * 4096 * 49152, 6 * 49152 * 576)
-    assert activations.head_bytes(model, long, backward=False)[0] == 2 * 4096 * 49152
+    assert planned_model.head_bytes(model, middle, backward=True) == (2 * 3000 * 49152, 2 * 49152 * 576)
+    assert planned_model.head_bytes(model, long, backward=True) == (2 * 4096 * 49152, 6 * 49152 * 576)
+    assert planned_model.head_bytes(model, long, backward=False)[0] == 2 * 4096 * 49152
 
 
 def test_micro_batches_are_cut_by_the_engines_own_rule():

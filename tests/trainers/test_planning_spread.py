@@ -10,13 +10,10 @@ from tandem.config.load import load_config
 from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.plan import Resident
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.disk import Saves, checkpoint_of, saves_of
-from tandem.planning.items import Room
-from tandem.planning.job import Lengths, job_of
-from tandem.planning.memory import instants
+from tandem.planning.job import Lengths, Saves, checkpoint_of, job_of, saves_of
+from tandem.planning.memory import Room, gradients_between, instants, states
 from tandem.planning.plan import make_plan
 from tandem.planning.planned_model import planned_model
-from tandem.planning.states import gradients_between, states
 from tandem.trainers.lengths import known_lengths
 from tests.ranks import on_two
 from tests.tiny import tiny_model_folder

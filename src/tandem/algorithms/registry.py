@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import nearest_names
 from tandem.config.parts import PARTS, PartRecord
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,8 +1,9 @@
-"""Lines of the files of a run: one value is one line, and a line that is added is whole or not there."""
+"""Lines of the files of a run: one value is one line, and a line that is added is whole or not there; and of tables."""
 
 import contextlib
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ def not_written(path: Path, error: OSError) -> NotWritten:
     )
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old text or the new one, whole, also after the power was cut.
+
+    Raises:
+        OSError: the disk refuses; the file is as it was before.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Writes a file, or the entries of a folder, to the disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -56,3 +75,9 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table, its columns as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -17,8 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from tandem.api.failures import UserCodeFailed, described
-from tandem.config.errors import ConfigError, TandemError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, TandemError, nearest_names
 
 T = TypeVar("T")
 

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from tandem.api.plugins import in_user_code, interrupted_after, load_object, told_if_slow
 from tandem.config.coerce import coerce, without_none
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.extras import install_extra
-from tandem.config.nearest import nearest_names
 from tandem.config.services import Kind, service_of
 from tandem.config.terms import Term, read_term
 

@@ -99,6 +99,12 @@ def stage(
     return decorate
 
 
+update_stage = functools.partial(
+    stage, title="update", reads_state=("weights", "optimizer"), writes_state=("weights", "optimizer")
+)
+"""A stage with optimizer steps."""
+
+
 def stages_of(role: type) -> dict[str, Declaration]:
     """The declarations of a role class, by method name."""
     methods = ((name, getattr(role, name)) for name in dir(role))

@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
+from tandem.api.lines import aligned
 from tandem.config.algorithm import AlgorithmConfig, Component
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import TrainConfig
+from tandem.config.keys import flat
 from tandem.config.load import load_config, plain_data
-from tandem.config.nearest import nearest_names
 from tandem.config.parts import PARTS, part_of
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import METRICS
@@ -81,7 +82,7 @@ def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
         "when": preset.when,
         "formulas": dict(_formulas(config)),
         "algorithm": _with_knobs(config),
-        "outside": dict(_flat(preset.run)),
+        "outside": dict(flat(preset.run)),
         "asynchronous": _asynchronous(name, changes, config),
         "metrics": {key: {"meaning": METRICS[key].meaning, "advice": advice} for key, advice in preset.watch.items()},
     }
@@ -190,26 +191,17 @@ def _asynchronous(name: str, changes: Sequence[str], config: AlgorithmConfig) ->
         other = preset_config(name, [*changes, "async_training=true"])
     except ConfigError as error:
         return str(error)
-    before, after = dict(_flat(plain_data(config))), dict(_flat(plain_data(other)))
+    before, after = dict(flat(plain_data(config))), dict(flat(plain_data(other)))
     changed = {f"algorithm.{key}": value for key, value in after.items() if before.get(key) != value}
     if "algorithm.correction.weight" in changed:
         changed["algorithm.correction.high"] = other.correction.highest
     return changed
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _listing(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in found]
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    yield from aligned(rows)
     more = "NAME says more, --parts lists what they are made of; tandem train FILE algorithm=NAME uses one."
     yield from ("", f"tandem algorithms {more}")
 

@@ -5,20 +5,25 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
 from tandem.state.named import NamedRun, named_run, no_run
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-]*=")
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """`[FILE] [key=value …]`, in any order."""
+def add_config_arguments(parser: argparse.ArgumentParser, *, kinds: bool = False) -> None:
+    """`[FILE] [key=value …]`, in any order. ``kinds``: and `--for`, the command whose configuration it is."""
     parser.add_argument(
         "arguments",
         nargs="*",
         metavar="[FILE] [key=value …]",
         help="a YAML file, and keys that replace its values, such as actor.optimizer.lr=1e-5 (docs/configuration.md)",
     )
+    if kinds:
+        parser.add_argument(
+            "--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is"
+        )
 
 
 def count(text: str) -> int:

@@ -27,10 +27,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--name", help="which model, where the server has several (default: its first)")
     server.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the server's token")
     add_device_arguments(parser.add_argument_group("with a MODEL"))
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command, with torch."""
-    from tandem.cli.chatting import run as running  # noqa: PLC0415 — imports torch
-
-    return running(arguments)

@@ -16,8 +16,7 @@ from tandem.config.load import describe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
-    parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
+    add_config_arguments(parser, kinds=True)
     parser.add_argument("--json", action="store_true", help="one JSON object: config, and sources by key")
 
 

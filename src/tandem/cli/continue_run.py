@@ -11,8 +11,7 @@ examples:
 import argparse
 
 from tandem.cli.arguments import run_folder
-from tandem.cli.running import add_choices_of_a_run, left_in
-from tandem.cli.training import TRAINING, command_of
+from tandem.cli.running import TRAINING, add_choices_of_a_run, command_of, left_in
 from tandem.config.errors import ConfigError
 
 FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")

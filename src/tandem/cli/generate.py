@@ -21,10 +21,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     add_device_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object: prompt, answers with log-probabilities, speed")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command, with torch."""
-    from tandem.cli.generating import run as running  # noqa: PLC0415 — imports torch
-
-    return running(arguments)

@@ -21,8 +21,7 @@ from tandem.flow.plan import plan_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
-    parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
+    add_config_arguments(parser, kinds=True)
     as_what = parser.add_mutually_exclusive_group()
     as_what.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
     as_what.add_argument("--json", action="store_true", help="print models, stages and which stage waits for which, as JSON")

@@ -25,13 +25,11 @@ from typing import Any
 from tandem.api.extensions import own_class
 from tandem.cli.arguments import split_arguments
 from tandem.cli.output import survive_lost_output
-from tandem.cli.running import run_group
-from tandem.cli.training import TRAINING
+from tandem.cli.running import TRAINING, run_group
 from tandem.config.arithmetic import trainer_ranks
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.config.nearest import nearest_names
 from tandem.launch.launcher import (
     ATTEMPT,
     EXIT_INTERRUPTED,

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -21,10 +22,9 @@ from tandem import __version__
 from tandem.api.failures import RankFailed
 from tandem.cli.output import ReaderGone, command_output, survive_lost_output
 from tandem.config.coming_from import hint
-from tandem.config.errors import ConfigError, TandemError, kind_and_text
+from tandem.config.errors import ConfigError, TandemError, kind_and_text, nearest_keys, nearest_names
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import all_keys
-from tandem.config.nearest import nearest_keys, nearest_names
 from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, EXIT_INTERRUPTED
 from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
@@ -35,14 +35,16 @@ class SubCommand(NamedTuple):
 
     module: str
     help: str
+    runs: str = ""
+    """The module that has `run` instead, if it imports torch, which `--help` does without."""
 
 
 COMMANDS = {
-    "train": SubCommand("tandem.cli.training:TRAIN", "train a model with reinforcement learning"),
-    "sft": SubCommand("tandem.cli.training:SFT", "fine-tune a model on questions and answers"),
-    "preference": SubCommand("tandem.cli.training:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
-    "reward": SubCommand("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
-    "distill": SubCommand("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
+    "train": SubCommand("tandem.cli.running:TRAIN", "train a model with reinforcement learning"),
+    "sft": SubCommand("tandem.cli.running:SFT", "fine-tune a model on questions and answers"),
+    "preference": SubCommand("tandem.cli.running:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": SubCommand("tandem.cli.running:REWARD", "train a reward model from ranked pairs or judged steps"),
+    "distill": SubCommand("tandem.cli.running:DISTILL", "train a student on its own answers, judged by a teacher model"),
     "launch": SubCommand("tandem.cli.launch", "start a run or a script on this machine, on Slurm or on Ray"),
     "continue": SubCommand("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
     "control": SubCommand("tandem.cli.control", "change the reward of a run while it trains"),
@@ -53,17 +55,25 @@ COMMANDS = {
     "view": SubCommand("tandem.cli.view", "look at runs in a browser, while they go on and afterwards"),
     "report": SubCommand("tandem.cli.report", "write runs as one HTML file that opens anywhere"),
     "export": SubCommand("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
-    "generate": SubCommand("tandem.cli.generate", "let a model answer a prompt"),
-    "chat": SubCommand("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),
-    "serve": SubCommand("tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs"),
-    "serve-reward": SubCommand("tandem.cli.serve_reward", "serve reward models over HTTP, for runs elsewhere"),
+    "generate": SubCommand("tandem.cli.generate", "let a model answer a prompt", "tandem.cli.generating"),
+    "chat": SubCommand("tandem.cli.chat", "chat with a model: a folder, a hub name or a server", "tandem.cli.chatting"),
+    "serve": SubCommand(
+        "tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs", "tandem.cli.serving"
+    ),
+    "serve-reward": SubCommand(
+        "tandem.cli.serve_reward", "serve reward models over HTTP, for runs elsewhere", "tandem.cli.serving_rewards"
+    ),
     "algorithms": SubCommand("tandem.cli.algorithms", "list the algorithms, or explain one"),
     "eval": SubCommand("tandem.cli.eval", "evaluate a model on data sets"),
     "compare": SubCommand("tandem.cli.compare", "compare two evaluations, with a test of significance"),
     "check-reward": SubCommand("tandem.cli.check_reward", "check a reward: speed, determinism, hangs, forged answers"),
     "fleet": SubCommand("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
-    "verify-weights": SubCommand("tandem.cli.verify_weights", "check which weights a server really serves"),
-    "plan": SubCommand("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),
+    "verify-weights": SubCommand(
+        "tandem.cli.verify_weights", "check which weights a server really serves", "tandem.cli.verifying"
+    ),
+    "plan": SubCommand(
+        "tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits", "tandem.cli.planning"
+    ),
     "profile": SubCommand("tandem.cli.profile", "run a few steps, and say where time, memory and idle go"),
     "graph": SubCommand("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
     "config": SubCommand("tandem.cli.config", "show the resolved configuration and where each value comes from"),
@@ -143,7 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(_unknown(unknown[0], argv, parser, getattr(module, "config", TrainConfig)))
     arguments.command_line = argv
-    return run(module.run, arguments, getattr(module, "interrupted", None))
+
+    def start(given: argparse.Namespace) -> int:
+        code: int = (import_module(command.runs) if command.runs else module).run(given)
+        return code
+
+    return run(start, arguments, getattr(module, "interrupted", None))
 
 
 def run(

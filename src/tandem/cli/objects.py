@@ -20,11 +20,11 @@ import yaml
 
 from tandem.api.failures import RankFailed
 from tandem.api.plugins import forget
-from tandem.cli.training import TRAINING
+from tandem.cli.running import TRAINING
 from tandem.config.arithmetic import trainer_ranks
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
+from tandem.config.keys import flat
 from tandem.config.load import load_config
-from tandem.config.nearest import nearest_names
 from tandem.config.terms import read_terms
 from tandem.lifecycle.summary import Summary
 from tandem.state.existing import existing_run, is_held
@@ -91,15 +91,6 @@ def _keys(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(given or {}, Mapping):
         raise ConfigError(f'{name} is a {type(given).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
     return given or {}
-
-
-def flat(keys: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
-    """Keys with dots and their values."""
-    for name, value in keys.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 class Trainer:

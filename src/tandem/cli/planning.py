@@ -18,10 +18,9 @@ from tandem.config.experiment import TrainConfig
 from tandem.engines.inference.check import installed_servers
 from tandem.flow.process import backend_line, decided
 from tandem.models.shape import read_shape
-from tandem.planning.devices import device
 from tandem.planning.fit import fitting
 from tandem.planning.job import job_of, seats_of
-from tandem.planning.machine import Machine, this_machine
+from tandem.planning.machine import Machine, device, this_machine
 from tandem.planning.plan import make_plan
 from tandem.planning.report import Report
 from tandem.trainers.lengths import Known, known_lengths

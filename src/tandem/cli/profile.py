@@ -27,8 +27,7 @@ from tandem.state.named import pins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
-    parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
+    add_config_arguments(parser, kinds=True)
     parser.add_argument("--steps", type=count, default=2, metavar="N", help="steps that are recorded (default: 2)")
     parser.add_argument(
         "--into", type=Path, metavar="FOLDER", help="for the traces (default: profiles/EXPERIMENT/TRIAL/TIME)"

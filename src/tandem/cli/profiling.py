@@ -13,8 +13,7 @@ from typing import Any
 
 import orjson
 
-from tandem.cli.running import resolve
-from tandem.cli.training import TRAINING
+from tandem.cli.running import TRAINING, resolve
 from tandem.config.commands import KINDS
 from tandem.config.cores import usable_cores
 from tandem.engines.inference.embedded import EmbeddedProcess

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tandem.api.lines import aligned
 from tandem.config.errors import ConfigError
 from tandem.config.state import RunConfig
 from tandem.state.existing import SHOWN, ExistingRun, existing_run, run_folders, status_now
@@ -91,6 +92,4 @@ def table(found: list[dict[str, Any]]) -> str:
         size = f"{one['bytes'] / GIB:.2f} GiB"
         status = one["status"] if "host" not in one else f"on {one['host']}, silent {_ago(one['silent_s'])}"
         lines.append((one["run"], status, str(one["steps"]), newest, size, one["when"], metrics))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    padded = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join("  ".join(text.ljust(width) for text, width in line).rstrip() for line in padded)
+    return "\n".join(aligned(lines))

@@ -93,10 +93,3 @@ def _add_engine_arguments(engine: Any) -> None:
     engine.add_argument("--prefill-chunk-tokens", type=int, help=f"prompt tokens a step (default: {chunks})")
     engine.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer (default: the model's context)")
     engine.add_argument("--keep-kv-on-update", action="store_true", help="keep the cache of running requests over an update")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command, with torch."""
-    from tandem.cli.serving import run as running  # noqa: PLC0415 — imports torch
-
-    return running(arguments)

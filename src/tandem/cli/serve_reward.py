@@ -33,10 +33,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     add_device_arguments(engine)
     engine.add_argument("--batch-size", type=int, default=64, help="most completions that are read at once (default: 64)")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command, with torch."""
-    from tandem.cli.serving_rewards import run as running  # noqa: PLC0415 — imports torch
-
-    return running(arguments)

@@ -30,10 +30,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", metavar="FILE", help="file with the token that the servers ask for")
     parser.add_argument("--admin-token-file", metavar="FILE", help="file with the token of their control routes")
     parser.add_argument("--json", action="store_true", help="one JSON object a server")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command, with torch."""
-    from tandem.cli.verifying import run as running  # noqa: PLC0415 — imports torch
-
-    return running(arguments)

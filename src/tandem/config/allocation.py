@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.config.backend import parse_layout
-from tandem.config.errors import ConfigError, refuse
+from tandem.config.errors import ConfigError, nearest_names, refuse
 from tandem.config.fleet import STARTED, parse_backend
-from tandem.config.nearest import nearest_names
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.recipes import recipes_of
 from tandem.config.terms import Term, parse_terms, read_terms, sum_text
 

@@ -8,13 +8,10 @@ from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, can_sleep, max_head_offpolicyness, placement, total_steps
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
-from tandem.config.check_algorithm import corrects_itself, part_problems
-from tandem.config.check_constraint import constraint_problems
-from tandem.config.check_critic import critic_problems
-from tandem.config.check_groups import groups
+from tandem.config.check_algorithm import constraint_problems, corrects_itself, critic_problems, groups, part_problems
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
-from tandem.config.errors import ConfigError, refuse
+from tandem.config.errors import ConfigError, nearest_names, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.extend import extension_problems
 from tandem.config.fleet import INSIDE, fleet_problems
@@ -22,7 +19,6 @@ from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.limits import LIMITS
 from tandem.config.lora import lora_problems
-from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
 from tandem.config.services import SERVICES

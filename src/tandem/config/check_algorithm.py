@@ -1,13 +1,173 @@
-"""Checks of the parts of an algorithm, by their records: names, knobs, and what they demand of the rest."""
+"""Checks of an algorithm: its parts by their records (names, knobs, what they demand of the rest), groups, critic, cost."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from tandem.config.algorithm import Component
-from tandem.config.arithmetic import rewards_of
+from tandem.config.arithmetic import rewards_of, workflow_of
+from tandem.config.errors import nearest_names
 from tandem.config.experiment import TrainConfig
-from tandem.config.nearest import nearest_names
+from tandem.config.keys import leaves
 from tandem.config.parts import PARTS, PartRecord, part_of
+from tandem.config.roles import CriticConfig
+
+
+def constraint_problems(config: TrainConfig) -> Iterator[str]:
+    """Yields what contradicts a constraint; that its cost is a term of the reward is seen when the run is planned."""
+    constraint, algorithm = config.constraint, config.algorithm
+    low, start, high = constraint.min_multiplier, constraint.multiplier, constraint.max_multiplier
+    if not low <= start <= high:
+        yield (
+            f"constraint.multiplier must lie between constraint.min_multiplier ({low:g}) and constraint.max_multiplier "
+            f"({high:g}), got {start:g}"
+        )
+    if constraint.cost is None:
+        return
+    key = f"constraint.cost={constraint.cost}"
+    if algorithm.labels == "majority":
+        yield f"{key} contradicts algorithm.labels=majority, which replaces all rewards by a vote; leave one of them out"
+    if algorithm.filter.name != "none":
+        yield (
+            f"{key} contradicts algorithm.filter={algorithm.filter.name}, which leaves out groups by their rewards, so that "
+            "the mean cost would be that of the others alone; set algorithm.filter=none"
+        )
+    if part_of("advantage", algorithm.advantage.name).needs_named_rewards:
+        yield (
+            f"{key} contradicts algorithm.advantage={algorithm.advantage.name}, which brings each part of the reward to "
+            "variance 1, so that the multiplier would change nothing; use algorithm.advantage=grpo"
+        )
+
+
+SHARED = {"shared", "loss_weight", "value_clip"}
+"""Keys that a critic on the actor's backbone has a use for."""
+
+
+def critic_problems(config: TrainConfig) -> Iterator[str]:
+    """Keys that nothing would read, and values that would leave the actor no step."""
+    advantage, critic, steps = config.algorithm.advantage.name, config.critic, config.total_train_steps
+    default = dict(leaves(CriticConfig()))
+    changed = {name: value for name, value in leaves(critic) if value != default[name]}
+    part = part_of("advantage", advantage)
+    if part.known and not part.needs_critic:
+        for name, value in changed.items():
+            yield (
+                f"critic.{name}={value} is not used, because algorithm.advantage={advantage} needs no critic; "
+                "use algorithm=ppo, or leave it out"
+            )
+        return
+    if critic.shared:
+        for name in sorted(set(changed) - SHARED):
+            yield (
+                f"critic.{name}={changed[name]} is not used with critic.shared=true, where the critic is a head of the "
+                "actor's model and learns in its steps; leave it out, or set critic.shared=false"
+            )
+    elif "loss_weight" in changed:
+        yield (
+            f"critic.loss_weight={critic.loss_weight:g} is for critic.shared=true; a critic with its own optimizer has its "
+            "own learning rate, critic.optimizer.lr: leave it out"
+        )
+    if steps is not None and critic.warmup_steps >= steps:
+        yield (
+            f"critic.warmup_steps must be below total_train_steps ({steps}), got {critic.warmup_steps}; "
+            "the actor would never learn"
+        )
+    if critic.mini_batches is not None and critic.mini_batches > config.rollout.batch_size:
+        yield (
+            f"critic.mini_batches must be at most rollout.batch_size ({config.rollout.batch_size}), groups are never "
+            f"divided; got {critic.mini_batches}"
+        )
+    if critic.optimizer.schedule == "constant" and critic.optimizer.min_lr_ratio:
+        yield (
+            f"critic.optimizer.min_lr_ratio={critic.optimizer.min_lr_ratio:g} is not used by the constant schedule; "
+            "set critic.optimizer.schedule to linear or cosine, or leave it out"
+        )
+
+
+def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
+    """A message for each contradiction. ``written``: the keys that the user set."""
+    yield from _part(config)
+    if config.algorithm.labels == "majority":
+        yield from _majority(config, written)
+    yield from _program(config, written)
+    yield from _curriculum(config)
+    yield from _replay(config, written)
+    yield from _first_token(config, written)
+
+
+def _part(config: TrainConfig) -> Iterator[str]:
+    algorithm, n = config.algorithm, config.gconfig.n_samples
+    if algorithm.update_samples is not None and algorithm.update_samples > n:
+        yield f"algorithm.update_samples must be at most gconfig.n_samples ({n}), got {algorithm.update_samples}"
+
+
+def _program(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    if "reward" not in written or not config.workflow:
+        return
+    workflow = workflow_of(config)
+    if workflow.name == "program" and workflow.knobs.get("reward_from") == "exit":
+        yield (
+            f"reward={config.reward} is not used, because workflow_args.reward_from=exit judges by the exit code; leave one "
+            "of them out"
+        )
+
+
+def _curriculum(config: TrainConfig) -> Iterator[str]:
+    curriculum = config.curriculum
+    if curriculum.round_rows is not None and config.train_dataset.sources:
+        yield "curriculum.round_rows draws by success rate and train_dataset.sources by weight; keep one of them"
+    if curriculum.round_rows is not None and not config.train_dataset.shuffle:
+        yield "train_dataset.shuffle=false contradicts curriculum.round_rows, which draws rows anew; leave one of them out"
+
+
+def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    algorithm, key = config.algorithm, "algorithm.labels=majority"
+    if config.gconfig.n_samples < 2:
+        yield f"gconfig.n_samples must be at least 2 for {key}, got {config.gconfig.n_samples}; one sample has no majority"
+    advantage = part_of("advantage", algorithm.advantage.name)
+    if advantage.needs_greedy:
+        yield (
+            f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer, which does not vote; with {key} "
+            "use algorithm.advantage=grpo"
+        )
+    if advantage.needs_named_rewards:
+        yield (
+            f"algorithm.advantage={algorithm.advantage.name} contradicts {key}, because {NAMED}, and a vote is one reward "
+            "without a name; use algorithm.advantage=grpo"
+        )
+    if workflow_of(config).name == "multi_turn":
+        yield (
+            f"workflow=multi_turn asks after each turn whether the answer is right, which {key} cannot know; "
+            "use workflow=rlvr"
+        )
+    if "reward" in written and config.reward != TrainConfig.reward and config.evaluate.every_steps is None:
+        yield (
+            f"reward={config.reward} is not used, because {key} judges by the vote and evaluate.every_steps is null; "
+            "leave one of them out"
+        )
+
+
+def _replay(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    replay, correction = config.rollout.replay, config.algorithm.correction
+    none = correction.weight == correction.reject.name == "none" and not corrects_itself(config)
+    if replay.groups and none and not config.async_training and "algorithm.correction.weight" not in written:
+        yield (
+            f"rollout.replay.groups={replay.groups} trains on tokens of older versions, but algorithm.correction.weight is "
+            "none; use truncate or mask, or write algorithm.correction.weight=none to go without"
+        )
+
+
+def _first_token(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    sampling, correction = config.gconfig, config.algorithm.correction
+    hot = sampling.first_token_temperature
+    if hot is not None and not sampling.train_first_token and sampling.max_new_tokens < 2:
+        yield "gconfig.first_token_temperature masks the first token, and gconfig.max_new_tokens=1 leaves no other to learn"
+    none = correction.weight == correction.reject.name == "none" and not corrects_itself(config)
+    if hot is not None and sampling.train_first_token and none and "algorithm.correction.weight" not in written:
+        yield (
+            f"gconfig.train_first_token=true trains on tokens drawn at temperature {hot:g}, but algorithm.correction.weight "
+            "is none; use truncate or mask, write algorithm.correction.weight=none, or leave gconfig.train_first_token out"
+        )
+
 
 TERM = re.compile(r"(?:^|\+)\s*(?:[-\d.eE]+\s*\*\s*)?([A-Za-z_]\w*)(?=\s*(?:\(|\+|$))")
 """The name of each term of a sum of rewards."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.config.nearest import OTHER_WORDS
+from tandem.config.errors import OTHER_WORDS
 
 PAGE = Path(__file__).with_suffix(".md")
 

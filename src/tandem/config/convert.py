@@ -6,7 +6,7 @@ several keys are made here.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tandem.config.algorithm import Component
 from tandem.config.coming_from import ForeignName, foreign_names
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
-from tandem.config.keys import leaves
+from tandem.config.keys import flat, leaves
 from tandem.config.load import load_config, plain_data
 from tandem.config.preference import PreferenceConfig
 from tandem.config.shell_script import script_values
@@ -80,16 +80,8 @@ def read_foreign(system: str, file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} has no keys; give a YAML or JSON file of {system}, or a script (.sh) that starts it")
     if shell:  # other commands of the script have options too
         data = {key: value for key, value in data.items() if ("." in key) == (system == "verl")}
-    flat = data.items() if system == "TRL" else _flat(data)
-    return {str(key).removeprefix("actor_rollout_ref."): value_of(value) for key, value in flat}
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    entries = data.items() if system == "TRL" else flat(data)
+    return {str(key).removeprefix("actor_rollout_ref."): value_of(value) for key, value in entries}
 
 
 def trainer_of(system: str, given: Mapping[str, Any]) -> str:

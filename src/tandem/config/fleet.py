@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.generation import GenerationConfig
-from tandem.config.nearest import nearest_names
 from tandem.config.parts import Knob
 
 STARTED = ("embedded", "tandem", "vllm", "sglang")

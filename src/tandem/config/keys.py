@@ -40,3 +40,12 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested mappings; an empty one is a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

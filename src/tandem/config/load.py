@@ -12,10 +12,9 @@ import yaml
 from tandem.config.algorithm import Component
 from tandem.config.allocation import check_allocation
 from tandem.config.check import check
-from tandem.config.errors import ConfigError, refuse
+from tandem.config.errors import ConfigError, nearest_names, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.keys import leaves
-from tandem.config.nearest import nearest_names
 from tandem.config.presets import PRESETS
 from tandem.config.tree import Draft
 from tandem.config.unused import overruled

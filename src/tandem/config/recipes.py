@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from tandem.config.data import REWARD
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.terms import Term, parse_terms, spelled, sum_text
 
 BY = "by(column='task', recipes={'maths': 'math + 0.2*format', 'chat': 'model(path=FOLDER)'})"

@@ -8,8 +8,7 @@ as `my_file.py:Name`.
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 
 Kind = Literal["reward", "workflow", "sink", "judge", "environment", "agent", "partner", "sandbox", "tool"]
 
@@ -86,7 +85,7 @@ for _service in (
     Service("reward", "model", "tandem.rewards.model:ModelReward", needs_model=True),
     Service("reward", "judge", "tandem.rewards.judge:JudgeReward", writes_without="url"),
     Service("reward", "compare", "tandem.rewards.compare:CompareReward", writes_without="url"),
-    Service("reward", "rank", "tandem.rewards.rank:RankReward", writes_without="url"),
+    Service("reward", "rank", "tandem.rewards.compare:RankReward", writes_without="url"),
     Service("reward", "remote", "tandem.rewards.remote:RemoteReward"),
     Service("partner", "model", "tandem.rollout.partner:ModelPartner"),
     Service("sandbox", "auto", "tandem.sandbox.choose:with_what_works"),

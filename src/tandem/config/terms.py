@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 
 GRAMMAR = (
     "a name, name(knob=value), a sum such as math + 0.2*format, my_file.py:name, or the folder of a reward model alone; "

@@ -8,9 +8,8 @@ from tandem.config.algorithm import Component, Knob
 from tandem.config.coerce import coerce, expected, without_none
 from tandem.config.coming_from import hint
 from tandem.config.commands import KINDS
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_keys, nearest_names
 from tandem.config.keys import all_keys, field_types, leaves, section
-from tandem.config.nearest import nearest_keys, nearest_names
 from tandem.config.terms import Spec, spelled
 from tandem.config.yaml_file import Assignment, Scalar, plain
 

@@ -4,16 +4,20 @@ A key that holds its default (or what the preset set) is never refused, so `conf
 What a file says for another `Unused.choice` than that of the command line is not refused either: see `overruled`.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from tandem.config.algorithm import Component
 from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.backend import Layout, parse_layout
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import INSIDE, FleetConfig, kinds_of
 from tandem.config.generation import truncations
 from tandem.config.keys import field_types, leaves
+from tandem.config.overlay import either
 from tandem.config.parts import part_of
 from tandem.config.preference import (
     DistillConfig,
@@ -22,9 +26,68 @@ from tandem.config.preference import (
     training_config,
 )
 from tandem.config.presets import PRESETS
-from tandem.config.unused_rule import Unused, Written
-from tandem.config.unused_spread import SPREAD
 from tandem.config.yaml_file import COMMAND_LINE
+
+Written = Container[str]
+"""Keys that the user set himself."""
+
+
+class Unused(NamedTuple):
+    """Keys (or whole sections) that are not read under a condition."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Any, Written], bool]
+    """A test of the configuration and of the keys that the user set."""
+
+    why: str
+    """Goes on after "KEY=VALUE is not used": the reason, and what to do."""
+
+    choice: str = ""
+    """The key by which the user brings the condition about; on the command line it overrules what a file says of `keys`."""
+
+
+def _layouts(config: BaseConfig) -> list[Layout]:
+    """The layouts of all models; unknown backends are refused elsewhere."""
+    roles = (getattr(config, name, None) for name in ("actor", "critic", "reference", "teacher"))
+    found = []
+    for role in roles:
+        with contextlib.suppress(ConfigError):
+            found.append(parse_layout(either(role, config.actor, "backend")))
+    return found
+
+
+def _critic_checkpoints(config: BaseConfig) -> bool:
+    return isinstance(config, TrainConfig) and bool(config.critic.gradient_checkpointing)
+
+
+SPREAD = (
+    Unused(
+        ("actor.context_parallel",),
+        lambda config, _: all(layout.context == 1 for layout in _layouts(config)),
+        "because no ranks share tokens: set actor.backend, for example to fsdp:d1c2, or leave it out",
+    ),
+    Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: all(layout.shards * layout.replicas == 1 for layout in _layouts(config)),
+        "because no ranks have sequences of their own: set actor.backend, for example to fsdp:d2, or leave it out",
+    ),
+    Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: all(layout.zero is not None for layout in _layouts(config)),
+        "by DeepSpeed, whose stage 1 sums gradients once a step and whose stages 2 and 3 with each micro-batch: choose the "
+        "stage with actor.backend, or leave it out",
+    ),
+    Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: config.actor.offload,
+        "with actor.offload=true, which brings gradients to host memory with each micro-batch: leave it out",
+    ),
+    Unused(
+        ("actor.selective_checkpointing",),
+        lambda config, _: not (config.actor.gradient_checkpointing or _critic_checkpoints(config)),
+        "because nothing is recomputed: set actor.gradient_checkpointing=true, or leave it out",
+    ),
+)
 
 
 def paths(data: DatasetConfig | ValidDatasetConfig) -> tuple[str, ...]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.data import PROCEDURAL, is_procedural
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.data.programs import APPS, HUMANEVAL, LIVECODEBENCH, MBPP
 
 HASHES = '\nSolve the problem step by step. End with the final number alone on a line after "####".'

@@ -12,9 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.extras import install_extra
-from tandem.config.nearest import nearest_names
 from tandem.data.published import MEDIA
 from tandem.data.splits import check_split
 

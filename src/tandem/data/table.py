@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config.data import OURS, DatasetConfig
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.data.files import RawRow
 
 CONVERSATIONS = ("messages", "conversations", "conversation")

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.evaluation import EvaluationConfig, differences
-from tandem.config.nearest import nearest_names
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.folder import SETTINGS, read_samples, read_settings
 from tandem.evaluation.numbers import Test, bootstrap_means, mcnemar, percentiles, sign_flip

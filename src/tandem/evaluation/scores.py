@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.evaluation import SUCCESS, usual_k
-from tandem.config.nearest import nearest_names
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.numbers import Interval, interval, maj_at_k, pass_at_k
 from tandem.rewards.reading import read

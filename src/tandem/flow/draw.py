@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.api.lines import aligned
 from tandem.flow.order import edges, pools_of
 from tandem.flow.plan import Resident, RunPlan
 
@@ -18,8 +19,7 @@ def text(plan: RunPlan) -> str:
     for stage in plan.stages:
         needs, fields = ", ".join(stage.awake), ", ".join(stage.added)
         rows.append((stage.name, f"{stage.role}.{stage.call}", fields, needs, stage.when or "each step"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = list(aligned(rows))
     return "\n".join([f"Models: {models}.", *(f"  {line}" for line in lines)])
 
 

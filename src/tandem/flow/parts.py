@@ -20,10 +20,9 @@ from tandem.config.data import INDEX, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
-from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
-from tandem.data.loader import Loader
+from tandem.data.loader import Curriculum, Loader
 from tandem.data.rows import normalise
 from tandem.data.table import Reading
 from tandem.engines.inference.check import context_of

@@ -27,8 +27,7 @@ from tandem.flow.order import CONTROLLER, memory_of, pools_of
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import start_process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_model
-from tandem.flow.roles import open_roles
+from tandem.flow.residents import open_model, open_roles
 from tandem.flow.session import SAVED
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer

@@ -1,17 +1,19 @@
 """Opens the models that the plan of a run names."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.engines import TrainEngine
+from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.media import reader_of
 from tandem.api.services import NOTHING
-from tandem.config.arithmetic import generating_ranks
+from tandem.config.arithmetic import generating_ranks, max_token_age
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
@@ -20,12 +22,14 @@ from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.check import check_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
+from tandem.flow.delivery import make_proof, make_publisher
 from tandem.flow.extensions import own_train_engine
 from tandem.flow.plan import Resident, RunPlan
 from tandem.flow.process import Process, choose_device
 from tandem.flow.residency import Residency
 from tandem.flow.scoring import ModelReader, ScoreRole
 from tandem.flow.services import reads_reward
+from tandem.flow.sleep_plan import BEGIN
 from tandem.flow.team import TeamEngine, form_team
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.architecture import Architecture
@@ -38,8 +42,11 @@ from tandem.models.media.families import text_config
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import read_shape
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
+from tandem.roles.actor import Actor
+from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
+from tandem.roles.teacher import Student, Teacher
 
 
 class Open(Protocol):
@@ -271,3 +278,90 @@ def open_critic(
         return None if actor is None else SharedCritic(actor, config.critic)
     engine = open_engine(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
     return Critic(engine, config.critic, config.actor, seed=config.seed)
+
+
+Scores = dict[str, ScoreRole | WritingRole]
+
+
+class Roles(NamedTuple):
+    """Roles that have their models."""
+
+    objects: dict[str, Any]
+    """By `Role.name`."""
+
+    scores: Scores
+    """The models of rewards."""
+
+
+def open_roles(
+    config: TrainConfig,
+    plan: RunPlan,
+    process: Process,
+    steps: int,
+    run: str,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: InferenceEngine | None,
+    residency: Residency,
+    stack: contextlib.ExitStack,
+    own: RunPlan | None = None,
+) -> Roles:
+    """Opens the models of the plan in a training engine, one after another, so that each finds room, and makes the roles on
+    them; ``stack`` closes the publisher. Collective. ``steps`` and ``run``: of the whole run, and its name. ``folder``: of
+    the actor's model, whose ``tokenizer`` it is. ``engine``: takes the actor's weights. ``own``: the plan
+    with the models of this process, where others have the rest; None: all."""
+    own = own or plan
+    policy, judge = own.resident("actor"), own.resident("teacher")
+    updates = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
+    trainer = None if policy is None else residency.open(policy, process, optimizer_steps=updates)
+    critic = open_critic(own, config, process, trainer, steps, residency.open)
+    reference = open_reference(own, process, trainer, residency.open)
+    teacher = None if judge is None else Teacher(residency.open(judge, process))
+    scores = open_scores(config, own, process, tokenizer, residency)
+    residency.enter(BEGIN)
+    roles: dict[str, Any] = {"reference": reference, "critic": critic, "teacher": teacher}
+    if trainer is not None:
+        actor = make_actor(config, plan, trainer, critic if isinstance(critic, SharedCritic) else None)
+        if reference is not None:
+            reference.follow(trainer, lambda: actor.version)
+        archive, verifier = make_proof(config, process, trainer, folder)
+        publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
+        stack.callback(publisher.close)
+        residency.deliver_by(publisher.deliver_again)
+        verifier.follow(lambda: publisher.version.number)
+        student = actor if plan.resident("teacher") is None else Student(actor)
+        constraint = make_constraint(config, plan, actor)
+        roles |= {"actor": student, "constraint": constraint, "verifier": verifier, "publisher": publisher}
+    return Roles({name: role for name, role in roles.items() if role is not None}, scores)
+
+
+def make_actor(config: TrainConfig, plan: RunPlan, trainer: TrainEngine, shared_critic: SharedCritic | None) -> Actor:
+    """The actor on its engine. It rests in the first steps, while a critic with a model of its own warms up."""
+    critic, warmup = plan.stage("values"), 0 if config.critic.shared else config.critic.warmup_steps
+    actor = Actor(
+        trainer,
+        config.algorithm,
+        config.actor,
+        reference=plan.resident("reference"),
+        shared_critic=shared_critic,
+        max_head_offpolicyness=max_token_age(config),
+        max_new_tokens=config.gconfig.max_new_tokens,
+        seed=config.seed,
+        parts=plan.algorithm,
+        resting=None if critic is None else lambda: actor.version < warmup,
+    )
+    return actor
+
+
+def make_constraint(config: TrainConfig, plan: RunPlan, actor: Actor) -> Constraint | None:
+    """The constraint, which keeps a cost at or below its limit; None if no term of the reward is a cost. It rests while the
+    actor does."""
+    cost = config.constraint.cost
+    if cost is None:
+        return None
+    return Constraint(config.constraint, everywhere=is_everywhere(plan, cost), resting=actor.resting)
+
+
+def is_everywhere(plan: RunPlan, cost: str) -> bool:
+    """True if every row is judged by a reward with this cost."""
+    return all(any(term.label == cost for term in terms) for terms in plan.sums.values())

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.rewards.terms import RewardTerm
 
 Sums = Mapping[str, Sequence[RewardTerm]]

@@ -1,5 +1,6 @@
 """The rewards that need a model, as stages between the end of the episodes and the choice of the groups to train on."""
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -15,19 +16,59 @@ from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure, UserCodeFailed
 from tandem.api.media import MediaTokens, encode, media_of
 from tandem.api.plugins import interrupted_after, run_user_code
-from tandem.api.samples import Group, Sample
+from tandem.api.samples import Group, Sample, Trajectory
 from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.data.encoding import ChatEncoder, Encoded
 from tandem.flow.conductor import Conductor
 from tandem.flow.plan import PlannedScore, RunPlan
 from tandem.flow.stages import Stage
-from tandem.flow.steps import last_tokens, step_spans
 from tandem.flow.writing import Judged, WritingRole
 from tandem.media.parts import read_for
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.reward import Reward, Scored, is_open
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
+
+
+def step_spans(text: str, separator: str) -> list[tuple[int, int]]:
+    """Tells where each step begins and ends, without the white space around it; one step where there is no separator."""
+    spans, start = [], 0
+    for piece in text.split(separator):
+        step = piece.strip()
+        if step:
+            begin = start + piece.index(step)
+            spans.append((begin, begin + len(step)))
+        start += len(piece) + len(separator)
+    return spans
+
+
+def last_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, reply: str, ends: Sequence[int]) -> list[int]:
+    """Finds, for each place behind a character of ``reply``, the token of the trajectory that brought that character. The
+    reply is the last run of tokens that the policy made.
+
+    Raises:
+        DataFailure: these tokens say something else.
+    """
+    made = (trajectory.versions >= 0).tolist()
+    end = max((place + 1 for place, own in enumerate(made) if own), default=0)
+    first = max((place + 1 for place, own in enumerate(made[:end]) if not own), default=0)
+    ids = trajectory.input_ids[first:end].tolist()
+    text = str(tokenizer.decode(ids, skip_special_tokens=True))
+    begin = text.find(reply)
+    if not ids or begin < 0:
+        raise DataFailure("steps_not_placed", "the reply is not the text of the last tokens that the policy made")
+
+    def written(count: int) -> int:
+        """Characters of the text that stand once so many tokens are there; one that is cut in two does not."""
+        said = str(tokenizer.decode(ids[:count], skip_special_tokens=True))
+        whole = next((part for part in (said, said.rstrip("\ufffd")) if text.startswith(part)), None)
+        if whole is not None:
+            return len(whole)
+        return next((place for place, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), len(text))
+
+    counts = [bisect.bisect_left(range(len(ids)), begin + end, key=written) for end in ends]
+    return [first + max(count, 1) - 1 for count in counts]
+
 
 T = TypeVar("T")
 

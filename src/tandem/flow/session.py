@@ -1,7 +1,9 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,23 +19,19 @@ from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.data.curriculum import Curriculum
-from tandem.data.loader import Loader
+from tandem.data.loader import Curriculum, Loader
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.remote.keeping import Keeping
-from tandem.flow.balance import make_balance
-from tandem.flow.collector import keep_from_collector
+from tandem.flow.balance import Balance, make_balance
 from tandem.flow.conductor import Conductor, LocalConductor
 from tandem.flow.critic import Models
 from tandem.flow.delivery import weights_folder
 from tandem.flow.extensions import own_inference_engine
-from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_model, open_partner, open_scores
-from tandem.flow.roles import Roles, Scores, open_roles
+from tandem.flow.residents import Roles, Scores, open_model, open_partner, open_roles, open_scores
 from tandem.flow.scoring import ModelGroupScorer
 from tandem.flow.services import EpisodeParts, make_parts
 from tandem.flow.sleep_plan import AGAIN
@@ -55,6 +53,120 @@ from tandem.rollout.ledger import Ledger
 from tandem.state.run_folder import run_path
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
+
+_kept = False
+"""True while a run keeps objects from the collector. One value, because a process has one collector."""
+
+
+def keep_from_collector(stack: contextlib.ExitStack) -> None:
+    """Takes what is loaded by now out of the garbage collector's reach until the stack closes.
+
+    Models and libraries are hundreds of thousands of objects that a full collection walks over again and again, up to 0.2 s
+    each time, in which no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze).
+    A process that has called `gc.freeze` before the run keeps what it froze, and the run freezes and thaws nothing.
+    """
+    global _kept
+    if gc.get_freeze_count():
+        return
+    _kept = True
+    stack.callback(_let_go)
+    collect_and_keep()
+
+
+def collect_and_keep() -> None:
+    """Collects all garbage, that of models which are gone too, and keeps the collector away from the rest."""
+    if _kept:
+        gc.unfreeze()
+    gc.collect()
+    if _kept:
+        gc.freeze()
+
+
+def _let_go() -> None:
+    global _kept
+    _kept = False
+    gc.unfreeze()
+
+
+class EngineMeter:
+    """Hears of each stage that begins, or is a ``with`` block around training; knows how much of that time the engine was
+    generating, and who waited for whom.
+
+    Without an engine (ranks other than 0) all figures are 0. ``balance`` hears after each step who waited for whom.
+    """
+
+    def __init__(self, engine: InferenceEngine | None, balance: Balance | None = None):
+        self.engine, self._balance = engine, balance
+        self._began: float | None = None  # None: the trainer is not training
+        self._busy_s = 0.0
+        self._overlap = 0.0
+        self._seen = (0.0, 0.0)
+        self._preempted = 0.0
+        self._asked: float | None = None  # None: the trainer is not waiting for a batch
+        self._waited_s = 0.0
+        self._last = time.perf_counter()
+
+    def _statistics(self, name: str) -> float:
+        return self.engine.statistics().get(name, 0.0) if self.engine is not None else 0.0
+
+    def begins(self, phase: str) -> None:
+        """A stage of this phase begins: training starts with the first one of `train`, and ends with the next other one."""
+        if self._asked is not None:
+            self._waited_s += time.perf_counter() - self._asked
+        self._asked = time.perf_counter() if phase == "generate" else None
+        if phase == "train" and self._began is None:
+            self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
+        elif phase != "train" and self._began is not None:
+            trained_s = max(time.perf_counter() - self._began, 1e-9)
+            self._overlap = min(1.0, (self._statistics("busy_s") - self._busy_s) / trained_s)
+            self._began = None
+
+    def __enter__(self) -> None:
+        self.begins("train")
+
+    def __exit__(self, *_: object) -> None:
+        self.begins("after training")
+
+    def metrics(self) -> dict[str, float]:
+        """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
+        ``time/trainer_wait``, ``time/engine_idle``: shares of the time since the last call in which the trainer waited for a
+        batch, and in which the engine did not generate. ``tokens_per_s/generate``: tokens a second of the time that it was
+        busy since the last call. Of a fleet also ``fleet/…``, of the embedded engine ``rollout/preempted``: how often since
+        the last call a request gave its place in the cache away."""
+        found = self.engine.statistics() if self.engine is not None else {}
+        (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
+        rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
+        now = time.perf_counter()
+        passed_s, self._last = max(now - self._last, 1e-9), now
+        waits = {
+            "time/trainer_wait": min(1.0, self._waited_s / passed_s),
+            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._seen[1] - busy_s) / passed_s)) if self.engine else 0.0,
+        }
+        self._waited_s = 0.0
+        # those of a fleet, and of an engine of the user's
+        more = {name: value for name, value in found.items() if "/" in name}
+        if "preempted" in found:
+            before, self._preempted = self._preempted, found["preempted"]
+            more["rollout/preempted"] = self._preempted - before
+        threads = self._balance.after_step(waits) if self._balance is not None else {}
+        return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **more}
+
+
+def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates and preemptions are
+    added, of overlaps and longest times the largest counts, and all else is a mean over the samples."""
+    metrics = dict(found[0][1])
+    for name in {name for _, own in found for name in own}:
+        here = [(samples, own[name]) for samples, own in found if name in own]
+        count = sum(samples for samples, _ in here)
+        if "_per_s" in name or name == "rollout/preempted":
+            metrics[name] = sum(value for _, value in here)
+        elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle") or "_max" in name:
+            metrics[name] = max(value for _, value in here)
+        else:
+            metrics[name] = sum(samples * value for samples, value in here) / count if count else here[0][1]
+    return metrics
+
 
 if TYPE_CHECKING:
     from tandem.flow.on_ray import Pools

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tandem.api.engines import TrainPart
+from tandem.api.lines import aligned
 from tandem.config.arithmetic import generating_ranks, servers_sleep
 from tandem.config.backend import parse_layout
 from tandem.config.devices import TOGETHER
@@ -300,7 +301,6 @@ def describe_sleep(plan: SleepPlan) -> str:
         cells = [", ".join(map(str, dict.fromkeys(some))) or "-" for some in (sleeps, wakes)]
         name = done.stage.name if done.stage.each_step else f"({done.stage.name})"
         rows.append((name, *cells, f"{done.total / 2**20:.1f}", f"{done.peak / 2**20:.1f}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"  {line}" for line in aligned(rows)]
     lines.append(f"A step moves {moved_bytes(plan.steady()) / GIB:.4g} GiB, without the stages in brackets.")
     return "\n".join(lines)

@@ -8,8 +8,7 @@ from typing import Any
 
 from tandem.api.extensions import own_object
 from tandem.api.plugins import in_user_code
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 
 KEY = "extend.model_family"
 VARIABLE = "TANDEM_MODEL_FAMILY"

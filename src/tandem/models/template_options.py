@@ -11,8 +11,7 @@ from tandem.api.chat_template import Messages, render, template_of
 from tandem.api.failures import DataFailure
 from tandem.api.media import kinds_of, reader_of
 from tandem.config.data import WHERE
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.media.parts import read_for
 
 log = logging.getLogger(__name__)

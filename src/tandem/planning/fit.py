@@ -19,9 +19,9 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.train_engine import CHUNK_TOKENS, MICRO_BATCH_TOKENS, TrainEngineConfig
 from tandem.models.footprint import FLOAT32
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.items import GIB
 from tandem.planning.job import Job, Lengths, job_of
 from tandem.planning.machine import Machine, gpus
+from tandem.planning.memory import GIB
 from tandem.planning.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
             f"this run does not fit: GPU {worst} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
             f"{holders(plan, worst)}, before any activations. {_remedy(plan, config)}"
         )
-    peak = max(range(plan.devices), key=plan.peak_on)
+    peak = plan.fullest
     if plan.peak_on(peak) > there:
         log.warning(
             "GPU %d has %.2f GiB, and the plan of this run comes to %.2f GiB with activations and cache for prompts of %d "

@@ -1,11 +1,12 @@
-"""The load that a configuration puts on a machine: models, engine, sequences. Everything else is arithmetic on this."""
+"""The load that a configuration puts on a machine: models, engine, sequences, checkpoints. Everything else is arithmetic on
+this."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together, total_steps
 from tandem.config.backend import parse_layout
 from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
 from tandem.config.engine_memory import cache_gib, chunk_tokens, places
@@ -15,17 +16,77 @@ from tandem.config.preference import DistillConfig, training_config
 from tandem.config.terms import read_term
 from tandem.engines.inference.check import check_tensor_parallel
 from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
-from tandem.flow.sleep_plan import Part, SleepPlan
+from tandem.flow.sleep_plan import GIB, Part, SleepPlan
 from tandem.flow.state_parts import sleep_plan
-from tandem.models.footprint import engine_bytes
-from tandem.models.shape import Dtype, Shape
-from tandem.planning.disk import Saves, saves_of
-from tandem.planning.items import GIB
+from tandem.models.footprint import FLOAT32, engine_bytes
+from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.machine import Machine
 from tandem.planning.planned_model import PlannedModel, planned_model, resolved, where_of
 from tandem.rewards.engine_judge import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
 from tandem.weights.cuda_ipc import staged_bytes
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Checkpoints of a run. Example: one every 10 of 100 steps, of which the last 2 stay: 3 at a time, for the next one is
+    whole before an older one is removed."""
+
+    resumable: bool = True
+    most: int | None = None
+    """At one time; None where that grows with the run, and its end is not known."""
+
+
+def saves_of(config: BaseConfig, rows: int | None) -> Saves:
+    """Those of a configuration, over so many rows of data."""
+    wish = config.checkpoint
+    known = rows is not None or (config.total_train_epochs is None and config.total_train_steps is not None)
+    steps = total_steps(config, rows or 0) if known else None
+    made: float = float("inf")
+    if steps is not None or not wish.every_steps:
+        often, rest = divmod(steps or 0, wish.every_steps) if wish.every_steps else (0, 1)
+        made = often + (wish.at_end and (rest > 0 or not often))
+    stay = float("inf")
+    if wish.keep_last is not None and not (wish.keep_every and steps is None):
+        ever = (steps or 0) // wish.keep_every if wish.keep_every else 0
+        stay = max(1, wish.keep_last) + ever + (wish.keep_best is not None) + 1
+    most = min(made, stay)
+    return Saves(wish.resumable, None if most == float("inf") else int(most))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Bytes of one checkpoint, without its tokenizer and configuration."""
+
+    models: float
+    """Hugging Face folders, in the dtype of the computation; with adapters they are merged."""
+
+    adapters: float = 0.0
+    """Their folders, float32."""
+
+    state: float = 0.0
+    """Masters and both moments of what is trained."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.models + self.adapters + self.state
+
+
+def checkpoint_of(models: Iterable[PlannedModel], saves: Saves) -> Checkpoint:
+    """One checkpoint of the models that are trained; whatever the layout, it is whole."""
+    folders = adapters = state = 0.0
+    for model in models:
+        if not model.trained:
+            continue
+        head = model.shape.hidden if model.head == "both" else 0  # a file of its own, float32
+        folders += BYTES[model.dtype] * (model.parameters - head) + FLOAT32 * head
+        whole = model.parameters
+        if model.adapters is not None:
+            whole = model.masters
+            adapters += FLOAT32 * (model.masters - head)  # a classifier's head lies beside its adapter, too
+        state += 3 * FLOAT32 * whole if saves.resumable else 0
+    return Checkpoint(folders, adapters, state)
 
 
 @dataclass(frozen=True)
@@ -75,33 +136,17 @@ class Generator:
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
 
-
-QUESTION_TOKENS = 160
-"""Tokens of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a
-question."""
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A judge or a partner, in an embedded engine of its own on the first rank."""
-
-    engine: Generator
-    lengths: Lengths
-    """Lengths of the texts that it reads and writes for one request."""
-
-    requests: int
-    """For the samples of a step."""
+    lengths: Lengths | None = None
+    """Of the texts that a judge or a partner reads and writes for one request, which has a prompt of its own; None: the
+    policy's, whose samples share prompts of the run."""
 
     in_episodes: bool = False
     """It is a partner, which writes while the policy generates."""
 
-    def tokens(self) -> int:
-        """Tokens that all requests have together."""
-        return self.requests * (self.lengths.prompt + self.lengths.longest)
 
-    def job(self, run: "Job") -> "Job":
-        """Its requests as a run that generates: each has a prompt of its own."""
-        return replace(run, lengths=self.lengths, groups=self.requests, generated=1)
+QUESTION_TOKENS = 160
+"""Tokens of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a
+question."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +195,8 @@ class Job:
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
 
-    writers: Mapping[str, Writer] = field(default_factory=dict)
-    """Those of the models that are judges that write, or the partner."""
+    writers: Mapping[str, Generator] = field(default_factory=dict)
+    """The engines of judges that write and of the partner, by the model's role; each is on the first rank."""
 
     @property
     def actor(self) -> PlannedModel:
@@ -290,15 +335,16 @@ def _devices(config: TrainConfig, machine: Machine) -> DeviceMap:
 
 def _writers(
     config: TrainConfig, plan: RunPlan, models: Mapping[str, PlannedModel], lengths: Lengths, machine: Machine, samples: int
-) -> dict[str, Writer]:
+) -> dict[str, Generator]:
     """Two judges of one model share its engine, and are counted as the larger one. A partner is counted as one that is asked
     once by each sample and reads the question and the longest answer."""
-    writers: dict[str, Writer] = {}
+    writers: dict[str, Generator] = {}
     samples_of_a_step, ranks = config.rollout.batch_size * samples, len(generating_ranks(config))
+    settings = config.rollout.engine
 
-    def engine_of(model: PlannedModel, requests: int) -> Generator:
-        return replace(
-            _generator(config, model, machine, 1),
+    def writer(model: PlannedModel, requests: int, reads: int, writes: int, **more: bool) -> Generator:
+        return Generator(
+            shape=model.shape,
             delivered=model.dtype,
             dtype="float32" if model.dtype == "bfloat16" and not machine.fast_bfloat16 else model.dtype,
             engines=ranks,  # each judges its share
@@ -306,28 +352,33 @@ def _writers(
             own_process=False,
             max_len=model.shape.context,
             sequences=requests,
-            kv_cache_gib=cache_gib(config.rollout.engine, "cpu"),  # it has no share of its own
-            adapter=0,
-            foreign=None,
-            opened=0,
-            seats=(),
+            kv_cache_gib=cache_gib(settings, "cpu"),  # it has no share of its own
+            max_running=places(settings),
+            prefill_chunk=chunk_tokens(settings, machine.kind),
             role=model.role,
+            lengths=Lengths(reads, writes),
+            **more,
         )
 
     if config.partner is not None and "partner" in models:
         writes = int(read_term(config.partner, "partner").arguments.get("max_new_tokens", MAX_NEW_TOKENS))
         reads = lengths.prompt + lengths.longest
-        engine = engine_of(models["partner"], samples_of_a_step)
-        writers["partner"] = Writer(engine, Lengths(reads, writes), samples_of_a_step, in_episodes=True)
+        writers["partner"] = writer(models["partner"], samples_of_a_step, reads, writes, in_episodes=True)
     for planned in plan.scores:
         written = planned.score
         if not isinstance(written, WritingReward):
             continue
-        model, requests = models[planned.resident], samples_of_a_step * written.requests
         reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
-        writer = Writer(engine_of(model, requests), Lengths(reads, written.client.max_tokens), requests)
-        writers[model.role] = max(writer, writers.get(model.role, writer), key=Writer.tokens)
+        requests = samples_of_a_step * written.requests
+        made = writer(models[planned.resident], requests, reads, written.client.max_tokens)
+        writers[made.role] = max(made, writers.get(made.role, made), key=_tokens)
     return writers
+
+
+def _tokens(writer: Generator) -> int:
+    """Tokens that all requests of a step have together."""
+    assert writer.lengths is not None
+    return writer.sequences * (writer.lengths.prompt + writer.lengths.longest)
 
 
 def _delivered_adapter(config: TrainConfig, actor: PlannedModel, kinds: set[str]) -> int:

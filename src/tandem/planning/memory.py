@@ -1,24 +1,207 @@
 """Memory of a run: what exists in each phase, who holds it, and which instant is the worst.
 
-Counted as the code holds it: what a model keeps over its ranks is in `states`, what a pass makes in `activations`; the
-embedded engine has a copy of its own, and a second one while an update is staged. Under `memory_limit_gib` each phase has
-what is awake in it (`tandem.flow.sleep_plan`); otherwise nothing sleeps between phases.
+Counted as the code holds it. What a model keeps depends on its layout. FSDP: what is trained in float32, one part a rank,
+gathered a layer at a time (`tandem.engines.train.holders`). One process: the same whole, and a rounded copy to compute with.
+DeepSpeed: its own flat pieces (`tandem.engines.train.zero`), beside which stages 1 and 2 keep the whole model in the dtype
+of the computation; in float32 the masters are in its memory. The embedded engine has a copy of its own, and a second one
+while an update is staged. Under `memory_limit_gib` each phase has what is awake in it (`tandem.flow.sleep_plan`); otherwise
+nothing sleeps between phases.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from tandem.api.engines import InferencePart, TrainPart
-from tandem.flow.sleep_plan import Part
+from tandem.flow.sleep_plan import GIB, Part
 from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
-from tandem.planning.activations import activation_bytes, head_bytes, passing
-from tandem.planning.batches import MicroBatch, Step, cut_step
-from tandem.planning.items import GIB, Instant, MemoryItem, Place, Room
 from tandem.planning.job import Generator, Job
 from tandem.planning.machine import Machine
-from tandem.planning.planned_model import PlannedModel
-from tandem.planning.states import gathered, gradients, gradients_between, gradients_of_the_step, states
+from tandem.planning.planned_model import MicroBatch, PlannedModel, Step, activation_bytes, cut_step, head_bytes, passing
+
+Place = Literal["device", "host"]
+
+COLUMNS = {
+    "weights": (
+        "parameters",
+        "parameters, rounded",
+        "masters",
+        "gathered parameters",
+        "shared weights",
+        "kept versions",
+        "files of the base",
+    ),
+    "optimizer": ("optimizer",),
+    "gradients": (
+        "gradients",
+        "gradient of the head",
+        "gradient of the embedding",
+        "norm of the gradients",
+        "buffer of gradients",
+        "buckets",
+    ),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "KV cache": ("KV cache",),
+    "staged": (
+        "staged weights",
+        "rounded weights",
+        "one whole tensor",
+        "adapter",
+        "weights before",
+        "weights to write",
+        "copy that is saved",
+    ),
+}
+"""Heading → what is added up under it; the rest is under `other`."""
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """Bytes that somebody holds."""
+
+    role: str
+    what: str
+    num_bytes: float
+    """In the memory that is looked at: a CPU's, or the first GPU's, or the host's beside GPUs."""
+
+    place: Place = "device"
+    devices: int = 1
+    """GPUs that hold as much each."""
+
+    first: int = 0
+    """The first of these GPUs; 0 on a CPU."""
+
+    def on(self, device: int) -> bool:
+        """True if a GPU, or a CPU's memory (0), holds it."""
+        return self.place == "device" and self.first <= device < self.first + self.devices
+
+
+@dataclass(frozen=True)
+class Instant:
+    """The items of one phase, at its worst moment, on the device (or machine) that holds most."""
+
+    phase: str
+    items: tuple[MemoryItem, ...]
+
+    def total(self, place: Place = "device") -> float:
+        """Bytes, of the first GPU where they are a device's."""
+        if place == "host":
+            return sum(item.num_bytes for item in self.items if item.place == "host")
+        return self.on(0)
+
+    def on(self, device: int) -> float:
+        """Bytes that one GPU holds."""
+        return sum(item.num_bytes for item in self.items if item.on(device))
+
+    def columns(self, device: int = 0) -> dict[str, float]:
+        """GiB of one GPU under each heading of `COLUMNS`, and `other`."""
+        found = dict.fromkeys([*COLUMNS, "other"], 0.0)
+        for item in self.items:
+            if item.on(device):
+                found[next((head for head, kinds in COLUMNS.items() if item.what in kinds), "other")] += item.num_bytes / GIB
+        return found
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of the ranks of a run, or of a model: on a CPU one for all, else a device each, beside host memory."""
+
+    ranks: int
+    shared: bool
+    first: int = 0
+    """The first of these ranks."""
+
+    def item(self, role: str, what: str, each: float, place: Place = "device") -> MemoryItem:
+        """An item that each of these ranks holds, ``each`` bytes."""
+        if self.shared or place == "host":
+            return self.one(role, what, each * self.ranks, place)
+        return MemoryItem(role, what, each, devices=self.ranks, first=self.first)
+
+    def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> MemoryItem:
+        """An item that the first rank alone holds, or all of them together."""
+        return MemoryItem(role, what, num_bytes, "device" if self.shared else place)
+
+
+NORM_BYTES = 12
+"""Bytes for each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
+
+BUCKET = 50_000_000
+"""Most numbers that DeepSpeed sends at a time, and fetches ahead under stage 3 (`tandem.engines.train.zero_library`)."""
+
+
+def states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
+    """Weights and moments, which stay through all phases."""
+    if not model.own:
+        return
+    if model.layout.zero is not None:
+        yield from _zero_states(model, room)
+        return
+    yield room.item(model.role, "parameters", model.weight_bytes, _place(model))
+    if not model.fsdp and model.dtype != "float32":
+        yield room.item(model.role, "parameters, rounded", model.rounded_bytes)
+    if model.trained:
+        yield room.item(model.role, "optimizer", model.optimizer_bytes, _place(model))
+
+
+def _zero_states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
+    """Stages 1 and 2: the whole model, whose flat form the parameters are views of; stage 3: a part of it, and the buffer
+    that gradients are summed into, which a frozen model has too."""
+    whole, part, stage = model.masters, model.masters / model.parts, model.layout.zero
+    yield room.item(model.role, "parameters", BYTES[model.dtype] * (part if stage == 3 else whole))
+    if model.dtype != "float32":  # else they share the memory of the parameters
+        yield room.item(model.role, "masters", FLOAT32 * part)
+    if stage == 3:
+        yield room.item(model.role, "buffer of gradients", FLOAT32 * part)
+    if model.trained:
+        yield room.item(model.role, "optimizer", 2 * FLOAT32 * part)
+
+
+def gathered(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
+    """Parameters that are whole while it computes: with FSDP everything outside the layers, the layer that computes and the
+    next one; with stage 3 what DeepSpeed fetches ahead, too."""
+    root, layer = model.piece.root(model.head), model.piece.layer
+    if model.adapters is not None:
+        layer += model.adapters.rank * model.adapters.widths(model.shape)
+    if model.fsdp:
+        yield room.item(model.role, "gathered parameters", BYTES[model.dtype] * (root + 2 * layer))
+    elif model.layout.zero == 3:
+        yield room.item(
+            model.role, "gathered parameters", BYTES[model.dtype] * min(model.masters + model.base, root + layer + BUCKET)
+        )
+
+
+def gradients_between(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
+    """From the second micro-batch of a step on: summed where they are not divided yet, else a part of them. DeepSpeed sends
+    them in buckets, in the dtype of the computation, in float32, and on a CPU in gloo's copy of that."""
+    stage = model.layout.zero
+    whole = stage == 1 if stage is not None else not model.sync_each
+    if stage != 3:  # which has its buffer at all times
+        yield gradients(model, room, FLOAT32 * model.masters / (1 if whole else model.parts))
+    if stage is not None:
+        a_number = BYTES[model.dtype] + (2 + room.shared) * FLOAT32
+        yield room.item(model.role, "buckets", float(a_number * min(model.masters, BUCKET)))
+
+
+def gradients_of_the_step(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
+    """While the optimizer works. DeepSpeed joins the pieces in one tensor beside them."""
+    pieces = 2 if model.layout.zero in (1, 2) else 1
+    yield gradients(model, room, pieces * FLOAT32 * model.masters / model.parts)
+    largest = max(model.piece.embedding, model.piece.hidden * model.piece.intermediate)
+    if model.adapters is not None:
+        largest = model.adapters.rank * max((max(model.shape.linears[name]) for name in model.adapters.modules), default=0)
+    yield room.item(model.role, "norm of the gradients", NORM_BYTES * largest / model.parts, _place(model))
+
+
+def gradients(model: PlannedModel, room: Room, each: float) -> MemoryItem:
+    """``each``: bytes of a rank."""
+    return room.item(model.role, "gradients", each, _place(model))
+
+
+def _place(model: PlannedModel) -> Place:
+    return "host" if model.offload else "device"
+
 
 TOKENIZER_BYTES = 1000
 """Bytes for each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
@@ -39,10 +222,10 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     """Every phase of a step once the optimizers have their moments, in order."""
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
     rooms = {model.role: replace(room, ranks=model.ranks, first=model.layout.first) for model in job.models}
-    partners = [(writer, writing) for writer, writing in job.writers.items() if writing.in_episodes]
+    partners = [one for one in job.writers.values() if one.in_episodes]
     steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
-    steady += [_of_engines(one.engine, "parameters", engine_weights(one.engine, machine)) for one in job.writers.values()]
-    steady += [item for _, one in partners for item in _cache_of(one.job(job), one.engine)]
+    steady += [_of_engines(one, "parameters", engine_weights(one, machine)) for one in job.writers.values()]
+    steady += [item for one in partners for item in _cache_of(job, one)]
     steady += [*_engine(job, machine), *_processes(job, machine, room), *_copied(job, room)]
     coming: dict[str, list[MemoryItem]] = {}
     asked = [item for model in job.models if model.role in job.asked for item in _scoring(job, model, rooms[model.role])]
@@ -50,12 +233,12 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if generator is not None and (generator.foreign is None or generator.seats):
         coming["generate"] = asked
         if generator.foreign is None:
-            coming["generate"] += [i for one in (generator, *(w.engine for _, w in partners)) for i in _generation(one)]
+            coming["generate"] += [item for one in (generator, *partners) for item in _generation(one)]
     scoring = {role for _, role in job.passes} - set(job.asked)
     for model in job.models:
         writing = job.writers.get(model.role)
         if writing is not None and not writing.in_episodes:  # its cache is given back when it has judged
-            coming[f"score: {model.role}"] = [*_cache_of(writing.job(job), writing.engine), *_generation(writing.engine)]
+            coming[f"score: {model.role}"] = [*_cache_of(job, writing), *_generation(writing)]
         elif writing is None and model.role in scoring:
             coming[f"score: {model.role}"] = [*_scoring(job, model, rooms[model.role])]
     if job.verifies:
@@ -138,7 +321,9 @@ def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
 def _cache_of(job: Job, generator: Generator) -> Iterator[MemoryItem]:
     yield _of_engines(generator, "KV cache", cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1]))
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
-    yield _of_engines(generator, "tables", tables + 20.0 * generator.max_running * max(16, job.lengths.longest))
+    yield _of_engines(
+        generator, "tables", tables + 20.0 * generator.max_running * max(16, (generator.lengths or job.lengths).longest)
+    )
 
 
 def _of_engines(generator: Generator, what: str, each: float) -> MemoryItem:
@@ -159,7 +344,8 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
 
     Samples of a prompt share its keys; each has a row of its own for what it writes.
     """
-    samples, prompt, own = max(1, job.generated), job.lengths.prompt, job.lengths.longest
+    lengths = generator.lengths or job.lengths
+    prompt, own, samples = lengths.prompt, lengths.longest, 1 if generator.lengths else max(1, job.generated)
     wanted = min(-(-generator.sequences // generator.engines), generator.max_running)
     budget = int(generator.kv_cache_gib * GIB) // (BYTES[generator.dtype] * generator.shape.kv_values)
     a_sample = float(row_capacity(prompt + own - 1))

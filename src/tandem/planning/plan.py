@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tandem.planning.disk import Checkpoint, checkpoint_of
-from tandem.planning.items import GIB, Instant, MemoryItem
-from tandem.planning.job import Job
+from tandem.planning.job import Checkpoint, Job, checkpoint_of
 from tandem.planning.machine import Machine
-from tandem.planning.memory import instants, kv_needed
+from tandem.planning.memory import GIB, Instant, MemoryItem, instants, kv_needed
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
@@ -38,15 +36,13 @@ class Plan:
     machine: Machine
     instants: tuple[Instant, ...]
 
-    @property
-    def worst(self) -> Instant:
-        """The instant at which most of the device's memory is taken."""
-        return max(self.instants, key=lambda instant: instant.total())
+    def worst_on(self, device: int) -> Instant:
+        """The instant at which most of a GPU's memory is taken; ``device`` is 0 on a CPU."""
+        return max(self.instants, key=lambda instant: instant.on(device))
 
-    @property
-    def peak_gib(self) -> float:
-        """Memory at that instant."""
-        return self.worst.total() / GIB
+    def peak_on(self, device: int) -> float:
+        """Memory of one GPU in GiB, at its worst."""
+        return self.worst_on(device).on(device) / GIB
 
     @property
     def devices(self) -> int:
@@ -54,9 +50,20 @@ class Plan:
         items = (item for instant in self.instants for item in instant.items if item.place == "device")
         return max((item.first + item.devices for item in items), default=1)
 
-    def peak_on(self, device: int) -> float:
-        """Memory of one GPU in GiB, at its worst."""
-        return max(instant.on(device) for instant in self.instants) / GIB
+    @property
+    def fullest(self) -> int:
+        """The GPU that holds most at its worst."""
+        return max(range(self.devices), key=self.peak_on)
+
+    @property
+    def worst(self) -> Instant:
+        """The worst instant of the first GPU."""
+        return self.worst_on(0)
+
+    @property
+    def peak_gib(self) -> float:
+        """Memory at that instant."""
+        return self.peak_on(0)
 
     @property
     def host_gib(self) -> float:
@@ -101,15 +108,11 @@ class Plan:
                 f"{kv_needed(self.job, generator) / GIB:.3f} GiB of KV cache, and rollout.engine.kv_cache_gib is "
                 f"{generator.kv_cache_gib:g} GiB"
             )
-        other = max(range(1, self.devices), key=self.peak_on, default=None)
-        if other is not None and self.peak_on(other) > self.usable_gib:
+        most = self.peak_on(self.fullest)
+        if most > self.usable_gib:
+            who, phase = f"GPU {self.fullest}" if self.fullest else "it", self.worst_on(self.fullest).phase
             found.append(
-                f"GPU {other} needs {self.peak_on(other):.2f} GiB, and {self.usable_gib:.2f} GiB of "
-                f"{self.machine.memory_gib:.2f} GiB can be used"
-            )
-        if self.peak_gib > self.usable_gib:
-            found.append(
-                f"it needs {self.peak_gib:.2f} GiB while {self.worst.phase}, and {self.usable_gib:.2f} GiB of "
+                f"{who} needs {most:.2f} GiB while {phase}, and {self.usable_gib:.2f} GiB of "
                 f"{self.machine.memory_gib:.2f} GiB can be used"
             )
         return tuple(found)
@@ -122,8 +125,7 @@ class Plan:
     @property
     def advice(self) -> str:
         """A sentence: the largest kind of memory, and what makes it smaller."""
-        device = max(range(self.devices), key=self.peak_on)
-        columns = max(self.instants, key=lambda one: one.on(device)).columns(device)
+        columns = self.worst_on(self.fullest).columns(self.fullest)
         largest = max(columns, key=lambda head: columns[head])
         return f"Most of it is {largest}, {columns[largest]:.2f} GiB; what helps: {SMALLER[largest]}"
 

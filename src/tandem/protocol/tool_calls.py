@@ -14,8 +14,7 @@ from tandem.api.chat_template import ASKS, CALLS, PROBE, render, special_ids, te
 from tandem.api.failures import DataFailure
 from tandem.api.media import kinds_of
 from tandem.api.requests import StopReason
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.protocol.arguments import Unfit, fit
 from tandem.protocol.parsing import check_depth
 from tandem.protocol.tool_families import FAMILIES, SYSTEM_BLOCK, CallText, Family, family_of

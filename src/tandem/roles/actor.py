@@ -12,7 +12,7 @@ from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.api.stage import stage
+from tandem.api.stage import stage, update_stage
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
@@ -147,8 +147,7 @@ class Actor:
             drops["shaping"] = ~per_token(batch, kept[samples.of_sequence]) & trained_tokens(batch)
         return drops if self._tokens is None else drops | self._tokens.drops(batch, self.version)
 
-    @stage(
-        "update",
+    @update_stage(
         reads=(
             "input_ids",
             "loss_mask",
@@ -174,8 +173,6 @@ class Actor:
             "accuracy",
             "stop_reason",
         ),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def ppo_update(self, batch: TensorDict) -> dict[str, float]:
         """The optimizer steps of one batch; returns metrics.

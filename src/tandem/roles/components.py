@@ -11,8 +11,7 @@ from tandem.api.failures import UserCodeFailed
 from tandem.api.lazy_torch import torch
 from tandem.api.plugins import is_file_spec, load_object, run_user_code
 from tandem.config.algorithm import Component
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.parts import PartRecord, keep_part
 
 

@@ -11,7 +11,7 @@ from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import StopReason
-from tandem.api.stage import stage
+from tandem.api.stage import stage, update_stage
 from tandem.config.overlay import either
 from tandem.config.roles import ActorConfig, CriticConfig
 from tandem.roles.averages import step_metrics
@@ -73,11 +73,9 @@ class Critic(Values):
         """True if the actor rests until this critic has learnt more."""
         return self.updates < self.config.warmup_steps
 
-    @stage(
-        "update values",
+    @update_stage(
+        title="update values",
         reads=("input_ids", "loss_mask", "values", "returns", "dropped", "in_loss", "group_id"),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def update(self, batch: TensorDict) -> dict[str, float]:
         """The optimizer steps of one batch towards its ``returns``; every trained token counts the same.

@@ -9,7 +9,7 @@ from tandem.algorithms.supervised import negative_log_likelihood
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.api.stage import stage
+from tandem.api.stage import stage, update_stage
 from tandem.roles.samples import trained_tokens, with_fields
 
 
@@ -19,12 +19,9 @@ class LanguageModel:
     def __init__(self, engine: TrainEngine):
         self.engine = engine
 
-    @stage(
-        "update",
+    @update_stage(
         reads=("input_ids", "loss_mask"),
         may_read=("temperature",),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def train_lm(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood; returns ``loss``, ``perplexity``, ``grad_norm``, ``lr`` …

@@ -12,7 +12,7 @@ from tandem.api.batch import num_sequences, sum_by_sequence
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.api.stage import stage
+from tandem.api.stage import stage, update_stage
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 from tandem.roles.components import choose
@@ -81,12 +81,9 @@ class PreferenceLearner:
             z = mismatch_baseline(*sums)
         return with_fields(batch, baseline=z.expand(num_sequences(batch)).contiguous())
 
-    @stage(
-        "update",
+    @update_stage(
         reads=("input_ids", "loss_mask", "chosen"),
         may_read=("temperature", "unit_id", "reference_logprobs", "baseline"),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def train_preference(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer step on the mean loss over pairs (or completions).

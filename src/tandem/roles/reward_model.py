@@ -7,7 +7,7 @@ from tandem.algorithms.reward_model import bradley_terry, safety_cost, step_cros
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.api.stage import stage
+from tandem.api.stage import stage, update_stage
 from tandem.roles.pairs import on_both, on_sequences, pairs_of
 from tandem.roles.samples import with_fields
 
@@ -24,11 +24,8 @@ class RewardModel:
     def __init__(self, engine: TrainEngine):
         self.engine = engine
 
-    @stage(
-        "update",
+    @update_stage(
         reads=("input_ids", "loss_mask", "chosen", "unit_id", "margin"),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def train_pairs(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer step on −log σ(r_chosen − r_rejected − margin), the mean over pairs.
@@ -46,11 +43,8 @@ class RewardModel:
         """The same without a step."""
         return self.engine.eval_batch(_weighted_pairs(batch), _pair_loss)
 
-    @stage(
-        "update",
+    @update_stage(
         reads=("input_ids", "loss_mask", "chosen", "safe", "unit_id"),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def train_safety(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer step on `safety_cost`, the mean over pairs whose ``chosen`` side is the safer one.
@@ -68,11 +62,8 @@ class RewardModel:
         """The same without a step."""
         return self.engine.eval_batch(_weighted_pairs(batch), _safety_loss)
 
-    @stage(
-        "update",
+    @update_stage(
         reads=("input_ids", "loss_mask", "step_end", "step_right"),
-        reads_state=("weights", "optimizer"),
-        writes_state=("weights", "optimizer"),
     )
     def train_steps(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer step on the cross-entropy of judged steps, every step the same; ``accuracy`` is over steps.

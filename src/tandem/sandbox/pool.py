@@ -1,16 +1,431 @@
 """A sandbox over a few workers: which of them runs what, and what happens when one is killed."""
 
 import asyncio
+import contextlib
+import fcntl
+import json
+import math
 import os
+import socket
+import struct
+import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
-from tandem.api.failures import SandboxLost
-from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess, Snapshot, Workspace, check_path
+from tandem.api.failures import SandboxLost, WaitTimeout
+from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess, Snapshot, Status, Workspace, check_path
 from tandem.config.cores import usable_cores
-from tandem.sandbox.jail import Jail
-from tandem.sandbox.worker import Interactive, SandboxWorker, TenantSession, packed
+from tandem.sandbox.guest.folders import remove
+from tandem.sandbox.jail import ENVIRONMENT, Jail
+
+PAUSE_S = 0.002
+"""Between two connections of one session, so that a program that asks without end does not keep the loop from the others."""
+CONNECT_S = 5.0
+_WORD = 16
+
+
+class Connections:
+    """Makes a connection for each byte that arrives on the other end of its socket, one after the other, while an event loop
+    runs. An answer without a descriptor: the address cannot be reached."""
+
+    def __init__(self, address: tuple[str, int]):
+        self._address = address
+        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+        self._task.add_done_callback(lambda _: self._ours.close())  # also of one that was cancelled before it began
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # the session has gone
+            while await loop.sock_recv(self._ours, _WORD):
+                with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+                    connection.setblocking(False)
+                    try:
+                        async with asyncio.timeout(CONNECT_S):
+                            await loop.sock_connect(connection, self._address)
+                    except OSError:
+                        self._ours.send(b"-")
+                    else:
+                        socket.send_fds(self._ours, [b"+"], [connection.fileno()])
+                await asyncio.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        """Makes no more. Twice is fine."""
+        self.theirs.close()
+        with contextlib.suppress(RuntimeError):  # its loop is closed, and with it the task has ended
+            self._task.cancel()
+
+
+START_S = 60.0
+"""Longest time to start a worker and open a session: it is not part of a program's wall time."""
+GRACE_S = 30.0
+"""So long after its wall time a program's end is awaited; a worker that has not reported it then is lost."""
+CLOSE_S = 10.0
+"""So long a worker may take to end all that it has started."""
+_MESSAGE = 1 << 16
+_PIECE = 1 << 16
+_HEADER = struct.Struct("!Q")
+
+
+async def ready(descriptors: Mapping[int, bool], timeout_s: float) -> bool:
+    """Waits until one of them can be read (written, if the value is true); False: none within the time."""
+    loop = asyncio.get_running_loop()
+    happened: asyncio.Future[bool] = loop.create_future()
+
+    def wake() -> None:
+        if not happened.done():
+            happened.set_result(True)
+
+    for descriptor, writes in descriptors.items():
+        add = loop.add_writer if writes else loop.add_reader
+        add(descriptor, wake)
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            return await happened
+    except TimeoutError:
+        return False
+    finally:
+        for descriptor, writes in descriptors.items():
+            (loop.remove_writer if writes else loop.remove_reader)(descriptor)
+
+
+def sealed(data: bytes) -> int:
+    """A file in memory that nobody can change any more, at its beginning."""
+    descriptor = os.memfd_create("content", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    fcntl.fcntl(descriptor, 1033, 0xF)  # F_ADD_SEALS: no growing, shrinking, writing, nor other seals
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> bytes:
+    """The bytes that the process inside reads: a header, the files, the source."""
+    source = program.source.encode(errors="replace") if program and program.source is not None else None
+    head = {
+        "argv": program.argv if program else (),
+        "source": None if source is None else len(source),
+        "files": [(name, len(data)) for name, data in files.items()],
+        "path": path,
+        "environment": dict(program.environment) if program else {},
+    }
+    text = json.dumps(head).encode()
+    return b"".join([_HEADER.pack(len(text)), text, *files.values(), source or b""])
+
+
+class SandboxWorker:
+    """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started.
+
+    The kernel ends it with the *thread* that made it, and so with the process, whatever way that ends.
+    """
+
+    def __init__(self, jail: Jail):
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._has_started = False
+        self._has_walls = jail.name != "none"
+        self._words = os.memfd_create("stderr", os.MFD_CLOEXEC)
+        self._start = jail.start(theirs.fileno())
+        self._process = subprocess.Popen(
+            self._start.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._words,
+            stderr=self._words,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            cwd="/",
+            env=ENVIRONMENT,
+        )
+        theirs.close()
+        self._control.setblocking(False)
+
+    @property
+    def pid(self) -> int:
+        """Number of its outermost process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True if it runs."""
+        return self._process.poll() is None
+
+    def words(self) -> str:
+        """The words that it has printed: why it could not start."""
+        with contextlib.suppress(OSError):
+            return os.pread(self._words, 2000, 0).decode(errors="replace").strip()
+        return ""
+
+    async def open(self, limits: Limits) -> "TenantSession":
+        """A session: a place of its own for one tenant.
+
+        Raises:
+            SandboxLost: the worker is gone, or cannot make one.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connections = Connections(limits.address) if limits.address is not None and self._has_walls else None
+        session = TenantSession(self, ours, connections)
+        try:
+            with theirs:
+                message = {"file_mib": limits.file_mib, "address": limits.address}
+                descriptors = [theirs.fileno()] if connections is None else [theirs.fileno(), connections.theirs.fileno()]
+                await self._ask(json.dumps(message).encode(), descriptors)
+                if connections is not None:
+                    connections.theirs.close()
+            if not self._has_started:
+                await session.await_ready()
+                self._has_started = True
+        except OSError as error:
+            session.close()
+            raise SandboxLost(f"a worker is gone: {error}; {self.words()}") from error
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    async def _ask(self, message: bytes, descriptors: list[int]) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.send_fds(self._control, [message], descriptors)
+                return
+            except BlockingIOError:  # several may wait for this socket, and an event loop tells only one of them
+                if time.monotonic() > deadline:
+                    raise SandboxLost("a worker does not read what it is asked") from None
+                await asyncio.sleep(0.01)
+
+    def kill(self) -> None:
+        """Ends it and everything below it. Twice is fine."""
+        self._control.close()  # it ends what it has started, removes its files and goes
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._start.base:
+            remove(self._start.base)
+        if self._words >= 0:
+            os.close(self._words)
+            self._words = -1
+
+
+class TenantSession:
+    """One tenant's place in a worker; one program at a time."""
+
+    def __init__(self, worker: SandboxWorker, channel: socket.socket, connections: Connections | None = None):
+        """``connections``: for programs that may reach an address."""
+        self.worker, self._connections = worker, connections
+        self._channel = channel
+        self._channel.setblocking(False)
+
+    async def await_ready(self) -> None:
+        """Waits until it says that it is there.
+
+        Raises:
+            SandboxLost: it cannot be made, or said nothing in time; then its worker is killed.
+        """
+        if not await ready({self._channel.fileno(): False}, START_S):
+            await asyncio.to_thread(self.worker.kill)
+            raise SandboxLost(f"a worker did not start in {START_S:.0f} s and was killed")
+        self.message()
+
+    def message(self) -> dict[str, Any]:
+        """The message that is there: the end of a program, or ``ready``.
+
+        Raises:
+            SandboxLost: the session has gone, or cannot be made.
+        """
+        try:
+            data = self._channel.recv(_MESSAGE)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise SandboxLost(f"a worker was killed; {self.worker.words()}".rstrip("; "))
+        message: dict[str, Any] = json.loads(data)
+        if "error" in message:
+            raise SandboxLost(message["error"])
+        return message
+
+    def begin(self, operation: str, limits: Limits, content: bytes, stdin: int) -> "Running":
+        """Starts a program or a work on files. ``stdin``: a descriptor, which is closed here.
+
+        Raises:
+            SandboxLost: the session has gone.
+        """
+        stdout, their_stdout = os.pipe2(os.O_CLOEXEC)
+        stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
+        theirs = [sealed(content), stdin, their_stdout, their_stderr]
+        running = Running(self, limits, stdout, stderr)
+        bounds = {
+            name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mib", "processes", "descriptors", "file_mib")
+        }
+        try:
+            socket.send_fds(self._channel, [json.dumps({"op": operation, "limits": bounds}).encode()], theirs)
+        except OSError as error:
+            running.release()
+            raise SandboxLost(f"a worker was killed: {error}") from error
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        return running
+
+    async def work(self, operation: str, limits: Limits, content: bytes, stdin: bytes = b"") -> Outcome:
+        """Does something to its end."""
+        running = self.begin(operation, limits, content, sealed(stdin))
+        try:
+            return await running.finish()
+        finally:
+            running.release()
+
+    def ask_kill(self) -> None:
+        """Has the program killed; its end is reported as always."""
+        with contextlib.suppress(OSError):
+            self._channel.send(b'{"op": "kill"}')
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor of the socket on which the end of a program is reported."""
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        """Ends it with everything in it. Twice is fine."""
+        self._channel.close()
+        if self._connections is not None:
+            self._connections.close()
+
+
+class Running:
+    """A program under way."""
+
+    def __init__(self, session: TenantSession, limits: Limits, stdout: int, stderr: int):
+        self.session, self._limits = session, limits
+        self._began = time.monotonic()
+        self.streams = {stdout: bytearray(), stderr: bytearray()}
+        self.stdout, self.stderr = stdout, stderr
+        self.unended = {stdout, stderr}
+        self._too_much = False
+        for descriptor in self.unended:
+            os.set_blocking(descriptor, False)
+
+    def take(self, descriptor: int) -> None:
+        """Reads what is there; what is more than the limit is thrown away, and the program killed."""
+        try:
+            piece = os.read(descriptor, _PIECE)
+        except BlockingIOError:
+            return
+        room = self._limits.output_bytes - len(self.streams[descriptor])
+        self.streams[descriptor] += piece[:room]
+        if not piece:
+            self.unended.discard(descriptor)
+        elif len(piece) > room and not self._too_much:
+            self._too_much = True
+            self.session.ask_kill()
+
+    async def finish(self, grace_s: float = math.inf) -> Outcome:
+        """Reads to the end of the program, which is killed after ``grace_s`` seconds or when its own time is up.
+
+        Raises:
+            SandboxLost: the worker was killed.
+        """
+        deadline = self._began + self._limits.wall_s + GRACE_S
+        kill = time.monotonic() + grace_s
+        end: dict[str, Any] = {}
+        while not end:
+            if time.monotonic() >= kill:
+                self.session.ask_kill()
+                kill = math.inf
+            watched = dict.fromkeys((self.session.descriptor, *self.unended), False)
+            if not await ready(watched, min(deadline, kill) - time.monotonic()) and kill == math.inf:
+                await asyncio.to_thread(self.session.worker.kill)
+                raise SandboxLost(f"a worker said nothing for {GRACE_S:.0f} s after a program's time and was killed")
+            for descriptor in tuple(self.unended):
+                self.take(descriptor)
+            with contextlib.suppress(BlockingIOError):
+                message = self.session.message()
+                end = {} if "ready" in message else message
+        self._drain()
+        return self._outcome(end)
+
+    def _drain(self) -> None:
+        """Takes what still lies in the pipes: nobody is left to write."""
+        for descriptor in tuple(self.unended):
+            size = -1
+            while descriptor in self.unended and size != len(self.streams[descriptor]):
+                size = len(self.streams[descriptor])
+                self.take(descriptor)
+
+    def _outcome(self, end: dict[str, Any]) -> Outcome:
+        stdout, stderr = bytes(self.streams[self.stdout]), bytes(self.streams[self.stderr])
+        code, killed = end.get("code"), end.get("killed")
+        seconds = end["seconds"]
+        if reason := end.get("reason"):
+            return Outcome("refused", None, b"", reason.encode(), seconds)
+        return Outcome(self._status(code, killed, stderr), code, stdout, stderr, seconds)
+
+    def _status(self, code: int | None, killed: str | None, stderr: bytes) -> Status:
+        if self._too_much:
+            return "output"
+        if (killed in ("wall", "cpu", "asked") and code in (None, -9)) or code == -24:  # SIGXCPU
+            return "timeout"  # one that has another code had ended by itself before
+        if killed == "memory" or (code not in (0, None) and b"MemoryError" in stderr[-200:]):
+            return "memory"
+        return "ok" if code == 0 else "exit" if code is not None and code > 0 else "signal"
+
+    def release(self) -> None:
+        """Closes the pipes; a program that still runs is killed. Twice is fine."""
+        for descriptor in (self.stdout, self.stderr):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.stdout = self.stderr = -1
+
+
+class Interactive(SandboxProcess):
+    """A program that is spoken to; it has a session of its own."""
+
+    def __init__(self, running: Running, stdin: int):
+        self._running, self._stdin = running, stdin
+        self._outcome: Outcome | None = None
+        os.set_blocking(stdin, False)
+
+    async def send(self, data: bytes, deadline_s: float) -> None:
+        """Writes to its standard input."""
+        deadline = time.monotonic() + deadline_s
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._stdin, view) :]
+            except BlockingIOError:
+                if not await ready({self._stdin: True}, deadline - time.monotonic()):
+                    raise WaitTimeout(f"a program in a sandbox did not read its input within {deadline_s:g} s") from None
+
+    async def receive(self, max_bytes: int, deadline_s: float) -> bytes:
+        """The next bytes of its standard output."""
+        running = self._running
+        deadline = time.monotonic() + deadline_s
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return os.read(running.stdout, max_bytes)
+            watched = dict.fromkeys(running.unended | {running.stdout}, False)  # an end can be read all the time
+            if not await ready(watched, deadline - time.monotonic()):
+                raise WaitTimeout(f"a program in a sandbox wrote nothing within {deadline_s:g} s")
+            if running.stderr in running.unended:
+                running.take(running.stderr)
+
+    async def close(self, grace_s: float = 0.0) -> Outcome:
+        """Kills it if it does not end by itself within ``grace_s`` seconds, and says how it ended."""
+        if self._outcome is None:
+            try:
+                self._outcome = await self._running.finish(grace_s)
+            except SandboxLost as error:
+                self._outcome = Outcome("lost", stderr=error.message.encode())
+            finally:
+                os.close(self._stdin)  # not before: the end of its input might end the program first
+                self._running.release()
+                self._running.session.close()
+        return self._outcome
+
 
 ATTEMPTS = 3
 MOST_WORKERS = 16

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
+from tandem.api.lines import write_atomically
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.state.existing import is_held, last_metrics, run_info, times_resumed
 from tandem.state.machine import git_commit, machine, versions
@@ -59,19 +60,6 @@ class RunFolderInUse(ConfigError):
 def now() -> str:
     """The time to the second, with its offset, such as 2030-05-01T09:30:00+00:00."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old text or the new one, whole, also after the power was cut."""
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def run_path(root: str | Path, experiment: str, trial: str) -> Path:

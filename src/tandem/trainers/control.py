@@ -15,7 +15,7 @@ from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.flow.plan import RunPlan, plan_run
-from tandem.flow.roles import is_everywhere
+from tandem.flow.residents import is_everywhere
 from tandem.flow.services import (
     EpisodeParts,
     asks_for_reward,
@@ -30,8 +30,7 @@ from tandem.flow.services import (
 from tandem.flow.session import Session
 from tandem.rewards.reward import Reward
 from tandem.state.control import Mailbox, Request
-from tandem.trainers.opening import Run
-from tandem.trainers.start import check_cost
+from tandem.trainers.start import Run, check_cost
 
 log = logging.getLogger(__name__)
 

@@ -33,15 +33,14 @@ from tandem.lifecycle.summary import (
     telling_step,
     to_be_fetched,
 )
-from tandem.planning.drawing import drawing
+from tandem.planning.report import drawing
 from tandem.rollout.failure_budget import NoBatch
 from tandem.state.existing import checkpoints
 from tandem.state.resuming import may_go_on
 from tandem.state.weight_digests import record_weights
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.trainers.control import Control
-from tandem.trainers.opening import Run, start_run
-from tandem.trainers.start import check_gpus, with_micro_batches
+from tandem.trainers.start import Run, check_gpus, start_run, with_micro_batches
 
 Prepare = Callable[[Any, RunPlan], AbstractContextManager[tuple[Rows, Any]]]
 """Checks what can be checked before there is a run folder; gives the rows, and what else was made of the configuration."""

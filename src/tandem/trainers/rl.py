@@ -15,8 +15,7 @@ from tandem.flow.session import Session, open_session
 from tandem.lifecycle.summary import Summary
 from tandem.trainers.control import Control
 from tandem.trainers.loop import run_training
-from tandem.trainers.opening import Run
-from tandem.trainers.start import prepare
+from tandem.trainers.start import Run, prepare
 
 
 def train(resolved: Resolved[TrainConfig], **how: Any) -> Summary:

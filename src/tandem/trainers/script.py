@@ -13,10 +13,9 @@ from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.state.named import pinned
-from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.rl import open_learning
-from tandem.trainers.start import check_gpus, prepare, with_micro_batches
+from tandem.trainers.start import Run, check_gpus, prepare, start_run, with_micro_batches
 from tandem.trainers.supervised import RowSession, open_row_session, prepare_rows
 
 RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig

@@ -1,18 +1,27 @@
-"""Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
+"""The start of a run: everything that is refused before its run folder exists, a trial of the rewards, and the folder.
 
+A dry run calls the same functions and stops before the folder.
+"""
+
+import asyncio
+import contextlib
 import logging
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure
-from tandem.config.arithmetic import workflow_of
+from tandem.api.samples import Dropped, Group
+from tandem.api.weights import WeightVersion
+from tandem.config.arithmetic import evaluates_every, is_evaluation_due, total_steps, workflow_of
 from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -20,20 +29,81 @@ from tandem.config.fleet import kinds_of
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
 from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
+from tandem.evaluation.reward_check import Asker, RewardCall, unfit_rows
+from tandem.flow.critic import Models
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import choose_device, devices_here
+from tandem.flow.process import Process, choose_device, devices_here, keep_kernels, start_process
 from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward, check_names, check_rows, make_parts
+from tandem.flow.training import Lasting, TrainingSession
+from tandem.lifecycle.summary import open_run, save_if_due, tell_limit
 from tandem.models.catalog import describing, resolve
 from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import load_tokenizer
 from tandem.planning.fit import check_fit, fitting, memory_here
 from tandem.planning.plan import Plan
+from tandem.rewards.function import WorkerReward
+from tandem.rewards.reward import Reward
 from tandem.rollout.chat import chat_of
-from tandem.state.run_folder import require_writable
-from tandem.trainers.trial import try_rewards
+from tandem.state.resuming import Examine, refuse_existing
+from tandem.state.run_folder import RunFolder, require_writable
+from tandem.tracking.tracker import Tracker
+
+OWN = "tandem."
+"""The beginning of the spellings of Tandem's own functions, which tests have tried."""
+
+TOKENS = {"prompt_ids", "completion_ids"}
+"""Arguments that these answers, which no model has made, have not."""
+
+WRONG = "I do not know."
+
+
+def try_rewards(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Calls the functions that judge the first row, if it can be judged. Warns of one that fails on some answers, and of
+    one that gives all of them the same. Functions that ask for tokens are left out, and async ones and classes: what those
+    open belongs to the run's event loop, which is not there yet.
+
+    Raises:
+        ConfigError: a function fails whatever the answer is; says where in it.
+    """
+    if not rows or unfit_rows(reward, rows[:1]):
+        return
+    row = rows[0]
+    known = [("the expected answer", str(row["answer"]))] if row.get("answer") else []
+    answers = [("an empty answer", ""), ("a wrong answer", WRONG), *known]
+    for name, judge in reward.of(row).single.items():
+        if isinstance(judge, WorkerReward) and not (judge.pool.spec.startswith(OWN) or TOKENS & set(judge.arguments.names)):
+            asker = Asker(judge, judge.pool.timeout_s)
+            with ThreadPoolExecutor(1) as aside:  # a notebook has an event loop of its own
+                asked = asker.all_at_once((0, row, what, answer) for what, answer in answers)
+                judge_calls(name, aside.submit(asyncio.run, asked).result())
+
+
+def judge_calls(name: str, calls: Sequence[RewardCall]) -> None:
+    """Says what the trial of a reward showed.
+
+    Raises:
+        ConfigError: every call failed, and none by its deadline.
+    """
+    failed = [call for call in calls if call.failed]
+    if len(failed) == len(calls) and not any(call.failed == "reward_timeout" for call in failed):
+        raise ConfigError(
+            f"the reward fails on the first row whatever the answer is, so nothing would be trained: {failed[-1].words}; "
+            "mend it, and see `tandem check-reward`"
+        )
+    if failed:
+        whose, words = ", ".join(call.what for call in failed), failed[0].words
+        log.warning("the reward fails on the first row with %s, and such samples are dropped: %s", whose, words)
+    elif len(calls) > 2 and len({call.value for call in calls}) == 1:
+        log.warning(
+            "reward %s gives %g to an empty, a wrong and the expected answer of the first row alike: nothing can be learnt "
+            "from what is always the same; see `tandem check-reward`",
+            name,
+            calls[0].value,
+        )
+
 
 log = logging.getLogger(__name__)
 
@@ -226,3 +296,85 @@ def fetch_weights(plan: RunPlan) -> None:
     """
     for path in dict.fromkeys(resident.engine.path for resident in plan.residents if resident.engine is not None):
         resolve(path)
+
+
+@dataclass(frozen=True)
+class Run(Generic[C]):
+    """A run that has begun: its folder is open, and its process is set up. The models are in its session."""
+
+    config: C
+    plan: RunPlan
+    rows: Rows
+    steps: int
+    """Training steps of the whole run."""
+
+    process: Process
+    folder: RunFolder | None
+    """The run folder; None on ranks other than 0, like the tracker: one rank writes for all."""
+
+    tracker: Tracker | None
+    id: str
+    """Names the run to servers that several runs may reach; the same on all ranks."""
+
+    lasting: Lasting | None = None
+    """The objects that one session of the run leaves to the next; None: there is only one."""
+
+    def evaluate_if_due(self, session: TrainingSession, step: int) -> dict[str, float]:
+        """The figures of the validation rows by metric name; empty if `evaluate.every_steps` asks for none at this step
+        (0 is before the first), and where ranks other than 0 know none. Collective."""
+        due = is_evaluation_due(evaluates_every(self.config), step, self.steps)
+        found: dict[str, float] = session.keep("evaluate") if due else {}
+        return found
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] = (),
+        history: Mapping[int, WeightVersion] | None = None,
+        batch: TensorDict | None = None,
+        dropped: Sequence[Dropped] = (),
+    ) -> None:
+        """Records a step, on rank 0 (`Tracker.log`). Without any metrics nothing is recorded."""
+        if self.tracker is not None and metrics:
+            self.tracker.log(step, metrics, groups, history, batch, dropped)
+
+    def save_if_due(self, step: int, models: Models) -> None:
+        """Saves a checkpoint where `checkpoint` asks for one at this step: the models, without what resuming needs.
+        Collective.
+
+        Raises:
+            CheckpointFailed: the disk refuses, unless `checkpoint.on_error` lets training go on.
+        """
+        save_if_due(self.process.team, self.config, self.folder, step, self.steps, models, models.save_tokenizer)
+
+
+@contextlib.contextmanager
+def start_run(
+    config: C,
+    rows: Rows,
+    plan: RunPlan,
+    *,
+    recorded: BaseConfig | None = None,
+    examine: Examine = refuse_existing,
+) -> Iterator[Run[C]]:
+    """Sets up this process, downloads what is missing of the plan's models, and opens the run folder. Collective.
+
+    ``recorded``: the configuration that the folder tells of, if it is another one than the run trains by. ``examine``: says
+    whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
+
+    Raises:
+        ConfigError: see `start_process`, `fetch_weights`, `open_run` and `keep_kernels`.
+    """
+    process = start_process(config)
+    if process.is_main:
+        tell_limit(config, len(rows.train))
+        for line in rows.told():
+            print(line)
+    fetch_weights(plan)
+    steps = total_steps(config, len(rows.train))
+    with contextlib.ExitStack() as stack:
+        folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
+        keep_kernels(config, process, folder)
+        name = process.team.share(lambda: "" if folder is None else folder.id)
+        yield Run(config, plan, rows, steps, process, folder, tracker, name)

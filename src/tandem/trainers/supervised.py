@@ -40,7 +40,7 @@ from tandem.roles.reference import Reference
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import check_sinks
 from tandem.trainers.loop import run_training
-from tandem.trainers.opening import Run
+from tandem.trainers.start import Run
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from tandem.api.weight_files import is_complete
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.fleet import kinds_of, parse_backend
-from tandem.config.nearest import nearest_names
 from tandem.config.parts import Knob
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import python_of, read_token

@@ -3,21 +3,137 @@
 import asyncio
 import math
 import re
+import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Context, Decimal
 from typing import Any, Literal
 
 from tandem.api.failures import RewardFailure, SandboxLost
 from tandem.api.program_tests import COLUMN, ProgramTests, StdinCase
-from tandem.api.sandbox import Limits, Sandbox
+from tandem.api.sandbox import Limits, Program, Sandbox
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
-from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.functions import complete, judge_functions
-from tandem.rewards.code.programs import judge_program
-from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict
+from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict, reason_of
+
+DECIMAL = re.compile(r"[-+]?(?=\.?\d)\d{0,400}((?:\.\d{0,400})?(?:[eE][-+]?\d{1,3})?)", re.ASCII)
+"""A number and what is behind its whole part. Longer ones are texts, so that no program makes the comparison slow."""
+
+EXACT = Context(prec=50)
+
+
+def same_output(printed: str, expected: str, tolerance: float) -> bool:
+    """True if the outputs have the same lines of the same words.
+
+    Spaces between words, at the ends of lines, and empty lines at the end do not count. Two words are the same if their
+    letters are; or if both are decimal numbers, at least one is written with a point or an exponent, and they differ by at
+    most ``tolerance``, absolutely or relative to the expected one. Where one is written as a whole number, both must be
+    nearest to the same whole number besides: 1e9 is not 1000000006.
+    """
+    printed, expected = printed.rstrip(), expected.rstrip()
+    if printed.count("\n") != expected.count("\n"):
+        return False
+    for line, wanted in zip(printed.split("\n"), expected.split("\n"), strict=True):
+        others = wanted.split()
+        words = line.split(None, len(others) + 1)  # a flood is not split to its end
+        if len(words) != len(others) or not all(map(_same, words, others, [tolerance] * len(words))):
+            return False
+    return True
+
+
+def _same(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
+        return True
+    one, other = DECIMAL.fullmatch(word), DECIMAL.fullmatch(expected)
+    if not (one and other and (one[1] or other[1])):
+        return False
+    value, target = Decimal(word), Decimal(expected)  # a float has 16 digits, and none above 1e308
+    if not (one[1] and other[1]) and value.to_integral_value() != target.to_integral_value():
+        return False
+    difference = EXACT.abs(EXACT.subtract(value, target))
+    return difference <= EXACT.multiply(Decimal(tolerance), max(Decimal(1), EXACT.abs(target)))
+
+
+TIMES, ROOM = 16, 1 << 20
+"""An output may have so many times the bytes of the expected one, and so many more: a longer one is not compared."""
+
+
+async def judge_program(
+    sandbox: Sandbox,
+    code: str,
+    cases: Sequence[StdinCase],
+    limits: Limits,
+    *,
+    tolerance: float,
+    total_s: float,
+    all_or_none: bool,
+) -> Verdict:
+    """Runs the program once a case. ``total_s``: for all of them. ``all_or_none``: the first failure ends it.
+
+    Raises:
+        SandboxLost, CannotTell: as `reason_of`.
+    """
+    ends = time.monotonic() + total_s
+    passed: list[bool] = []
+    first = ("", "")
+    for number, case in enumerate(cases):
+        left_s = ends - time.monotonic()
+        if left_s <= 0:
+            return Verdict.of(passed, len(cases), *(first if first[0] else ("timeout", f"all cases: {total_s:g} s")))
+        bounded = replace(limits, wall_s=min(limits.wall_s, left_s), cpu_s=min(limits.cpu_s, left_s))
+        outcome = await sandbox.run(Program(source=code, stdin=case.stdin.encode()), bounded)
+        why = "" if outcome.status == "ok" else reason_of(outcome)
+        why = "error" if why == "exit" else why
+        if not why and len(outcome.stdout) > TIMES * len(case.stdout.encode()) + ROOM:
+            why = "output"
+        if not why:  # in a thread: a long output must not hold the episodes beside it
+            printed = outcome.stdout.decode(errors="replace")
+            why = "" if await asyncio.to_thread(same_output, printed, case.stdout, tolerance) else "wrong"
+        passed.append(not why)
+        if why and not first[0]:
+            first = why, f"case {number}: {outcome.stderr.decode(errors='replace')[-300:]}"
+        if why and all_or_none:
+            break
+    return Verdict.of(passed, len(cases), *first)
+
+
+FENCE = re.compile(r"([ ]{0,3})(`{3,}|~{3,})([^`\n]*)$")
+MARK = "\ufeff"
+"""A byte order mark, which Python refuses in a text."""
+
+
+def find_code(answer: str) -> str | None:
+    """The last fenced block of the answer; None if there is no text to run.
+
+    A block that the answer's end cuts off counts if no other is there. Without any fence, the whole answer is the program.
+    Lines end where they do for Python. Where the first begins below its fence, all lose the blanks that the fence has.
+    """
+    answer = answer.removeprefix(MARK)
+    closed: list[str] | None = None
+    inside: list[str] | None = None
+    opening = ""
+    for line in re.split(r"\r\n?|\n", answer):
+        fence = FENCE.match(line)
+        if inside is None and fence:
+            opening, inside = fence[2], [fence[1]]
+        elif inside is not None and fence and fence[2].startswith(opening) and not fence[3].strip():
+            closed, inside = inside, None
+        elif inside is not None:
+            inside.append(line)
+    block = closed if closed is not None else inside
+    code, indent = answer, ""
+    if block is not None:
+        indent, *lines = block
+        code = "\n".join([*lines, ""])
+    if re.match(rf"(?:[ \t]*\n)*{indent}\S", code):
+        code = re.sub(rf"^ {{0,{len(indent)}}}", "", code, flags=re.MULTILINE)
+    code = code.removeprefix(MARK)
+    return code if code.strip() else None
+
 
 ATTEMPTS = 3
 """Number of times that a judgement is begun whose sandbox is lost."""

@@ -7,8 +7,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from tandem.api.environment import Environment, StepResult
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 
 RIGHT = 0.99
 

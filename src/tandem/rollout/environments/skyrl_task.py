@@ -6,8 +6,7 @@ from typing import Any
 import skyrl_gym
 
 from tandem.api.environment import Environment, StepResult
-from tandem.config.errors import ConfigError
-from tandem.config.nearest import nearest_names
+from tandem.config.errors import ConfigError, nearest_names
 
 
 class SkyRLTask(Environment):

@@ -4,13 +4,13 @@ Each line is ``KIND=URL``; ``-NAME`` asks a server that the run started itself t
 """
 
 import fcntl
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.api.lines import write_atomically
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import Address, parse_address
 
@@ -94,10 +94,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _append(path: Path, line: str) -> None:
     if path.is_dir():
-        _write(path / re.sub(r"[^A-Za-z0-9]+", "-", line).strip("-"), f"{line}\n")
+        write_atomically(path / re.sub(r"[^A-Za-z0-9]+", "-", line).strip("-"), f"{line}\n")
         return
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    _write(path, before + ("" if not before or before.endswith("\n") else "\n") + f"{line}\n")
+    write_atomically(path, before + ("" if not before or before.endswith("\n") else "\n") + f"{line}\n")
 
 
 def _drop(path: Path, wanted: str) -> None:
@@ -109,16 +109,9 @@ def _drop(path: Path, wanted: str) -> None:
         if not others and path.is_dir():
             file.unlink()
         elif others != lines:
-            _write(file, "".join(f"{line}\n" for line in others))
+            write_atomically(file, "".join(f"{line}\n" for line in others))
 
 
 def _says(line: str, wanted: str) -> bool:
     text = line.partition("#")[0].strip()
     return text == wanted or (not text.startswith("-") and text.rstrip("/") == wanted)
-
-
-def _write(file: Path, text: str) -> None:
-    """Readers see the old text or the new one, whole."""
-    temporary = file.with_name(f".{file.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)

@@ -1,4 +1,4 @@
-"""Makes docs/configuration.md from the dataclasses: ``python -m tandem.config.docs > docs/configuration.md``."""
+"""Makes docs/configuration.md from the dataclasses: ``python scripts/configuration_page.py > docs/configuration.md``."""
 
 import ast
 import dataclasses
@@ -19,7 +19,7 @@ from tandem.config.terms import Spec
 
 HEAD = """# Configuration
 
-Made by `python -m tandem.config.docs > docs/configuration.md`; do not edit.
+Made by `python scripts/configuration_page.py > docs/configuration.md`; do not edit.
 
 A configuration is put together from, in this order: the defaults below, the algorithm preset, a YAML file, and `key=value`
 on the command line. `tandem config FILE key=value …` prints the result with the source of every value. An unknown key, a
