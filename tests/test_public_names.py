@@ -40,7 +40,7 @@ def test_one_list_of_names_holds_for_scripts_for_editors_and_for_loading():
     source = ast.parse(Path(tandem.__file__).read_text())
     (block,) = [node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     typed = {alias.name: node.module for node in block.body for alias in node.names}
-    assert {name: tandem._home(name) for name in tandem.__all__} == typed
+    assert {name: tandem.home_of(name) for name in tandem.__all__} == typed
     assert sorted(typed) == sorted(tandem.__all__) and len(set(tandem.__all__)) == len(tandem.__all__)
     assert set(tandem.__all__) <= set(dir(tandem))
 

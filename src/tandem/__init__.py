@@ -123,7 +123,7 @@ __all__ = [
 ]
 
 
-def _home(name: str) -> str:
+def home_of(name: str) -> str:
     """The module of a public name: the imports above, which run for editors and type checkers alone, say it."""
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     block = next(node.body for node in tree.body if isinstance(node, ast.If))
@@ -141,7 +141,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
             ImportError: the same, of `from tandem import …`, which would swallow the words of an AttributeError.
         """
         if name in __all__:
-            value = globals()[name] = getattr(importlib.import_module(_home(name)), name)
+            value = globals()[name] = getattr(importlib.import_module(home_of(name)), name)
             return value
         is_room = not name.startswith("__") and importlib.util.find_spec(f"tandem.{name}") is not None
         if is_room or name.startswith("__"):  # `from tandem import flow` goes on to load the module after this error

@@ -137,8 +137,8 @@ class Generator:
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
 
     lengths: Lengths | None = None
-    """Of the texts that a judge or a partner reads and writes for one request, which has a prompt of its own; None: the
-    policy's, whose samples share prompts of the run."""
+    """Lengths of what a judge or a partner reads and writes for one request, which has a prompt of its own; None: those of
+    the policy, whose samples share prompts of the run."""
 
     in_episodes: bool = False
     """It is a partner, which writes while the policy generates."""
