@@ -15,8 +15,9 @@ from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
+from tandem.config.arithmetic import generating_ranks, placement, rollout_here, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.machines import machines
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine, engine_threads
@@ -306,14 +307,14 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     kept, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
     build = partial(
         build_inference_engine,
-        config.rollout,
+        rollout_here(config),
         folder=folder,
         placement=placement(config),
         threads=threads,
         device=process.device,
         deterministic=config.deterministic,
         ranks=process.ranks_here,
-        run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
+        run_folder=run_path(config.run.root, config.experiment_name, config.trial_name) / machines().folder,
         run=run,
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,

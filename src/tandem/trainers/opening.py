@@ -16,7 +16,7 @@ from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process, keep_kernels, start_process
 from tandem.flow.training import Lasting, TrainingSession
-from tandem.lifecycle.summary import open_run, save_if_due, tell_limit
+from tandem.lifecycle.summary import check_seen, open_run, save_if_due, tell_limit
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.tracker import Tracker
@@ -104,4 +104,6 @@ def start_run(
         folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
         keep_kernels(config, process, folder)
         name = process.team.share(lambda: "" if folder is None else folder.id)
+        with process.team.together():
+            check_seen(recorded or config, name)
         yield Run(config, plan, rows, steps, process, folder, tracker, name)

@@ -61,9 +61,9 @@ class LocalGroup(Launcher):
     def start(self) -> None:
         if self._place is not None:
             try:
-                socket.getaddrinfo(self._place.host, self._place.port)
+                socket.getaddrinfo(self._place.address, self._place.port)
             except OSError as error:
-                raise ConfigError(f"--meet: this machine knows no {self._place.host}: {error.strerror}") from error
+                raise ConfigError(f"--meet: this machine knows no {self._place.address}: {error.strerror}") from error
         self._attempt = new_attempt(self._job)
         told = self._place.told() if self._place else {}
         with (self._attempt / LOG.format(rank=self._place.first if self._place else 0)).open("wb") as log:
