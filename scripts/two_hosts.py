@@ -259,9 +259,7 @@ def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 def _ledger(run: Path) -> list[tuple[object, ...]]:
     with contextlib.closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
-        return ledger.execute(
-            "select epoch, place, trained, reason from prompts where trained order by epoch, place"
-        ).fetchall()
+        return ledger.execute("select epoch, place, reason from prompts where trained order by epoch, place").fetchall()
 
 
 CASES = ("same", "servers", "cut", "cut-servers", "unshared", "gone")

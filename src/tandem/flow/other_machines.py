@@ -1,5 +1,6 @@
 """The other machines of a run: whether they are heard of, in the store in which its ranks met."""
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -15,7 +16,9 @@ log = logging.getLogger(__name__)
 TOLD_S = 15.0
 """A machine that is silent for so long is told of."""
 
-EVERY_S = 1.0
+EVERY_S, JOIN_S = 1.0, 2.0
+LEFT = 2**40
+"""A machine that has counted so far has ended."""
 
 
 class OtherMachines:
@@ -27,7 +30,11 @@ class OtherMachines:
         now = time.monotonic()
         self._heard = {number: now for number in range(here.count) if number != here.number}
         self._silent: set[int] = set()
-        threading.Thread(target=self._count, args=(here.number, host, port), name="other-machines", daemon=True).start()
+        self._end = threading.Event()
+        given = (here.number, host, port)
+        self._thread = threading.Thread(target=self._count, args=given, name="other-machines", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def words(self) -> Mapping[str, str]:
         """Says as ``cut_off`` which has been silent for too long, for the launcher, which ends the run; else nothing."""
@@ -41,14 +48,20 @@ class OtherMachines:
                 log.warning("%s", text if number in self._silent else f"machine {number} is heard of again")
         return {}
 
+    def close(self) -> None:
+        """Tells the others that this one ends."""
+        self._end.set()
+        self._thread.join(JOIN_S)
+
     def _count(self, number: int, host: str, port: int) -> None:
         seen: dict[int, int] = {}
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and its store with it: nobody is heard of any more
             store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-            while True:
+            while not self._end.wait(EVERY_S):
                 store.add(f"machine-{number}", 1)
                 for other in self._heard:
                     count = store.add(f"machine-{other}", 0)
                     if count != seen.get(other):
-                        seen[other], self._heard[other] = count, time.monotonic()
-                time.sleep(EVERY_S)
+                        seen[other] = count
+                        self._heard[other] = float("inf") if count >= LEFT else time.monotonic()
+            store.add(f"machine-{number}", LEFT)

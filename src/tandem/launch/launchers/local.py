@@ -68,10 +68,7 @@ class LocalGroup(Launcher):
         self._attempt = new_attempt(self._job)
         told = self._place.told() if self._place else {}
         if self._place is not None and self._place.first:
-            print(
-                f"ranks from {self._place.first} on; rank 0 speaks on {self._place.address}. Logs: {self._attempt}",
-                file=sys.stderr,
-            )
+            print(f"Rank 0 speaks on {self._place.address}. What is said here: {self._attempt}", file=sys.stderr)
         with (self._attempt / LOG.format(rank=self._place.first if self._place else 0)).open("wb") as log:
             self._process = subprocess.Popen(
                 self._job.command(),
