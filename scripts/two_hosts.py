@@ -5,7 +5,8 @@ FOLDER is the disk that both see. The run is `examples/addition_grpo.yaml` with 
 all of them unless some are named:
 
     same        deterministic, one rank a host: the weights of two ranks on one host, to the bit
-    servers     one server a host: both generate, and the same tokens are trained as on one host
+    servers     one server a host: the weights of one host with two servers
+    asynchronous  the same, while training goes on: each prompt once
     cut         the cable is pulled for 30 s in the middle: told of, and the weights of a run that was left alone, to the bit
     cut-servers the same with a server a host
     unshared    the second host has another disk: both refuse, and say so
@@ -34,11 +35,11 @@ sys.path.insert(0, str(ROOT))
 
 from tests.tiny import tiny_model_folder  # noqa: E402
 
-STEPS = 6
+STEPS, BATCH = 6, 4
 WORDS = (
-    "actor.backend=fsdp:d2 actor.dtype=float32 actor.optimizer.lr=0.01 rollout.dtype=float32 rollout.batch_size=4 "
+    "actor.backend=fsdp:d2 actor.dtype=float32 actor.optimizer.lr=0.01 rollout.dtype=float32 "
     "rollout.engine.kv_cache_gib=0.05 gconfig.n_samples=4 gconfig.max_new_tokens=8 train_dataset.size=64 threads=1 "
-    f"evaluate.every_steps=3 evaluate.max_rows=8 checkpoint.every_steps=2 total_train_steps={STEPS}"
+    f"rollout.batch_size={BATCH} evaluate.every_steps=3 evaluate.max_rows=8 checkpoint.every_steps=2 total_train_steps={STEPS}"
 ).split()
 ALIKE, SERVERS = ["deterministic=true"], ["rollout.backend=tandem:d2"]
 CUT_S, GONE_S, LIMIT_S = 30.0, 20.0, 400.0
@@ -174,6 +175,13 @@ class Case:
         """Case ``servers``."""
         self._served(self.on_two("two-with-servers", SERVERS))
 
+    def asynchronous(self) -> None:
+        """Case ``asynchronous``."""
+        words = ["async_training=true", "rollout.max_head_offpolicyness=2"]
+        run = self.on_two("two-asynchronous", [*SERVERS, *words])
+        self._both_serve(run)
+        self.check(len(_ledger(run)) == STEPS * BATCH, f"each prompt once: {len(_ledger(run))} in the ledger")
+
     def cut(self) -> None:
         """Case ``cut``."""
         self._alike(self.alone("one-host", ALIKE), self.on_two("two-cut", ALIKE, self._pull))
@@ -231,6 +239,9 @@ class Case:
         share = _distance(theirs, ours) / _distance(before, theirs)
         self.check(share < TOLERANCE, f"the weights of one host with two servers: {share:.1e} of the way that training went")
         self.check(_ledger(one) == _ledger(run), f"each prompt once: {len(_ledger(run))} in the ledger, the same ones")
+        self._both_serve(run)
+
+    def _both_serve(self, run: Path) -> None:
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         logs = [log.relative_to(run) for log in run.glob("**/servers-logs/*.log")]
         self.check(last["fleet/healthy"] == len(logs) == 2, f"a server on each host: {', '.join(map(str, sorted(logs)))}")
@@ -262,7 +273,7 @@ def _ledger(run: Path) -> list[tuple[object, ...]]:
         return ledger.execute("select epoch, place, reason from prompts where trained order by epoch, place").fetchall()
 
 
-CASES = ("same", "servers", "cut", "cut-servers", "unshared", "gone")
+CASES = ("same", "servers", "asynchronous", "cut", "cut-servers", "unshared", "gone")
 
 
 @contextlib.contextmanager

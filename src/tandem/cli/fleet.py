@@ -4,6 +4,7 @@ tandem fleet list RUN                                 every server, its state, a
 tandem fleet add tandem=http://127.0.0.1:8000 RUN     add a server; it gets the current weights first
 tandem fleet remove tandem=http://127.0.0.1:8000 RUN  remove one; it may finish its requests
 tandem fleet remove embedded-1 RUN                    the same, for a server that the run started
+tandem fleet remove machine-1/vllm-0 RUN              the same, for one that the run started on another machine
 
 RUN is the run's folder. The command writes the file that the run watches: `rollout.fleet.watch`, or `servers` in RUN.
 """
