@@ -6,7 +6,7 @@ all of them unless some are named:
 
     same        deterministic, one rank a host: the weights of two ranks on one host, to the bit
     servers     one server a host: the weights of one host with two servers
-    asynchronous  the same, while training goes on: each prompt once
+    asynchronous the same, while training goes on: each prompt once
     cut         the cable is pulled for 30 s in the middle: told of, and the weights of a run that was left alone, to the bit
     cut-servers the same with a server a host
     unshared    the second host has another disk: both refuse, and say so
@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -39,7 +40,8 @@ STEPS, BATCH = 6, 4
 WORDS = (
     "actor.backend=fsdp:d2 actor.dtype=float32 actor.optimizer.lr=0.01 rollout.dtype=float32 "
     "rollout.engine.kv_cache_gib=0.05 gconfig.n_samples=4 gconfig.max_new_tokens=8 train_dataset.size=64 threads=1 "
-    f"rollout.batch_size={BATCH} evaluate.every_steps=3 evaluate.max_rows=8 checkpoint.every_steps=2 total_train_steps={STEPS}"
+    f"rollout.batch_size={BATCH} evaluate.every_steps=3 evaluate.max_rows=8 checkpoint.every_steps=2 "
+    f"total_train_steps={STEPS}"
 ).split()
 ALIKE, SERVERS = ["deterministic=true"], ["rollout.backend=tandem:d2"]
 CUT_S, GONE_S, LIMIT_S = 30.0, 20.0, 400.0
@@ -295,6 +297,7 @@ def run_case(case: Case, name: str) -> int:
 if __name__ == "__main__":
     if reason := why_not():
         sys.exit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts go in any case
     names = sys.argv[2:] or CASES
     if unknown := set(names) - set(CASES):
         sys.exit(f"there is no case {', '.join(sorted(unknown))}: {', '.join(CASES)}")
