@@ -46,7 +46,7 @@ WORDS = (
 ALIKE, SERVERS = ["deterministic=true"], ["rollout.backend=tandem:d2"]
 CUT_S, GONE_S, LIMIT_S = 30.0, 20.0, 400.0
 TOLERANCE = 1e-3
-"""Of the distance that training went, between weights of runs that computed the same samples beside different others."""
+"""Largest share of the distance that training went, between weights of runs that computed the same samples beside different others."""
 
 
 class Hosts:
@@ -166,7 +166,7 @@ class Case:
         return codes
 
     def said(self, name: str, number: int) -> Path:
-        """What the command on a host has printed."""
+        """File with all that the command on a host has printed."""
         return self.folder / f"{name}.{number}.out"
 
     def same(self) -> None:

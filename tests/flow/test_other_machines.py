@@ -12,7 +12,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.machines import Machines, machines
-from tandem.flow import other_machines, process
+from tandem.flow import process
 from tandem.flow.meter import of_all_ranks
 from tandem.flow.other_machines import OtherMachines
 from tandem.lifecycle import summary
@@ -46,7 +46,7 @@ def test_without_a_launcher_there_is_one_machine(monkeypatch):
         ("attached", (0,), "attached", "attached"),
     ],
 )
-def test_servers_are_dealt_to_the_machines_and_the_first_rank_of_each_has_them(backend, ranks, first, second, monkeypatch):
+def test_servers_are_dealt_to_machines_and_the_first_rank_of_each_has_them(backend, ranks, first, second, monkeypatch):
     config = config_of(f"rollout.backend={backend}", "rollout.fleet.servers=[tandem=http://here:8000]")
     for rank, started, attached in ((0, first, 1), (1, first, 1), (2, second, 0), (3, second, 0)):
         place(monkeypatch, rank)
@@ -63,21 +63,20 @@ def test_a_weight_channel_of_the_users_keeps_all_servers_beside_rank_0(monkeypat
 
 def test_machines_with_unlike_numbers_of_ranks_are_refused(monkeypatch):
     place(monkeypatch, 3)
-    process._refuse_uneven(machines())
+    process.refuse_uneven(machines())
     monkeypatch.setenv("LOCAL_RANK", "0")  # ranks that are dealt to the machines in turn
     with pytest.raises(ConfigError, match="start as many on each"):
-        process._refuse_uneven(machines())
+        process.refuse_uneven(machines())
 
 
-def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch):
+def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
     config = config_of(f"run.root={tmp_path}")
     folder = tmp_path / config.experiment_name / config.trial_name
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"id": "one"}')
     summary.check_seen(config, "one")
-    monkeypatch.setattr(summary, "SEEN_S", 0.0)
     with pytest.raises(ConfigError, match="does not see the run folder of rank 0"):
-        summary.check_seen(config, "another")
+        summary.check_seen(config, "another", patience_s=0.0)
 
 
 def test_counts_of_fleets_are_added_and_the_largest_spread_counts():
@@ -95,12 +94,10 @@ def test_servers_of_another_machine_are_listed_with_their_folder(tmp_path):
     assert list(logs(tmp_path)) == ["tandem-0", "machine-1/tandem-0"]
 
 
-def test_a_machine_that_counts_no_more_is_told_of_then_ends_the_run_and_one_that_has_ended_does_not(monkeypatch, caplog):
-    monkeypatch.setattr(other_machines, "EVERY_S", 0.02)
-    monkeypatch.setattr(other_machines, "TOLD_S", 0.3)
+def test_a_silent_machine_is_told_of_then_ends_the_run_and_one_that_closed_does_not(caplog):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watching = OtherMachines(Machines(0, 3, 1), "127.0.0.1", store.port, 1.0)
-    ending = OtherMachines(Machines(1, 3, 1), "127.0.0.1", store.port, None)
+    watching = OtherMachines(Machines(0, 3, 1), "127.0.0.1", store.port, 1.0, told_s=0.3, every_s=0.02)
+    ending = OtherMachines(Machines(1, 3, 1), "127.0.0.1", store.port, None, every_s=0.02)
     ending.close()
     began = counted = time.monotonic()
     while counted - began < 0.6:  # longer than it takes to be told of

@@ -16,6 +16,6 @@ def case(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_over_two_hosts_ends_as_one_on_one_host_whatever_happens_to_the_cable(case, name, capsys):
+def test_a_run_over_two_hosts_ends_as_on_one_whatever_happens_to_the_cable(case, name, capsys):
     failures = run_case(case, name)
     assert failures == 0, capsys.readouterr().out

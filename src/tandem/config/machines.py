@@ -14,7 +14,7 @@ class Machines:
     number: int = 0
     count: int = 1
     ranks: int = 1
-    """Of one machine."""
+    """Number of ranks on each machine."""
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -23,12 +23,12 @@ class Machines:
 
     @property
     def folder(self) -> str:
-        """Where in the run folder the servers of this machine have their files."""
+        """Folder in the run folder in which the servers of this machine have their files."""
         return f"{MACHINE}{self.number}" if self.number else ""
 
 
 def machines() -> Machines:
-    """By the variables of the run's launcher, or of torchrun; without them there is one machine."""
+    """This machine among the others, by the variables of a launcher or of torchrun; without them it is the only one."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return Machines(int(os.environ.get("RANK", 0)) // here, max(1, world // here), here)

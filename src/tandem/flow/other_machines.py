@@ -24,9 +24,18 @@ LEFT = 2**40
 class OtherMachines:
     """Hears of the others on the first rank of a machine: each counts on in the store, from a thread of its own."""
 
-    def __init__(self, here: Machines, host: str, port: int, patience_s: float | None):
+    def __init__(
+        self,
+        here: Machines,
+        host: str,
+        port: int,
+        patience_s: float | None,
+        *,
+        told_s: float = TOLD_S,
+        every_s: float = EVERY_S,
+    ):
         """``host``, ``port``: of the store. ``patience_s``: how long the run waits for a silent one; None: for ever."""
-        self._patience_s = patience_s
+        self._patience_s, self._told_s, self._every_s = patience_s, told_s, every_s
         now = time.monotonic()
         self._heard = {number: now for number in range(here.count) if number != here.number}
         self._silent: set[int] = set()
@@ -43,7 +52,7 @@ class OtherMachines:
             text = f"machine {number} has not been heard of for {silent_s:.0f} s: it is gone, or cut off"
             if self._patience_s is not None and silent_s > self._patience_s:
                 return {"cut_off": f"{text} (recover.cut_off_after_s)"}
-            if (silent_s > TOLD_S) != (number in self._silent):
+            if (silent_s > self._told_s) != (number in self._silent):
                 self._silent ^= {number}
                 log.warning("%s", text if number in self._silent else f"machine {number} is heard of again")
         return {}
@@ -57,7 +66,7 @@ class OtherMachines:
         seen: dict[int, int] = {}
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and its store with it: nobody is heard of any more
             store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-            while not self._end.wait(EVERY_S):
+            while not self._end.wait(self._every_s):
                 store.add(f"machine-{number}", 1)
                 for other in self._heard:
                     count = store.add(f"machine-{other}", 0)

@@ -173,7 +173,7 @@ def start_process(config: BaseConfig) -> Process:
         atexit.register(torch.distributed.destroy_process_group)
     here = machines()
     if isinstance(config, TrainConfig) and parse_backend(config.rollout.backend):
-        _refuse_uneven(here)
+        refuse_uneven(here)
     if here.count > 1 and rank in here.firsts:
         store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         others.append(OtherMachines(here, *store, config.recover.cut_off_after_s))
@@ -191,7 +191,7 @@ def start_process(config: BaseConfig) -> Process:
     return Process(device, threads, rank, world_size, shared_threads=together, ranks_here=ranks_here)
 
 
-def _refuse_uneven(here: Machines) -> None:
+def refuse_uneven(here: Machines) -> None:
     """Raises `ConfigError` if machines have unlike numbers of ranks, or number them in turns. Collective."""
     rank = int(os.environ.get("RANK", 0))
     in_order = rank % here.ranks == int(os.environ.get("LOCAL_RANK", rank))

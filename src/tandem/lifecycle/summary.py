@@ -151,13 +151,13 @@ def open_run(
     return run, tracker
 
 
-def check_seen(config: BaseConfig, run: str) -> None:
+def check_seen(config: BaseConfig, run: str, patience_s: float = SEEN_S) -> None:
     """Passes once this machine sees the folder that rank 0 has opened for the run of this name, as all must.
 
     Raises:
         ConfigError: it does not.
     """
-    path, until = run_path(config.run.root, config.experiment_name, config.trial_name), time.monotonic() + SEEN_S
+    path, until = run_path(config.run.root, config.experiment_name, config.trial_name), time.monotonic() + patience_s
     while run_info(path).get("id") != run:
         if time.monotonic() > until:
             raise ConfigError(
