@@ -46,7 +46,7 @@ WORDS = (
 ALIKE, SERVERS = ["deterministic=true"], ["rollout.backend=tandem:d2"]
 CUT_S, GONE_S, LIMIT_S = 30.0, 20.0, 400.0
 TOLERANCE = 1e-3
-"""Most that weights may differ, of the way that training went, where the same samples were computed beside different others."""
+"""Most that weights may differ, of the way that training went, where samples were computed beside different others."""
 
 
 class Hosts:
