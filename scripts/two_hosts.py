@@ -9,6 +9,7 @@ all of them unless some are named:
     asynchronous the same, while training goes on: each prompt once
     cut         the cable is pulled for 30 s in the middle: told of, and the weights of a run that was left alone, to the bit
     cut-servers the same with a server a host
+    interrupted Ctrl-C on the second host: both save and end, and the same commands go on to the same weights
     unshared    the second host has another disk: both refuse, and say so
     gone        the cable is pulled for good: both ends end the run, and name the other one
 
@@ -118,6 +119,7 @@ class Case:
     def __init__(self, folder: Path, hosts: Hosts):
         self.folder, self.hosts, self.failures = folder, hosts, 0
         self.model = folder / "tiny-llama-0"
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def check(self, holds: object, words: str) -> None:
         """Prints one line; what does not hold counts as a failure."""
@@ -153,14 +155,16 @@ class Case:
         apart: Sequence[str] = (),
     ) -> list[int]:
         """Exit statuses of both ends. ``apart``: a program that starts the second one."""
-        root, started = self.folder / name, []
+        root, self.started = self.folder / name, []
         for number in range(2):
             place = ["--machines", "2", "--machine", str(number), "--meet", "host0:29500"]
             with self.said(name, number).open("wb") as out:
                 command = self.hosts.command(number, [*apart * number, *self._command(root, words, place)])
-                started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT))
+                self.started.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+                )
         meanwhile(root / "addition" / "grpo")
-        codes = [process.wait(LIMIT_S) for process in started]
+        codes = [process.wait(LIMIT_S) for process in self.started]
         left = [len(self.hosts.processes(host)) for host in self.hosts.names]
         self.check(left == [0, 0], f"no process is left on a host: {left}")
         return codes
@@ -193,6 +197,17 @@ class Case:
         """Case ``cut-servers``."""
         self._served(self.on_two("two-servers-cut", SERVERS, self._pull))
         self._told("two-servers-cut")
+
+    def interrupted(self) -> None:
+        """Case ``interrupted``."""
+
+        def stop(run: Path) -> None:
+            _until_step(run, 2)
+            self.started[1].send_signal(signal.SIGINT)
+
+        codes = self._on_two("two-interrupted", ALIKE, stop)
+        self.check(codes == [130, 130], f"both ends are interrupted: exit status {codes}")
+        self._alike(self.alone("one-host", ALIKE), self.on_two("two-interrupted", ALIKE))
 
     def unshared(self) -> None:
         """Case ``unshared``."""
@@ -275,7 +290,7 @@ def _ledger(run: Path) -> list[tuple[object, ...]]:
         return ledger.execute("select epoch, place, reason from prompts where trained order by epoch, place").fetchall()
 
 
-CASES = ("same", "servers", "asynchronous", "cut", "cut-servers", "unshared", "gone")
+CASES = ("same", "servers", "asynchronous", "cut", "cut-servers", "interrupted", "unshared", "gone")
 
 
 @contextlib.contextmanager
