@@ -4,7 +4,7 @@ import pytest
 
 from tandem.api.activity import OTHER_RANKS
 from tandem.launch import watch as rules
-from tandem.launch.watch import GAPS, SILENT_S, START_S, WEDGED_S, Told, Used, Watch
+from tandem.launch.watch import GAPS, SILENT_S, START_S, WEDGED_S, Fault, Told, Used, Watch
 
 WAITS = {"waits": OTHER_RANKS}
 
@@ -147,3 +147,10 @@ def test_a_rank_that_never_says_a_word_is_found():
     assert group.run(START_S - 1, {"phase": "start", "step": 0}, None, held=False) is None
     fault = group.run(5, {"phase": "start", "step": 0}, None, held=False)
     assert (fault.kind, fault.rank) == ("stalled", 1) and "rank 1 of 2 has said nothing since it was started" in fault.text
+
+
+def test_a_machine_that_a_rank_says_is_cut_off_ends_its_group():
+    group = Group()
+    assert group.run(5, {}, {}, busy=(0, 1)) is None
+    fault = group.run(5, {"cut_off": "machine 1 is gone"}, {}, busy=(0, 1))
+    assert fault == Fault("silent", 0, "machine 1 is gone")

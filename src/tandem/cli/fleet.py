@@ -4,6 +4,7 @@ tandem fleet list RUN                                 every server, its state, a
 tandem fleet add tandem=http://127.0.0.1:8000 RUN     add a server; it gets the current weights first
 tandem fleet remove tandem=http://127.0.0.1:8000 RUN  remove one; it may finish its requests
 tandem fleet remove embedded-1 RUN                    the same, for a server that the run started
+tandem fleet remove machine-1/vllm-0 RUN              the same, for one that the run started on another machine
 
 RUN is the run's folder. The command writes the file that the run watches: `rollout.fleet.watch`, or `servers` in RUN.
 """
@@ -19,6 +20,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import INSIDE, parse_address
 from tandem.config.load import load_config
+from tandem.config.machines import MACHINE
 from tandem.engines.inference.fleet.addresses import (
     DEFAULT_NAME,
     JOURNAL_NAME,
@@ -44,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
     if arguments.action == "list":
         return show(folder, as_json=arguments.json)
-    watched = watched_by(folder)
     server = arguments.arguments[0]
+    watched = watched_by(folder)
     if arguments.action == "add":
         address = parse_address(server)
         new = add_address(watched, address)
@@ -55,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if server not in last_rows(folder):
             raise ConfigError(f"the run has no server {server}; it has {', '.join(last_rows(folder)) or 'none'}")
-        ask_to_leave(watched, server)
+        place, _, name = server.partition("/") if server.startswith(MACHINE) else ("", "", server)
+        watched = folder / place / DEFAULT_NAME if place else watched
+        ask_to_leave(watched, name)
         print(f"{server} leaves once it has finished what it has ({watched})")
     return 0
 
@@ -70,14 +74,17 @@ def watched_by(folder: Path) -> Path:
 
 
 def last_rows(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each server in the fault table, by name; those that were retired are left out."""
-    journal, last = folder / JOURNAL_NAME, {}
-    for line in journal.read_text(encoding="utf-8").split("\n") if journal.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:  # it is being written
-            continue
-        last[row["server"]] = row | {"moved": row["moved"] + last.get(row["server"], {}).get("moved", 0)}
+    """The last row of each server in the fault tables, by name; those that were retired are left out. A server of another
+    machine than the first is called as its folder and itself: ``machine-1/vllm-0``."""
+    last: dict[str, dict[str, Any]] = {}
+    for journal in (folder / JOURNAL_NAME, *sorted(folder.glob(f"{MACHINE}*/{JOURNAL_NAME}"))):
+        for line in journal.read_text(encoding="utf-8").split("\n") if journal.is_file() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:  # it is being written
+                continue
+            name = row["server"] if journal.parent == folder else f"{journal.parent.name}/{row['server']}"
+            last[name] = row | {"server": name, "moved": row["moved"] + last.get(name, {}).get("moved", 0)}
     return {name: row for name, row in last.items() if row["to"] != "retired"}
 
 

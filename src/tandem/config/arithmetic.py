@@ -10,7 +10,9 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import INSIDE, TENSOR, kinds_of, parse_backend
 from tandem.config.generation import GenerationConfig
+from tandem.config.machines import machines
 from tandem.config.recipes import sums_of
+from tandem.config.rollout import RolloutConfig
 from tandem.config.terms import Term, read_term
 
 Placement = Literal["colocate", "decoupled"]
@@ -49,14 +51,30 @@ def can_sleep(config: TrainConfig) -> bool:
 
 
 def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
-    """The ranks that have an inference engine: rank 0 alone, unless an embedded engine takes turns with training. Then the
-    first of each set of ranks that train on the same sequences has one. On Ray the controller has it."""
+    """The ranks that have an inference engine. Where an embedded engine takes turns with training: the first of each set of
+    ranks that train on the same sequences. Where the run starts servers: the first of each machine that has some. Else, and
+    with a weight channel of the user's, rank 0; on Ray the controller has it."""
     layout, rollout = parse_layout(config.actor.backend), config.rollout
-    in_turns = placement(config) == "colocate" and parse_backend(rollout.backend) is None
-    chosen = rollout.weights.channel != "auto" or config.extend.weight_channel is not None
-    if not in_turns or chosen or config.runner == "ray":
+    servers = parse_backend(rollout.backend)
+    if config.extend.weight_channel is not None or config.runner == "ray":
+        return (0,)
+    if servers:
+        return machines().firsts[: max(one.count for one in servers)]
+    if servers is not None or placement(config) != "colocate" or rollout.weights.channel != "auto":
         return (0,)
     return tuple(range(0, layout.ranks, layout.context * layout.tensor))
+
+
+def rollout_here(config: TrainConfig) -> RolloutConfig:
+    """The configuration's, with those servers alone that this machine starts: they are dealt to the machines in turn, and
+    attached ones are the first machine's. Example: of ``tandem:d3`` two machines start ``tandem:d2`` and ``tandem:d1``."""
+    rollout, servers, here = config.rollout, parse_backend(config.rollout.backend), machines()
+    if not servers or here.count == 1 or config.extend.weight_channel is not None:
+        return rollout
+    own = [replace(one, count=len(range(here.number, one.count, here.count))) for one in servers]
+    backend = "+".join(str(one) for one in own if one.count) or "attached"
+    fleet = replace(rollout.fleet, servers=(), watch=None) if here.number else rollout.fleet
+    return replace(rollout, backend=backend, fleet=fleet)
 
 
 def trainer_ranks(config: BaseConfig) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.config.arithmetic import arithmetic, can_sleep, max_head_offpolicyness, placement, total_steps
+from tandem.config.arithmetic import arithmetic, can_sleep, max_head_offpolicyness, placement, total_steps, trainer_ranks
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import constraint_problems, corrects_itself, critic_problems, groups, part_problems
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
@@ -130,6 +130,9 @@ def _common(config: BaseConfig) -> Iterator[str]:
     silent = config.recover.silent_after_s
     if silent != RecoverConfig().silent_after_s and getattr(config, "runner", "local") == "local":
         yield f"recover.silent_after_s={silent} is for the workers of runner=ray; leave it out"
+    cut_off = config.recover.cut_off_after_s
+    if cut_off != RecoverConfig().cut_off_after_s and trainer_ranks(config) == 1:
+        yield f"recover.cut_off_after_s={cut_off} is for ranks on several machines; leave it out"
     yield from _backends(config)
     yield from extension_problems(config)
     for sink in config.tracking.sinks:

@@ -23,6 +23,9 @@ class BackendMachine:
     installed: tuple[str, ...] = ()
     """Kinds of server whose library is there, of `vllm` and `sglang`; the first one is preferred."""
 
+    machines: int = 1
+    """Such machines that the run has."""
+
 
 class BackendChoice(NamedTuple):
     """A `rollout.backend`, and why."""
@@ -57,7 +60,7 @@ def choose_backend(
     count = machine.ranks if shared else machine.gpus - machine.ranks
     if count < 1:
         return BackendChoice("embedded", f"training has all {machine.gpus} GPUs, which leaves none for {kind}")
-    choice = BackendChoice(f"{kind}:d{count}", f"{kind} is installed, and there are GPUs")
+    choice = BackendChoice(f"{kind}:d{count * machine.machines}", f"{kind} is installed, and there are GPUs")
     on_gpu = replace(config, device="cuda")
     known = set(problems(on_gpu, written := tuple(written)))
     served = replace(on_gpu, rollout=replace(config.rollout, backend=choice.backend))

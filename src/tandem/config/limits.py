@@ -49,6 +49,7 @@ LIMITS: dict[str, KnobRule] = {
     "recover.grace_s": KnobRule(None, low=0.0, high=86400.0),
     "recover.max_restarts": _count(0, 1000),
     "recover.silent_after_s": KnobRule(None, low=1.0, high=1e8),
+    "recover.cut_off_after_s": KnobRule(None, low=1.0, high=1e8),
     "recover.stalled_after_s": KnobRule(None, low=1.0, high=1e8),
     "tracking.trajectories_per_step": _count(0),
     "tracking.trajectories_gib": POSITIVE,

@@ -58,6 +58,9 @@ class RecoverConfig:
     silent_after_s: float | None = 15.0
     """With `runner=ray`: a worker that does not answer for this long has died, and is killed; null waits for ever."""
 
+    cut_off_after_s: float | None = 300.0
+    """On several machines: one that is not heard of for this long ends the run; it is told of after 15 s. null waits on."""
+
     stalled_after_s: float | None = 3600.0
     """A run that makes no progress for this long is ended, and the stacks of its threads are written. It is at least a
     minute more than `rollout.wait_timeout_s` and `episode_timeout_s`; null turns this off."""

@@ -10,6 +10,7 @@ from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import INSIDE
+from tandem.config.machines import machines
 from tandem.flow.extensions import own_weight_channel
 from tandem.flow.process import Process
 from tandem.models.precision import resolve_dtype
@@ -27,8 +28,9 @@ FOLDER = ".weights"
 
 
 def weights_folder(config: TrainConfig) -> Path:
-    """The folder where servers read weights."""
-    return Path(config.rollout.weights.folder or Path(config.run.root) / FOLDER).expanduser().absolute()
+    """The folder where servers of this machine read weights: another machine may not know which are in use here."""
+    folder = Path(config.rollout.weights.folder or Path(config.run.root) / FOLDER).expanduser().absolute()
+    return folder.with_name("-".join(filter(None, (folder.name, machines().folder))))
 
 
 def make_disk_channel(config: TrainConfig, model: Path) -> DiskChannel:

@@ -16,21 +16,23 @@ import torch.distributed
 
 from tandem.api.activity import activity
 from tandem.api.team import Team
-from tandem.config.arithmetic import placement, trainer_ranks
+from tandem.config.arithmetic import placement, rollout_here, trainer_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.choose_backend import BackendMachine, choose_backend
 from tandem.config.cores import usable_cores
 from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import FleetConfig, kinds_of
+from tandem.config.fleet import FleetConfig, kinds_of, parse_backend
 from tandem.config.load import Resolved
+from tandem.config.machines import Machines, machines
 from tandem.config.preference import DistillConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import engine_threads, servers_here
 from tandem.engines.inference.check import installed_servers
 from tandem.engines.inference.fused_weights import compute_dtype
 from tandem.engines.inference.kernels import kernels
+from tandem.flow.other_machines import OtherMachines
 from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
 from tandem.models import cpu_attention
 from tandem.models.allocator import keep_freed_memory, return_freed_memory
@@ -84,8 +86,8 @@ def training_threads(config: BaseConfig, threads: int) -> int:
     """
     if not isinstance(config, TrainConfig) or placement(config) == "colocate":
         return threads
-    generating = engine_threads(config.rollout, placement="decoupled", threads=threads) * servers_here(config.rollout)
-    return max(1, threads - generating)
+    rollout = rollout_here(config)
+    return max(1, threads - engine_threads(rollout, placement="decoupled", threads=threads) * servers_here(rollout))
 
 
 def uses_gpu(device: str) -> bool:
@@ -126,7 +128,7 @@ def devices_here(config: TrainConfig) -> DeviceMap | None:
     if not uses_gpu(config.device):
         return None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", parse_layout(config.actor.backend).ranks))
-    return devices_of(config.rollout, placement(config), ranks=ranks, devices=torch.cuda.device_count())
+    return devices_of(rollout_here(config), placement(config), ranks=ranks, devices=torch.cuda.device_count())
 
 
 def start_process(config: BaseConfig) -> Process:
@@ -154,7 +156,8 @@ def start_process(config: BaseConfig) -> Process:
             f"recover.max_restarts={config.recover.max_restarts} is for a command that starts its ranks itself (tandem "
             "train, sft …); leave it out, and give it to whoever starts them: torchrun --max-restarts"
         )
-    follow_launcher(lambda: {**activity(), "spins": cuda})
+    others: list[OtherMachines] = []
+    follow_launcher(lambda: {**activity(), "spins": cuda, **(others[0].words() if others else {})})
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not torch.distributed.is_initialized():
@@ -168,6 +171,12 @@ def start_process(config: BaseConfig) -> Process:
             timeout=patience,
         )
         atexit.register(torch.distributed.destroy_process_group)
+    here = machines()
+    if isinstance(config, TrainConfig) and parse_backend(config.rollout.backend):
+        refuse_uneven(here)
+    if here.count > 1 and rank in here.firsts:
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        others.append(OtherMachines(here, *store, config.recover.cut_off_after_s))
     cores = usable_cores()
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     threads = config.threads or max(1, cores // ranks_here)
@@ -180,6 +189,17 @@ def start_process(config: BaseConfig) -> Process:
     torch.use_deterministic_algorithms(config.deterministic)
     together = max(threads, min(cores, threads * ranks_here))
     return Process(device, threads, rank, world_size, shared_threads=together, ranks_here=ranks_here)
+
+
+def refuse_uneven(here: Machines) -> None:
+    """Raises `ConfigError` if machines have unlike numbers of ranks, or number them in turns. Collective."""
+    rank = int(os.environ.get("RANK", 0))
+    in_order = rank % here.ranks == int(os.environ.get("LOCAL_RANK", rank))
+    if set(Team().gather((here.ranks, in_order))) != {(here.ranks, True)}:
+        raise ConfigError(
+            "servers of rollout.backend are beside the first rank of each machine, and these machines have unlike numbers "
+            "of ranks, or ranks that do not follow each other: start as many on each, the first machine's first"
+        )
 
 
 # ------------------------------------------------------------------ rollout.backend=auto
@@ -211,7 +231,7 @@ def machine_here(config: TrainConfig | DistillConfig) -> BackendMachine:
     if not uses_gpu(config.device):
         return BackendMachine()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", parse_layout(config.actor.backend).ranks))
-    return BackendMachine(torch.cuda.device_count(), ranks, installed_servers(config.rollout))
+    return BackendMachine(torch.cuda.device_count(), ranks, installed_servers(config.rollout), machines().count)
 
 
 def backend_line(resolved: Resolved[TrainConfig | DistillConfig]) -> str:

@@ -17,8 +17,9 @@ from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import generating_ranks, placement, servers_sleep
+from tandem.config.arithmetic import generating_ranks, placement, rollout_here, servers_sleep
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.machines import machines
 from tandem.data.loader import Curriculum, Loader
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.remote.keeping import Keeping
@@ -153,15 +154,15 @@ class EngineMeter:
 
 
 def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates and preemptions are
-    added, of overlaps and longest times the largest counts, and all else is a mean over the samples."""
+    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates, preemptions
+    and counts of fleets are added, of overlaps and longest times the largest counts, all else is a mean over the samples."""
     metrics = dict(found[0][1])
     for name in {name for _, own in found for name in own}:
         here = [(samples, own[name]) for samples, own in found if name in own]
         count = sum(samples for samples, _ in here)
-        if "_per_s" in name or name == "rollout/preempted":
+        if "_per_s" in name or name == "rollout/preempted" or (name.startswith("fleet/") and name != "fleet/work_spread"):
             metrics[name] = sum(value for _, value in here)
-        elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle") or "_max" in name:
+        elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle", "fleet/work_spread") or "_max" in name:
             metrics[name] = max(value for _, value in here)
         else:
             metrics[name] = sum(samples * value for samples, value in here) / count if count else here[0][1]
@@ -418,14 +419,14 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     kept, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
     build = partial(
         build_inference_engine,
-        config.rollout,
+        rollout_here(config),
         folder=folder,
         placement=placement(config),
         threads=threads,
         device=process.device,
         deterministic=config.deterministic,
         ranks=process.ranks_here,
-        run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
+        run_folder=run_path(config.run.root, config.experiment_name, config.trial_name) / machines().folder,
         run=run,
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,

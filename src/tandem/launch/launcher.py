@@ -123,9 +123,12 @@ def new_attempt(job: LaunchJob) -> Path:
     job.folder.mkdir(parents=True, exist_ok=True)
     numbers = (one.name.rpartition("-")[2] for one in job.folder.glob("attempt-*"))
     number = 1 + max((int(one) for one in numbers if one.isdecimal()), default=0)
-    folder = job.folder / f"attempt-{number}"
-    folder.mkdir(mode=0o700)
-    return folder
+    while True:
+        folder = job.folder / f"attempt-{number}"
+        with contextlib.suppress(FileExistsError):  # another machine made it at this moment
+            folder.mkdir(mode=0o700)
+            return folder
+        number += 1
 
 
 def write_end(folder: Path, group: int, code: int, ended: LaunchEnd | None) -> None:

@@ -441,7 +441,8 @@ def rank_environment(rank: int, count: int, rendezvous: Path, place: Place | Non
     variables = own | {RENDEZVOUS: str(rendezvous), LAUNCHER: str(os.getpid())}
     # one machine: nothing has to be reached from outside, whatever its host name resolves to
     name = _interface() if place is None else os.environ.get(IFNAME) or interface_to(place.address, place.port)
-    return variables | ({IFNAME: name} if name else {})
+    quiet = {} if place is None else {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}  # of its stores
+    return variables | quiet | ({IFNAME: name} if name else {})
 
 
 def _interface() -> str:

@@ -2,7 +2,8 @@
 
 Three faults, from the quickest to be seen:
 
-- *silent*: a rank has told nothing for `SILENT_S`, and the system says that it is stopped, or asleep;
+- *silent*: a rank has told nothing for `SILENT_S`, and the system says that it is stopped, or asleep; or a rank tells that
+  another machine is cut off;
 - *wedged*: every rank waits for the others, or stands still in the middle of training while they wait, for `WEDGED_S` and
   far longer than ever before; not in the first step, in which kernels are compiled and ranks meet for the first time;
 - *stalled*: for `recover.stalled_after_s` no rank has done anything that counts.
@@ -88,6 +89,9 @@ class Told(NamedTuple):
 
     spins: bool = False
     """True if waiting for others uses the processor too, as it does on a GPU."""
+
+    cut_off: str = ""
+    """The machine that is gone, as it sees it, in words."""
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Told":
@@ -222,6 +226,8 @@ class Watch:
 
     def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
         for number, one in enumerate(self._ranks):
+            if one.told is not None and one.told.cut_off:
+                return Fault("silent", self._first + number, one.told.cut_off)
             name = f"rank {self._first + number} of {self._world}"
             quiet = one.told is not None and self._clock - one.heard_at > self._silent_s
             if quiet and is_held(number, one.seconds):

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from tandem.api.team import Team
 from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
 from tandem.config.cache import cache_folder
 from tandem.config.commands import COMMANDS
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.flow.draw import text
@@ -22,11 +25,15 @@ from tandem.flow.state_parts import describe_sleep, sleep_plan_here
 from tandem.launch.rank import failed_elsewhere
 from tandem.models.catalog import BUILT_IN, present
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
+from tandem.state.existing import run_info
 from tandem.state.resuming import Examine, refuse_existing
-from tandem.state.run_folder import RunFolder
+from tandem.state.run_folder import RunFolder, run_path
 from tandem.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
+
+SEEN_S = 20.0
+"""A file of another machine may take so long to be seen on a shared disk."""
 
 
 class Saveable(Protocol):
@@ -142,6 +149,22 @@ def open_run(
             stack.callback(lambda: tracker.close(draw=failed_elsewhere() is None))
             print(f"Run folder: {run.path}. Loading {config.actor.path} …", flush=True)
     return run, tracker
+
+
+def check_seen(config: BaseConfig, run: str, patience_s: float = SEEN_S) -> None:
+    """Passes once this machine sees the folder that rank 0 has opened for the run of this name, as all must.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    path, until = run_path(config.run.root, config.experiment_name, config.trial_name), time.monotonic() + patience_s
+    while run_info(path).get("id") != run:
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"{socket.gethostname()} does not see the run folder of rank 0, {path.absolute()}: all machines must see "
+                "run.root under the same path, on a disk that they share"
+            )
+        time.sleep(0.2)
 
 
 def check_run_folder(config: BaseConfig, examine: Examine) -> None:

@@ -38,7 +38,7 @@ from tandem.flow.process import Process, choose_device, devices_here, keep_kerne
 from tandem.flow.residents import check_models, check_scores
 from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward, check_names, check_rows, make_parts
 from tandem.flow.training import Lasting, TrainingSession
-from tandem.lifecycle.summary import open_run, save_if_due, tell_limit
+from tandem.lifecycle.summary import check_seen, open_run, save_if_due, tell_limit
 from tandem.models.catalog import describing, resolve
 from tandem.models.template_options import check_template_options
 from tandem.models.tokenizer import load_tokenizer
@@ -377,4 +377,6 @@ def start_run(
         folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
         keep_kernels(config, process, folder)
         name = process.team.share(lambda: "" if folder is None else folder.id)
+        with process.team.together():
+            check_seen(recorded or config, name)
         yield Run(config, plan, rows, steps, process, folder, tracker, name)

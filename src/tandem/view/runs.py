@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tandem.config.errors import ConfigError
+from tandem.config.machines import MACHINE
 from tandem.config.resume import differences
 from tandem.state.existing import existing_run, rows_of, run_folders, run_info, status_now, written_config
 from tandem.tracking.catalog import explain
@@ -252,7 +253,9 @@ def _size(path: Path) -> int:
 def logs(folder: Path) -> dict[str, Path]:
     """The logs of a run by name: its own, and those of the servers that it started."""
     own = {"log.txt": folder / "log.txt"} if (folder / "log.txt").is_file() else {}
-    found = own | {f"{file.stem}": file for file in sorted((folder / "servers-logs").glob("*.log"))}
+    own |= {file.stem: file for file in sorted(folder.glob("servers-logs/*.log"))}
+    elsewhere = sorted(folder.glob(f"{MACHINE}*/servers-logs/*.log"))
+    found = own | {f"{file.parts[-3]}/{file.stem}": file for file in elsewhere}
     return {name: file for name, file in found.items() if _is_inside(file, folder)}
 
 

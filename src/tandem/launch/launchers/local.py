@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,13 @@ class LocalGroup(Launcher):
     def start(self) -> None:
         if self._place is not None:
             try:
-                socket.getaddrinfo(self._place.host, self._place.port)
+                socket.getaddrinfo(self._place.address, self._place.port)
             except OSError as error:
-                raise ConfigError(f"--meet: this machine knows no {self._place.host}: {error.strerror}") from error
+                raise ConfigError(f"--meet: this machine knows no {self._place.address}: {error.strerror}") from error
         self._attempt = new_attempt(self._job)
         told = self._place.told() if self._place else {}
+        if self._place is not None and self._place.first:
+            print(f"Rank 0 speaks on {self._place.address}. What is said here: {self._attempt}", file=sys.stderr)
         with (self._attempt / LOG.format(rank=self._place.first if self._place else 0)).open("wb") as log:
             self._process = subprocess.Popen(
                 self._job.command(),
