@@ -35,7 +35,7 @@ FOR_PEOPLE = {
     "engines/inference/fleet/roster.py:_write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
     "engines/inference/serve/service.py:EngineService": "`created` of OpenAI's protocol",
-    "evaluation/following.py:follow": "the time of a row of evaluations.jsonl",
+    "evaluation/following.py:_measured": "the time of a row of evaluations.jsonl",
     "flow/pool.py:run": "where a stage lies in the timeline of a step",
     "protocol/dialects/chat.py:_frame": "`created` of OpenAI's protocol",
     "protocol/dialects/responses.py:_frame": "`created_at` of OpenAI's protocol",
