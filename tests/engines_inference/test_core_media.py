@@ -24,11 +24,12 @@ from tests.engines_inference.test_core_memory import GIB_OF_512
 from tests.engines_inference.test_front import generate
 from tests.models.media.test_media_models import marker, reference_inputs, some_media
 from tests.tiny import tiny_model_folder
-from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio, tiny_qwen_vl
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_llava, tiny_qwen_audio, tiny_qwen_vl
 
 QUESTION = "@What is it?"
 MAKERS = {
     "idefics3": tiny_idefics3,
+    "llava": tiny_llava,
     "qwen2_vl": partial(tiny_qwen_vl, kind="qwen2_vl"),
     "qwen2_5_vl": tiny_qwen_vl,
     "qwen2_5_vl with compiled kernels": partial(tiny_qwen_vl, wide=True),

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from tandem.cli.listening import Listening, access_of, check_address
+from tandem.cli.listening import Listening, access_of, check_address, media_bound
 from tandem.cli.sampling import device_of
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     judges = judges_of(arguments.models, arguments.class_label, device, arguments.dtype)
     with ExitStack() as stack:
         access, files = access_of(arguments, stack, control=False)
-        asyncio.run(_serve(RewardApplication(judges, batch_size=arguments.batch_size), access, arguments, files))
+        bound = media_bound(arguments, stack, reads_media=any(judge.media for judge in judges.values()))
+        served = RewardApplication(judges, batch_size=arguments.batch_size, bound=bound)
+        asyncio.run(_serve(served, access, arguments, files))
     return 0
 
 
