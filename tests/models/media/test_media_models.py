@@ -210,7 +210,7 @@ def test_placeholders_of_llava_are_those_of_the_official_processor(tmp_path, tow
         assert torch.equal(tokenizer.media.inputs(one)["pixel_values"][0], torch.tensor(theirs["pixel_values"][0])), size
     settings = json.loads((folder / "processor_config.json").read_text())
     (folder / "processor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
-    with pytest.raises(ConfigError, match="with patches of 8, .* the model sees 16 pixels with patches of 4"):
+    with pytest.raises(ConfigError, match=r"with patches of 8, .* the model sees 16 pixels with patches of 4"):
         load_tokenizer(folder)
 
 
