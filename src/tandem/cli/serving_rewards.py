@@ -16,7 +16,7 @@ from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.flow.judging import open_judge
 from tandem.protocol.access import Access
-from tandem.rewards.serving import Judge, RewardApplication
+from tandem.rewards.serving import ServedJudge, RewardApplication
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def judges_of(
     models: Sequence[str], class_labels: Sequence[str], device: str, dtype: Literal["auto", "bfloat16", "float32"]
-) -> dict[str, Judge]:
+) -> dict[str, ServedJudge]:
     """The reward models of the command line by name, each with its class of ``class_labels``.
 
     Raises:

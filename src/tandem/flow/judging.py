@@ -19,12 +19,12 @@ from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.rewards import NotJudged, Question, Verdict
-from tandem.rewards.serving import Judge
+from tandem.rewards.serving import ServedJudge
 
 
 def open_judge(
     path: str, device: str, dtype: Literal["auto", "bfloat16", "float32"], class_label: str | int | None = None
-) -> Judge:
+) -> ServedJudge:
     """The reward model in ``path``. ``class_label``: the class whose log-odds are
     the score, of a classifier with several.
 
@@ -71,4 +71,4 @@ def open_judge(
         return verdicts
 
     reads = reader_of(tokenizer)
-    return Judge(judge, () if reads is None else reads.kinds)
+    return ServedJudge(judge, () if reads is None else reads.kinds)

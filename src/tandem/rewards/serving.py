@@ -31,7 +31,7 @@ from tandem.protocol.server import Application, Route
 
 
 @dataclass(frozen=True)
-class Judge:
+class ServedJudge:
     """Scores questions with a model: one verdict each. Called in one thread at a time."""
 
     score: Callable[[Sequence[Question]], list[Verdict]]
@@ -51,7 +51,7 @@ class RewardApplication(Application):
 
     def __init__(
         self,
-        judges: Mapping[str, Judge],
+        judges: Mapping[str, ServedJudge],
         *,
         batch_size: int = 64,
         limits: ServerLimits | None = None,
