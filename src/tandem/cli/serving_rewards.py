@@ -16,7 +16,7 @@ from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.flow.judging import open_judge
 from tandem.protocol.access import Access
-from tandem.rewards.serving import ServedJudge, RewardApplication
+from tandem.rewards.serving import RewardApplication, ServedJudge
 
 
 def run(arguments: argparse.Namespace) -> int:
