@@ -55,6 +55,9 @@ Each field was a run of a tiny model of this family ([media_models.md](media_mod
 with several, with the same one twice, and with none. It *runs*, which means finite figures, a gradient, weights that moved
 (those of what sees or hears too, unless it was frozen), and, where it generates, log-probabilities of the engine that are
 the trainer's to 0.001. A dash: not tried yet. What goes with what for text: [matrix.md](matrix.md).
+
+All of them generated in the embedded engine. With vLLM's real server, Idefics3, Qwen2.5-VL and Qwen2-Audio were tried, the
+others not; SGLang's real server was tried with none ([servers.md](servers.md#images-and-sounds)).
 """
 
 

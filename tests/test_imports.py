@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "config": set(),
     "api": {"config"},
     "media": {"api", "config"},
-    "protocol": {"api", "config"},
+    "protocol": {"api", "config", "media"},
     "workers": {"api", "config"},
     "algorithms": {"api", "config"},
     "models": {"api", "config", "media"},

@@ -5,11 +5,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    CLIPImageProcessorPil,
     GenerationConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessorPil,
     Idefics3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2AudioConfig,
@@ -20,6 +24,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SiglipImageProcessorPil,
     WhisperFeatureExtractor,
 )
 
@@ -35,7 +40,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
+FAMILIES = ("idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
 """``model_type`` of the tiny models."""
 
 
@@ -43,7 +48,9 @@ def tiny_media_model(tmp: Path, family: str, seed: int = 0) -> Path:
     """The tiny model of one of `FAMILIES`."""
     if family == "qwen2_audio":
         return tiny_qwen_audio(tmp, seed=seed)
-    return tiny_idefics3(tmp, seed=seed) if family == "idefics3" else tiny_qwen_vl(tmp, kind=family, seed=seed)
+    if family in ("idefics3", "llava"):
+        return (tiny_idefics3 if family == "idefics3" else tiny_llava)(tmp, seed=seed)
+    return tiny_qwen_vl(tmp, kind=family, seed=seed)
 
 
 def picture(seed: int, width: int = 20, height: int = 16):
@@ -102,6 +109,39 @@ def tiny_idefics3(tmp: Path, *, seed: int = 0, splits: bool = True, tied: bool =
     sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     images = Idefics3ImageProcessorPil(**sizes, do_image_splitting=splits)
     Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    return folder
+
+
+def tiny_llava(tmp: Path, *, seed: int = 0, tower: str = "clip", layer: int | list[int] = -2) -> Path:
+    """Squares of 16 pixels with patches of 4: 16 placeholders a picture. ``layer``: whose states count, of 3."""
+    folder = Path(tmp) / f"tiny-llava-{tower}-{seed}"
+    tokenizer, clip = media_tokenizer("<image>", image="<image>"), tower == "clip"
+    vision = {
+        "model_type": f"{tower}_vision_model", "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    strategy = "default" if clip else "full"
+    config = LlavaConfig(
+        text_config=tiny_config("llama", vocab_size=VOCAB_SIZE, tie_word_embeddings=False).to_dict(),
+        vision_config=vision | ({"projection_dim": 8} if clip else {}),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+        vision_feature_layer=layer,
+        vision_feature_select_strategy=strategy,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = _randomised(LlavaForConditionalGeneration(config), seed)
+    model.save_pretrained(folder)
+    square = {"height": 16, "width": 16}
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": square} if clip else {"size": square}
+    LlavaProcessor(
+        (CLIPImageProcessorPil if clip else SiglipImageProcessorPil)(**sizes),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=int(clip),
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(folder)
     return folder
 
 

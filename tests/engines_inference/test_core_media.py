@@ -24,11 +24,12 @@ from tests.engines_inference.test_core_memory import GIB_OF_512
 from tests.engines_inference.test_front import generate
 from tests.models.media.test_media_models import marker, reference_inputs, some_media
 from tests.tiny import tiny_model_folder
-from tests.tiny_media import picture, sound, tiny_idefics3, tiny_qwen_audio, tiny_qwen_vl
+from tests.tiny_media import picture, sound, tiny_idefics3, tiny_llava, tiny_qwen_audio, tiny_qwen_vl
 
 QUESTION = "@What is it?"
 MAKERS = {
     "idefics3": tiny_idefics3,
+    "llava": tiny_llava,
     "qwen2_vl": partial(tiny_qwen_vl, kind="qwen2_vl"),
     "qwen2_5_vl": tiny_qwen_vl,
     "qwen2_5_vl with compiled kernels": partial(tiny_qwen_vl, wide=True),
@@ -128,6 +129,28 @@ def test_equal_tokens_with_other_media_never_share_and_the_same_medium_does(fami
         assert responses[i].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
     assert responses[0].logprobs == responses[2].logprobs
     assert abs(responses[0].logprobs[0] - responses[1].logprobs[0]) > 1e-3
+
+
+def test_what_is_shown_to_a_group_is_computed_once_by_the_engine_and_by_the_trainer(family_folder):
+    """Counted: tokens that went through the layers, and media that went through the tower."""
+    core, shown = make_core(family_folder), some_media(load_tokenizer(family_folder), 0)
+    requests = {i: asking(family_folder, QUESTION, [shown], i) for i in range(8)}
+    length, responses = len(requests[0].input_ids), run(core, requests)
+    counted = core.statistics()
+    assert (counted["prefill_tokens"], counted["shared_prompt_tokens"], counted["media_computed"]) == (length, 7 * length, 1)
+
+    model, rows = load_causal_lm(family_folder), [[*requests[i].input_ids, *responses[i].output_ids] for i in range(8)]
+    media = [number for row in rows for number in (*requests[0].media, *[0] * (len(row) - length))]
+    layout = model.lay_out(
+        torch.tensor([token for row in rows for token in row]),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+        torch.tensor([place >= length for row in rows for place in range(len(row))]),
+        torch.ones(8),
+        media=torch.tensor(media),
+    )
+    model(layout)
+    assert length <= len(layout.ids) < length + sum(len(row) - length for row in rows) + 8 < layout.total
+    assert model.media.computed == 1
 
 
 def test_a_common_beginning_ends_at_the_picture_that_differs_and_may_end_within_one(folder):

@@ -166,7 +166,7 @@ def try_cell(cell: Cell, out: Path, process: Process) -> str:
             {name: stored[:] for name, stored in tensors_of(folder).items()} for folder in (model, summary.checkpoint)
         )
         moved = {name for name in begun.keys() & found.keys() if not torch.equal(begun[name], found[name])}
-        sees = ("vision_model", "visual.blocks", "audio_tower.layers")
+        sees = ("vision_model", "vision_tower.encoder", "visual.blocks", "audio_tower.layers")
         towers = {name for name in moved if any(part in name for part in sees)}
         assert moved and bool(towers) == ("frozen" not in cell.learns), (cell, moved)
     return RAN

@@ -346,13 +346,3 @@ def test_a_password_in_an_address_is_not_shown():
     with pytest.raises(ConfigError) as error:
         build_reward("remote(url='http://me:secret@judge:1/?key=hidden')", timeout_s=1.0)
     assert "secret" not in str(error.value) and "hidden" not in str(error.value)
-
-
-def test_a_run_with_pictures_is_told_that_the_server_does_not_see_them(monkeypatch, caplog):
-    picture = {"type": "image", "image": "1.png"}
-    shown = {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}], "answer": "a"}
-    monkeypatch.setattr("tests.rewards.asked.ROW", shown)
-    scores = {"results": [{"question": 0, "score": 1.0}, {"question": 1, "score": 1.0}]}
-    with server(lambda body: (200, {**scores, "results": scores["results"][: len(body["questions"])]})) as (url, _):
-        assert judge(f"remote(url={url})", "a", "b") == [1.0, 1.0]
-    assert caplog.text.count("without their images and sounds") == 1

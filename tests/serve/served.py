@@ -15,11 +15,11 @@ from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.serve.limits import ServiceLimits
-from tandem.engines.inference.serve.media_intake import MediaIntake
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.protocol.access import Access
+from tandem.protocol.media_intake import MediaIntake
 from tandem.protocol.server import Server
 from tests.tiny import VOCAB_SIZE
 

@@ -10,12 +10,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.errors import ConfigError
 from tandem.protocol.access import Access, is_loopback
+from tandem.protocol.limits import STRANGERS_GIB
 from tandem.protocol.server import Application, Server
 from tandem.protocol.token_files import token_from
+
+if TYPE_CHECKING:
+    from tandem.media.bound import StoreBound
 
 
 def add_address(parser: argparse.ArgumentParser, *, port: int) -> Any:
@@ -27,6 +31,39 @@ def add_address(parser: argparse.ArgumentParser, *, port: int) -> Any:
     address.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="a further name of this server")
     address.add_argument("--address-file", type=Path, metavar="FILE", help="written once it answers: url, pid, instance")
     return address
+
+
+def add_media_store(parser: argparse.ArgumentParser) -> None:
+    """The argument that bounds the media store, for `media_bound`."""
+    parser.add_argument(
+        "--media-store-gib",
+        type=float,
+        metavar="GIB",
+        help="keep images and sounds in a store of this server alone, of at most this size; those used last stay "
+        f"(default: {STRANGERS_GIB:g} with --host elsewhere than this machine, else the store of all runs, which grows)",
+    )
+
+
+def media_bound(arguments: argparse.Namespace, stack: contextlib.ExitStack, *, reads_media: bool) -> "StoreBound | None":
+    """The bound of a media store of this server's own, which goes with ``stack``; None: it is that of all runs.
+    ``reads_media``: some model that is served does.
+
+    Raises:
+        ConfigError: ``--media-store-gib`` is no size, or nothing would use it; the store cannot be made.
+    """
+    gib = arguments.media_store_gib
+    if gib is not None and not 1 <= gib <= 1e9:
+        raise ConfigError(f"--media-store-gib must be at least 1 and at most 1000000000, got {gib}")
+    if gib is not None and not reads_media:
+        raise ConfigError("--media-store-gib: what is served reads text alone, so there is no store; leave it out")
+    if gib is None and not is_loopback(arguments.host):
+        gib = STRANGERS_GIB
+    if gib is None or not reads_media:
+        return None
+    from tandem.media.bound import StoreBound, private_store  # noqa: PLC0415 — numpy, which a parser needs not
+
+    stack.enter_context(private_store())
+    return StoreBound(int(gib * 2**30))
 
 
 def check_address(arguments: argparse.Namespace) -> None:

@@ -16,11 +16,11 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.listening import add_address
+from tandem.cli.listening import add_address, add_media_store
 from tandem.cli.sampling import add_device_arguments
 from tandem.config.devices import ALONE
 from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK, PLACES
-from tandem.engines.inference.serve.limits import STRANGERS_GIB, ServiceLimits
+from tandem.engines.inference.serve.limits import ServiceLimits
 
 DEFAULTS = ServiceLimits(max_tokens=1)
 
@@ -48,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="images and sounds may be fetched from URLs of this host (default: data URLs only)",
     )
-    parser.add_argument(
-        "--media-store-gib",
-        type=float,
-        metavar="GIB",
-        help="keep images and sounds in a store of this server alone, of at most this size; those used last stay "
-        f"(default: {STRANGERS_GIB:g} with --host elsewhere than this machine, else the store of all runs, which grows)",
-    )
+    add_media_store(parser)
     weights.add_argument("--run", help="the training run that it belongs to (default: the first that attaches)")
     _add_engine_arguments(parser.add_argument_group("engine"))
     bounds = parser.add_argument_group("bounds")

@@ -12,7 +12,7 @@ route /get_reward. See docs/rewards.md.
 
 import argparse
 
-from tandem.cli.listening import add_address
+from tandem.cli.listening import add_address, add_media_store
 from tandem.cli.sampling import add_device_arguments
 
 
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "each, with NAME= where several models are served",
     )
     add_address(parser, port=8001)
+    add_media_store(parser)
     engine = parser.add_argument_group("engine")
     add_device_arguments(engine)
     engine.add_argument("--batch-size", type=int, default=64, help="most completions that are read at once (default: 64)")

@@ -6,19 +6,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.api.weights import WeightVersion
-from tandem.cli.listening import Listening, access_of, check_address
+from tandem.cli.listening import Listening, access_of, check_address, media_bound
 from tandem.cli.sampling import device_of
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import device_map, engine_settings
 from tandem.engines.inference.embedded import EmbeddedProcess
-from tandem.engines.inference.serve.limits import STRANGERS_GIB, ServiceLimits
-from tandem.engines.inference.serve.media_intake import MediaIntake
+from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
-from tandem.media.bound import StoreBound, private_store
 from tandem.media.parts import Allowed
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
@@ -26,7 +24,8 @@ from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
 from tandem.models.media.families import family_class
 from tandem.models.precision import resolve_dtype
-from tandem.protocol.access import Access, is_loopback
+from tandem.protocol.access import Access
+from tandem.protocol.media_intake import MediaIntake
 from tandem.state.named import named_model
 
 
@@ -37,7 +36,6 @@ def check(arguments: argparse.Namespace) -> None:
     rules = [
         *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
         ("--threads", arguments.threads, 1, None),
-        ("--media-store-gib", arguments.media_store_gib, 1, 1e9),
         ("--max-model-len", arguments.max_model_len, 2, None),
         ("--shutdown-timeout", arguments.shutdown_timeout, 0, None),
     ]
@@ -99,15 +97,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> E
         request_timeout_s=arguments.request_timeout,
         shutdown_s=arguments.shutdown_timeout,
     )
-    bound, gib = None, arguments.media_store_gib
-    if gib is None and not is_loopback(arguments.host):
-        gib = STRANGERS_GIB
-    sees = family_class(read_hf_config(folder)) is not None
-    if arguments.media_store_gib is not None and not sees:
-        raise ConfigError(f"--media-store-gib: {arguments.model} reads text alone, so it has no store; leave it out")
-    if gib is not None and sees:
-        stack.enter_context(private_store())
-        bound = StoreBound(int(gib * 2**30))
+    bound = media_bound(arguments, stack, reads_media=family_class(read_hf_config(folder)) is not None)
     intake = MediaIntake(limits, Allowed(hosts=tuple(arguments.media_host)), bound)
     tokenizers = Tokenizers(folder, max_long=limits.max_long_prompts, intake=intake)
     stack.callback(tokenizers.close)

@@ -10,13 +10,13 @@ from typing import Literal
 
 import torch
 
-from tandem.cli.listening import Listening, access_of, check_address
+from tandem.cli.listening import Listening, access_of, check_address, media_bound
 from tandem.cli.sampling import device_of
 from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.flow.judging import open_judge
 from tandem.protocol.access import Access
-from tandem.rewards.serving import Judge, RewardApplication
+from tandem.rewards.serving import RewardApplication, ServedJudge
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,13 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     judges = judges_of(arguments.models, arguments.class_label, device, arguments.dtype)
     with ExitStack() as stack:
         access, files = access_of(arguments, stack, control=False)
-        asyncio.run(_serve(RewardApplication(judges, batch_size=arguments.batch_size), access, arguments, files))
+        bound = media_bound(arguments, stack, reads_media=any(judge.media for judge in judges.values()))
+        served = RewardApplication(judges, batch_size=arguments.batch_size, bound=bound)
+        asyncio.run(_serve(served, access, arguments, files))
     return 0
 
 
 def judges_of(
     models: Sequence[str], class_labels: Sequence[str], device: str, dtype: Literal["auto", "bfloat16", "float32"]
-) -> dict[str, Judge]:
+) -> dict[str, ServedJudge]:
     """The reward models of the command line by name, each with its class of ``class_labels``.
 
     Raises:

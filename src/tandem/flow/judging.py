@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import pack
 from tandem.api.failures import DataFailure
+from tandem.api.media import reader_of
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
@@ -18,13 +19,13 @@ from tandem.models.foreign import read_hf_config
 from tandem.models.heads import is_classifier
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.rewards import NotJudged, Question, Verdict
-from tandem.rewards.serving import Judge
+from tandem.rewards.serving import ServedJudge
 
 
 def open_judge(
     path: str, device: str, dtype: Literal["auto", "bfloat16", "float32"], class_label: str | int | None = None
-) -> Judge:
-    """The reward model in ``path`` as a function from questions to verdicts. ``class_label``: the class whose log-odds are
+) -> ServedJudge:
+    """The reward model in ``path``. ``class_label``: the class whose log-odds are
     the score, of a classifier with several.
 
     Raises:
@@ -69,4 +70,5 @@ def open_judge(
                 verdicts[number] = score
         return verdicts
 
-    return judge
+    reads = reader_of(tokenizer)
+    return ServedJudge(judge, () if reads is None else reads.kinds)

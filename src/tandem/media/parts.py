@@ -24,7 +24,7 @@ from tandem.api.failures import DataFailure
 from tandem.api.media import PARTS, MediaKind, Medium, media_of, reader_of
 from tandem.media.images import check_image, read_image
 from tandem.media.sounds import check_sound, read_sound
-from tandem.media.store import image, keep, packed, sound
+from tandem.media.store import image, keep, medium, packed, sound
 
 MAX_BYTES = 2**26
 """Bytes of a file, an answer or a data URL."""
@@ -193,6 +193,11 @@ def openai_part(medium: Medium) -> dict[str, Any]:
     if medium.kind == "image":
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def sent(number: int) -> dict[str, str]:
+    """A medium of the store as ``POST /media`` takes it: its kind, and base64 of its file. Raises `MediaMissing`."""
+    return {"kind": medium(number).kind, "data": base64.b64encode(packed(number)).decode()}
 
 
 def shown_parts(value: Any, say: Callable[[Any], str]) -> list[dict[str, Any]] | None:

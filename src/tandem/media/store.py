@@ -95,6 +95,11 @@ def medium(number: int) -> Medium:
         return Medium("audio", number, (sound.getnframes(), RATE))
 
 
+def is_kept(number: int) -> bool:
+    """True if the medium of a number is in the store."""
+    return any(_file(kind, number).is_file() for kind in _ENDINGS)
+
+
 def image(number: int) -> np.ndarray:
     """The pixels of an image, ``[H, W, 3]`` uint8, not to be written to. Raises `MediaMissing`."""
 

@@ -1,15 +1,18 @@
 """Judging over HTTP: what a reward server is asked, and what it answers.
 
 Four layouts are known. `tandem` is our own: results carry the number of their question, so their order says nothing, and a
-completion that cannot be judged has a reason. `openrlhf` is what the remote reward servers of OpenRLHF take (``query``,
-``prompts``, ``labels`` → ``rewards``), `slime` what those of slime take (one sample: ``prompt``, ``response``, ``label`` → a
-number), `vllm` what vLLM and SGLang serve of a sequence classifier (``model``, ``input`` → ``data`` with ``probs``).
+completion that cannot be judged has a reason. Its messages show images and sounds by their numbers: the server says which of
+them it lacks (``POST /media/missing``), and is sent those (``POST /media``). `openrlhf` is what the remote reward servers of
+OpenRLHF take (``query``, ``prompts``, ``labels`` → ``rewards``), `slime` what those of slime take (one sample: ``prompt``,
+``response``, ``label`` → a number), `vllm` what vLLM and SGLang serve of a sequence classifier (``model``, ``input`` →
+``data`` with ``probs``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.api.media import Medium
 from tandem.protocol.schema import array, record, text
 
 
@@ -39,9 +42,17 @@ class NotJudged:
 Verdict = float | NotJudged
 
 _NUMBER = {"type": "number"}
+_MEDIUM_NUMBER = {"type": "integer", "minimum": -(2**63), "maximum": -1}
+_PARTS = (
+    record({"type": {"enum": ["text"]}, "text": {"type": "string"}}, ("type", "text")),
+    record({"type": {"enum": ["image", "audio"]}, "medium": _MEDIUM_NUMBER}, ("type", "medium")),
+)
 _MESSAGE = {
     "type": "object",
-    "properties": {"role": text(64, 1), "content": {"type": "string"}},
+    "properties": {
+        "role": text(64, 1),
+        "content": {"anyOf": [{"type": "string"}, array({"anyOf": list(_PARTS)}, 0, 1024)]},
+    },
     "required": ["role", "content"],
 }
 SCORE_BODY = record(
@@ -86,6 +97,17 @@ SCORE_ANSWER = record(
 )
 """Answer of ``POST /score``: each question has a ``score``, or a ``reason`` why it has none."""
 
+MISSING_BODY = record({"numbers": array(_MEDIUM_NUMBER, 1, 4096)}, ("numbers",))
+"""Body of ``POST /media/missing``."""
+
+MISSING_ANSWER = record({"missing": array(_MEDIUM_NUMBER, 0, 4096)}, ("missing",))
+"""Those of the numbers whose images and sounds the server has not."""
+
+MEDIUM_BODY = record({"kind": {"enum": ["image", "audio"]}, "data": text(2**25, 1, "base64 of a file")}, ("kind", "data"))
+"""Body of ``POST /media``."""
+
+MEDIUM_ANSWER = record({"number": _MEDIUM_NUMBER}, ("number",))
+
 REWARDS_BODY = record(
     {
         "query": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1024},
@@ -114,6 +136,9 @@ class RequestShape:
     """The verdicts of an answer to so many questions, in their order; which of the classes counts, where there are some.
     Raises `ValueError`: it is something else."""
 
+    shows_media: bool = False
+    """True if questions may have images and sounds in their messages."""
+
     has_classes: bool = False
     """True if an answer has a number for each of several classes."""
 
@@ -125,14 +150,27 @@ def plain_text(content: Any) -> str:
     return "" if content is None else str(content)
 
 
+def _shown(content: Any) -> str | list[dict[str, Any]]:
+    """The content of a message: parts where images or sounds are among them, else its text."""
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else []
+    if not any(isinstance(part.get("medium"), Medium) for part in parts):
+        return plain_text(content)
+    return [
+        {"type": part["medium"].kind, "medium": part["medium"].number}
+        if isinstance(part.get("medium"), Medium)
+        else {"type": "text", "text": str(part["text"])}
+        for part in parts
+        if "text" in part or isinstance(part.get("medium"), Medium)
+    ]
+
+
 def _ask_tandem(questions: Sequence[Question], model: str | None) -> dict[str, Any]:
     listed = []
     for question in questions:
         entry: dict[str, Any] = {"prompt": question.prompt, "completion": question.completion}
         if question.messages:
             entry["messages"] = [
-                {"role": str(message["role"]), "content": plain_text(message.get("content"))}
-                for message in question.messages
+                {"role": str(message["role"]), "content": _shown(message.get("content"))} for message in question.messages
             ]
         if question.answer is not None:
             entry["answer"] = question.answer
@@ -230,7 +268,7 @@ def _number(value: Any) -> float:
 
 
 LAYOUTS = {
-    "tandem": RequestShape("/score", True, _ask_tandem, _read_tandem),
+    "tandem": RequestShape("/score", True, _ask_tandem, _read_tandem, shows_media=True),
     "openrlhf": RequestShape("/get_reward", True, _ask_openrlhf, _read_openrlhf),
     "slime": RequestShape("", False, _ask_slime, _read_slime),
     "vllm": RequestShape("/classify", True, _ask_vllm, _read_vllm, has_classes=True),

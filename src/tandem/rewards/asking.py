@@ -42,11 +42,18 @@ class AskedServer:
         return time.monotonic() + self._patience_s
 
     async def ask(
-        self, body: dict[str, Any], read: Callable[[Any], T], *, until: float | None = None, once: bool = False
+        self,
+        body: dict[str, Any],
+        read: Callable[[Any], T],
+        *,
+        until: float | None = None,
+        once: bool = False,
+        beside: str | None = None,
     ) -> T:
         """The result of ``read`` for the server's answer to ``body``; it raises `ValueError` for an answer of no use.
 
         A request that fails is repeated, with growing pauses, until the monotonic time ``until``; with ``once`` it is not.
+        ``beside``: another route, which stands beside the server's own, such as ``/media``.
 
         Raises:
             RewardFailure: ``reward_server_failed``, when there was no answer of use in time; ``reward_refused``, when the
@@ -54,10 +61,11 @@ class AskedServer:
         """
         began, pause_s, tries = time.monotonic(), 0.0, 0
         until = self.until() if until is None else until
+        path = self._path if beside is None else self._path.rpartition("/")[0] + beside
         while True:
             tries += 1
             try:
-                answer = await self._try(body, read, until)
+                answer = await self._try(path, body, read, until)
                 self._answered, self.is_silent = time.monotonic(), False
                 return answer
             except DataFailure as failure:
@@ -72,13 +80,13 @@ class AskedServer:
                     raise RewardFailure("reward_server_failed", words) from error
                 await asyncio.sleep(pause_s)
 
-    async def _try(self, body: dict[str, Any], read: Callable[[Any], T], until: float) -> T:
+    async def _try(self, path: str, body: dict[str, Any], read: Callable[[Any], T], until: float) -> T:
         left_s = max(until - time.monotonic(), 1e-3)
-        answer = await self._client.post(self._path, body, deadline_s=min(self._request_timeout_s, left_s))
+        answer = await self._client.post(path, body, deadline_s=min(self._request_timeout_s, left_s))
         try:
             return read(answer)
         except ValueError as error:
-            raise ServerFailed(f"{self._client.base_url}{self._path}: its answer cannot be read: {error}") from error
+            raise ServerFailed(f"{self._client.base_url}{path}: its answer cannot be read: {error}") from error
 
     def _words(self, error: ServerFailed, tries: int, began: float) -> str:
         after = f"after {tries} tries in {time.monotonic() - began:.0f} s" if tries > 1 else "at once"

@@ -1,21 +1,18 @@
 """A reward that another server gives, over HTTP: ``remote(url=http://judge:8001)``."""
 
 import asyncio
-import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from tandem.api.failures import RewardFailure, described
-from tandem.api.media import kinds_of
+from tandem.api.media import kinds_of, media_of
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
+from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict, plain_text
 from tandem.rewards.asking import AskedServer, finite_knobs, token_of
-
-log = logging.getLogger(__name__)
 
 Waiting = tuple[Question, asyncio.Future[Verdict]]
 
@@ -98,14 +95,50 @@ class RewardServer:
                 future.set_result(verdict)
 
     async def _ask(self, questions: Sequence[Question], until: float) -> list[Verdict]:
+        await self._bring({medium.number for question in questions for medium in media_of(question.messages)}, until)
         body, several = self._layout.ask(questions, self._model), len(questions) > 1
         return await self._server.ask(
             body, lambda answer: self._layout.read(answer, len(questions), self._class), until=until, once=several
         )
 
+    async def _bring(self, numbers: set[int], until: float) -> None:
+        """Sends the server those of the images and sounds that it has not."""
+        if not numbers:
+            return
+        from tandem.media.parts import sent  # noqa: PLC0415 — numpy, which a graph is drawn without
+
+        try:
+            asked = {"numbers": sorted(numbers)}
+            missing = await self._server.ask(asked, _field("missing", list), until=until, beside="/media/missing")
+        except RewardFailure as failure:
+            if getattr(failure.__cause__, "status", None) != 404:
+                raise
+            raise RewardFailure(
+                "reward_refused",
+                "the server takes no images and sounds: it is of a release before this one, or its models read text alone; "
+                "show_media=false sends it the texts alone",
+            ) from failure
+        for number in numbers.intersection(missing):
+            medium = await asyncio.to_thread(sent, number)
+            stored = await self._server.ask(medium, _field("number", int), until=until, beside="/media")
+            if stored != number:
+                raise RewardFailure(
+                    "reward_refused", f"the server reads medium {number} as another; is it of another release?"
+                )
+
     def close(self) -> None:
         """Drops all connections."""
         self._server.close()
+
+
+def _field(name: str, kind: type) -> Callable[[Any], Any]:
+    def read(answer: Any) -> Any:
+        found = answer.get(name) if isinstance(answer, Mapping) else None
+        if not isinstance(found, kind):
+            raise ValueError(f"`{name}` must be of type {kind.__name__}, got {answer!r:.80}")
+        return found
+
+    return read
 
 
 def _failure(error: Exception) -> RewardFailure:
@@ -124,7 +157,7 @@ class RemoteReward(RewardFn):
     has several. ``token_env``: the environment variable with its bearer token. ``batch_size``: most completions of one
     request. ``patience_s``: how long a completion waits for its score, all tries together. One try has `reward_timeout_s`.
     ``center`` is subtracted from scores, and ``scale`` divides them. ``above``: the reward is 1 where this is exceeded, else
-    0.
+    0. ``show_media``: whether the server is shown the images and sounds of the conversation, or its texts alone.
     """
 
     reads_messages = True
@@ -144,6 +177,7 @@ class RemoteReward(RewardFn):
         center: float = 0.0,
         scale: float = 1.0,
         above: float | None = None,
+        show_media: bool = True,
     ):
         if layout not in LAYOUTS:
             raise ConfigError(f"reward {name!r}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -158,7 +192,7 @@ class RemoteReward(RewardFn):
         if patience_s <= 0 or scale <= 0:
             raise ConfigError(f"reward {name!r}: patience_s and scale must be above 0, got {patience_s} and {scale}")
         self.name, self.center, self.scale, self.above = name, center, scale, above
-        self._warned = False
+        self._show_media, self._layout = show_media, layout
         self._server = RewardServer(
             str(url),
             layout=layout,
@@ -169,6 +203,34 @@ class RemoteReward(RewardFn):
             request_timeout_s=timeout_s,
             patience_s=patience_s,
         )
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Before training. Raises `ConfigError` for a row with images or sounds that the layout cannot carry."""
+        self._check_media(row.get("messages") or ())
+
+    def _check_media(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        if self._show_media and not LAYOUTS[self._layout].shows_media:
+            kinds = {kind for message in messages for kind in kinds_of(message.get("content"))}
+            if kinds:
+                raise ConfigError(
+                    f"reward {self.name!r}: layout={self._layout} carries texts alone, and there are parts of type "
+                    f"{', '.join(sorted(kinds))}; use a server of layout=tandem, model(path=FOLDER), or show_media=false, "
+                    "which judges the texts alone"
+                )
+
+    async def _shown(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """The messages as the server is to see them. Raises `RewardFailure` where it cannot."""
+        if not any(kinds_of(message.get("content")) for message in messages):
+            return tuple(messages)
+        if not self._show_media:
+            return tuple({**message, "content": plain_text(message.get("content"))} for message in messages)
+        from tandem.media.parts import read_media  # noqa: PLC0415 — numpy, which a graph is drawn without
+
+        try:
+            self._check_media(messages)
+        except ConfigError as error:
+            raise RewardFailure("media_refused", str(error)) from error
+        return tuple(await asyncio.to_thread(read_media, messages))
 
     async def __call__(
         self,
@@ -181,15 +243,8 @@ class RemoteReward(RewardFn):
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
         """Implements `RewardFn.__call__`. What the server cannot judge fails under the reason that it gives."""
-        if not self._warned and any(kinds_of(message.get("content")) for message in messages):
-            self._warned = True
-            log.warning(
-                "reward %r: its server is sent texts alone, and scores these rows without their images and sounds; a model "
-                "that sees or hears scores in the run: model(path=FOLDER)",
-                self.name,
-            )
         answer = row.get("answer")
-        question = Question(tuple(messages), prompt, completion, None if answer is None else str(answer))
+        question = Question(await self._shown(messages), prompt, completion, None if answer is None else str(answer))
         verdict = await self._server.judge(question)
         if isinstance(verdict, NotJudged):
             raise RewardFailure(verdict.reason, f"{self.name}: {verdict.message}")

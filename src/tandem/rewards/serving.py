@@ -3,18 +3,44 @@
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from tandem.api.media import MediaKind, media_of
+from tandem.media import store
+from tandem.media.bound import StoreBound
 from tandem.protocol.limits import ServerLimits
+from tandem.protocol.media_intake import MediaIntake
 from tandem.protocol.openapi import document
 from tandem.protocol.refusal import Refusal
-from tandem.protocol.rewards import REWARDS_BODY, SCORE_ANSWER, SCORE_BODY, NotJudged, Question, Verdict
+from tandem.protocol.rewards import (
+    MEDIUM_ANSWER,
+    MEDIUM_BODY,
+    MISSING_ANSWER,
+    MISSING_BODY,
+    REWARDS_BODY,
+    SCORE_ANSWER,
+    SCORE_BODY,
+    NotJudged,
+    Question,
+    Verdict,
+)
 from tandem.protocol.server import Application, Route
 
-Judge = Callable[[Sequence[Question]], list[Verdict]]
-"""Scores questions with a model: one verdict each. Called in one thread at a time."""
+
+@dataclass(frozen=True)
+class ServedJudge:
+    """Scores questions with a model: one verdict each. Called in one thread at a time."""
+
+    score: Callable[[Sequence[Question]], list[Verdict]]
+    media: tuple[MediaKind, ...] = ()
+    """The kinds of media that the model takes."""
+
+    def __call__(self, questions: Sequence[Question]) -> list[Verdict]:
+        return self.score(questions)
+
 
 MAX_WAITING = 8192
 """Questions that may wait; of a request that would make it more, none is taken."""
@@ -23,16 +49,27 @@ MAX_WAITING = 8192
 class RewardApplication(Application):
     """Reward models behind a server. Questions that wait are judged together, whoever asked them."""
 
-    def __init__(self, judges: Mapping[str, Judge], *, batch_size: int = 64, limits: ServerLimits | None = None):
-        """``judges``: by the names of their models. ``batch_size``: most questions that a model reads at once."""
+    def __init__(
+        self,
+        judges: Mapping[str, ServedJudge],
+        *,
+        batch_size: int = 64,
+        limits: ServerLimits | None = None,
+        bound: StoreBound | None = None,
+    ):
+        """``judges``: by the names of their models. ``batch_size``: most questions that a model reads at once. ``bound``: of
+        the media store; None: it grows."""
         self.limits = limits or ServerLimits()
         self._judges, self._batch_size, self._draining = judges, batch_size, False
         self._waiting: dict[str, list[tuple[Question, asyncio.Future[Verdict]]]] = {name: [] for name in judges}
         self.models = tuple(judges)
         self._judged = dict.fromkeys(judges, 0)
         self._news = asyncio.Event()
+        self._intake = MediaIntake(self.limits, bound=bound)
         size = self.limits.max_body_bytes
+        self._kinds = tuple(dict.fromkeys(kind for judge in judges.values() for kind in judge.media))
         self.routes = (
+            *(self._media_routes(size) if self._kinds else ()),
             Route("GET", "/health", "data", "The models, and how many completions each has judged", self._health),
             Route("GET", "/openapi.json", "data", "This table", self._openapi, answer={"type": "object"}),
             Route("POST", "/score", "data", "Scores of completions", self._score, SCORE_BODY, SCORE_ANSWER, size),
@@ -46,6 +83,14 @@ class RewardApplication(Application):
                 {"type": "object"},
                 size,
             ),
+        )
+
+    def _media_routes(self, size: int) -> tuple[Route, ...]:
+        which, large = "Which of these images and sounds are not in the media store", self.limits.max_media_body_bytes
+        keep = "Put an image or sound into the media store, for questions that name its number"
+        return (
+            Route("POST", "/media/missing", "data", which, self._missing, MISSING_BODY, MISSING_ANSWER, size),
+            Route("POST", "/media", "data", keep, self._keep, MEDIUM_BODY, MEDIUM_ANSWER, large),
         )
 
     def busy(self) -> bool:
@@ -102,11 +147,10 @@ class RewardApplication(Application):
         model = body.get("model")
         if model is None and len(self._judges) > 1:
             raise Refusal(400, f"say which `model`: {', '.join(self._judges)}", param="model")
-        questions = [
-            Question(tuple(q.get("messages") or ()), q.get("prompt", ""), q["completion"], q.get("answer"))
-            for q in body["questions"]
-        ]
-        name, verdicts = await self._verdicts(model, questions)
+        questions = await asyncio.to_thread(lambda: [_question(asked) for asked in body["questions"]])
+        shown = [medium.number for question in questions for medium in media_of(question.messages)]
+        with self._intake.using(shown):
+            name, verdicts = await self._verdicts(model, questions)
         return {"model": name, "results": [_result(number, verdict) for number, verdict in enumerate(verdicts)]}
 
     async def _get_reward(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
@@ -119,11 +163,42 @@ class RewardApplication(Application):
                 raise Refusal(422, f"query[{number}] cannot be judged: {result['reason']}: {result['message']}")
         return {"rewards": verdicts}
 
+    async def _missing(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        return {"missing": await asyncio.to_thread(lambda: [n for n in set(body["numbers"]) if not store.is_kept(n)])}
+
+    async def _keep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        part = {"type": body["kind"], "data": body["data"]}
+        (medium,) = media_of(await self._intake.read([{"content": [part]}], self._kinds, 2, "data"))
+        return {"number": medium.number}
+
+    async def close(self) -> None:
+        """Ends the threads that read media."""
+        self._intake.close()
+
     async def _health(self, body: dict[str, Any], request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "kind": "tandem-reward", "models": self._judged})
 
     async def _openapi(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         return document("tandem serve-reward", self.routes)
+
+
+def _question(asked: Mapping[str, Any]) -> Question:
+    """A question of `SCORE_BODY` with its media. Raises `Refusal`, 422, for one that is not in the store."""
+
+    def part(one: Mapping[str, Any]) -> dict[str, Any]:
+        if "medium" not in one:
+            return dict(one)
+        medium = store.medium(one["medium"])
+        return {"type": medium.kind, "medium": medium}
+
+    try:
+        messages = tuple(
+            {**message, "content": content if isinstance(content := message["content"], str) else [*map(part, content)]}
+            for message in asked.get("messages") or ()
+        )
+    except store.MediaMissing as error:
+        raise Refusal(422, str(error), code="media_missing", param="questions") from error
+    return Question(messages, asked.get("prompt", ""), asked["completion"], asked.get("answer"))
 
 
 def _result(number: int, verdict: Verdict) -> dict[str, Any]:

@@ -14,7 +14,16 @@ from tandem.config.errors import ConfigError
 from tandem.media import store
 from tandem.models.load import load_causal_lm
 from tandem.models.tokenizer import load_tokenizer
-from tests.tiny_media import FAMILIES, picture, sound, tiny_idefics3, tiny_media_model, tiny_qwen_audio, tiny_qwen_vl
+from tests.tiny_media import (
+    FAMILIES,
+    picture,
+    sound,
+    tiny_idefics3,
+    tiny_llava,
+    tiny_media_model,
+    tiny_qwen_audio,
+    tiny_qwen_vl,
+)
 
 SECONDS = (0.4, 1.0, 0.73)
 SIZES = [(20, 16), (10, 30), (16, 16), (64, 64), (5, 64), (33, 9)]
@@ -25,9 +34,12 @@ def media_store(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "media"))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "llava of SigLIP"])
 def folder(request, tmp_path_factory):
-    return tiny_media_model(tmp_path_factory.mktemp("models"), request.param)
+    tmp = tmp_path_factory.mktemp("models")
+    if request.param not in FAMILIES:
+        return tiny_llava(tmp, tower="siglip", layer=[-3, -1])
+    return tiny_media_model(tmp, request.param)
 
 
 def some_media(tokenizer, seed):
@@ -46,6 +58,8 @@ def reference_inputs(folder, tokenizer, text, media):
         sounds = [store.sound(one.number) for one in media] or None
         return Qwen2AudioProcessor.from_pretrained(folder)(text=[text], audio=sounds, return_tensors="pt")
     pictures = [Image.fromarray(store.image(one.number)) for one in media]
+    if tokenizer.media.model_types[0] == "llava":
+        return AutoProcessor.from_pretrained(folder)(text=[text], images=pictures or None, return_tensors="pt")
     if tokenizer.media.model_types[0] == "idefics3":
         return AutoProcessor.from_pretrained(folder)(
             text=[text], images=[pictures] if pictures else None, return_tensors="pt"
@@ -196,6 +210,21 @@ def test_placeholders_of_idefics3_are_those_of_the_official_processor(tmp_path, 
         assert encode(tokenizer, text, [one]).ids == theirs, size
 
 
+@pytest.mark.parametrize("tower", ["clip", "siglip"])
+def test_placeholders_of_llava_are_those_of_the_official_processor(tmp_path, tower):
+    folder = tiny_llava(tmp_path, tower=tower)
+    tokenizer, processor = load_tokenizer(folder), AutoProcessor.from_pretrained(folder)
+    for number, size in enumerate(random_sizes()):
+        one, text = picture(number, *size), "One <image> picture"
+        theirs = processor(text=[text], images=[Image.fromarray(store.image(one.number))])
+        assert encode(tokenizer, text, [one]).ids == theirs["input_ids"][0], size
+        assert torch.equal(tokenizer.media.inputs(one)["pixel_values"][0], torch.tensor(theirs["pixel_values"][0])), size
+    settings = json.loads((folder / "processor_config.json").read_text())
+    (folder / "processor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
+    with pytest.raises(ConfigError, match=r"with patches of 8, .* the model sees 16 pixels with patches of 4"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_counts_and_positions_of_qwen_are_those_of_transformers_to_the_bit(tmp_path, kind):
     folder = tiny_qwen_vl(tmp_path, kind=kind)
@@ -243,7 +272,7 @@ def test_folders_whose_parts_do_not_fit_are_refused(tmp_path):
         load_causal_lm(changed("processor_config.json", image_seq_len=9))
     with pytest.raises(ConfigError, match="are of different models"):
         load_tokenizer(changed("config.json", image_token_id=7))
-    for kind in ("llava", "qwen3_vl_moe"):
+    for kind in ("llava_next", "qwen3_vl_moe"):
         with pytest.raises(ConfigError, match=rf"'{kind}' is not supported: it reads images.*work: idefics3"):
             load_causal_lm(changed("config.json", model_type=kind))
     vision = json.loads((folder / "config.json").read_text())["vision_config"]

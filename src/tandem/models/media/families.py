@@ -14,11 +14,12 @@ from tandem.models.foreign import no_report, read_hf_config
 from tandem.models.media.family import MediaFamily
 from tandem.models.media.features import tower_matrices
 from tandem.models.media.idefics3 import Idefics3
+from tandem.models.media.llava import Llava
 from tandem.models.media.qwen3_vl import Qwen3VL
 from tandem.models.media.qwen_audio import QwenAudio
 from tandem.models.media.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, QwenVL, Qwen3VL, QwenAudio)
+FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, Llava, QwenVL, Qwen3VL, QwenAudio)
 
 
 def media_types() -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class MediaFamily(ABC):
     stored: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Beginnings of names of weights in files → those in transformers' model, where they differ."""
 
-    fixed: ClassVar[tuple[str, ...]] = ()
+    fixed: tuple[str, ...] = ()
     """Prefixes of weights that are never trained, such as sinusoidal positions."""
 
     three_dimensional: ClassVar[bool] = False

@@ -4,7 +4,6 @@ One that a run starts gets tokens and a folder that nobody else can read, and en
 """
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -31,7 +30,7 @@ from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, start_or_take_over, until_calm
 from tandem.engines.inference.remote.launch import ServerProcess, own_environment
 from tandem.engines.inference.requests import refuse_unsupported
-from tandem.media import store
+from tandem.media.parts import sent
 from tandem.protocol.client import HttpClient
 
 PROTOCOL = 2
@@ -137,8 +136,7 @@ class TandemServer(Controlled):
             if failure.reason != "media_missing":
                 raise
         for number in dict.fromkeys(filter(None, request.media)):
-            data = base64.b64encode(await asyncio.to_thread(store.packed, number)).decode()
-            medium = {"kind": store.medium(number).kind, "data": data}
+            medium = await asyncio.to_thread(sent, number)
             stored = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
             if stored["number"] != number:
                 raise ServerFailed(f"{self.url} reads medium {number} as another; is it of another release?", url=self.url)

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from tandem.protocol.limits import ServerLimits
 
-STRANGERS_GIB = 8.0
-"""The media store of a server that other machines reach, where nothing else is said."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLimits(ServerLimits):
@@ -29,18 +26,6 @@ class ServiceLimits(ServerLimits):
 
     max_weights_body_bytes: int = 64 << 20
     """Longest body of the route that announces weights: a name and a digest for each tensor."""
-
-    max_media_body_bytes: int = 32 << 20
-    """Longest body of a request with images or sounds, where the model takes them."""
-
-    max_media_pixels: int = 2**28
-    """Most pixels of all images of one request together (268 million)."""
-
-    max_media_seconds: float = 3600.0
-    """Longest time that all sounds of one request last together."""
-
-    max_media_requests: int = 16
-    """Most requests whose images and sounds are read or wait for it; the next is refused with status 503."""
 
     send_timeout_s: float = 60.0
     """A stream whose reader takes nothing for this long is ended."""

@@ -14,10 +14,10 @@ from tandem.api.chat_template import template_of
 from tandem.api.media import MediaKind, MediaTokens, encode, media_of, reader_of
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.serve.limits import ServiceLimits
-from tandem.engines.inference.serve.media_intake import MediaIntake, reading
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.stopping import UNFINISHED
 from tandem.models.tokenizer import load_tokenizer
+from tandem.protocol.media_intake import MediaIntake, reading
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Turn

@@ -11,9 +11,9 @@ from typing import Any
 from tandem.api.failures import DataFailure, NotWritten
 from tandem.api.media import MediaKind, Medium
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.media.bound import StoreBound
 from tandem.media.parts import NOWHERE, Allowed, Source, with_parts
+from tandem.protocol.limits import ServerLimits
 from tandem.protocol.refusal import Refusal
 
 LOG = logging.getLogger("tandem.serve")
@@ -25,7 +25,7 @@ DECODERS = 2
 class MediaIntake:
     """Reads the media of requests, one after another of each request, so that no small request waits long."""
 
-    def __init__(self, limits: ServiceLimits, allowed: Allowed = NOWHERE, bound: StoreBound | None = None):
+    def __init__(self, limits: ServerLimits, allowed: Allowed = NOWHERE, bound: StoreBound | None = None):
         """``bound``: of the media store; None: it grows."""
         self._limits, self._allowed, self.bound = limits, allowed, bound
         self._pool = ThreadPoolExecutor(DECODERS, "media")
