@@ -8,6 +8,7 @@ asked for. Order is that of `tandem.flow.order`, and a pool's calls run one at a
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -31,7 +32,7 @@ from tandem.flow.conductor import Around, LocalConductor
 from tandem.flow.critic import FOLDER, Models
 from tandem.flow.order import Order, memory_of
 from tandem.flow.plan import RunPlan
-from tandem.flow.pool import PoolMember, PoolPart, Spent, homes_of, part_of, pools_by_role
+from tandem.flow.pool import PoolMember, PoolPart, RolloutMember, Spent, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
 from tandem.flow.promised import Promised, added_by
 from tandem.flow.ray_head import Head
@@ -40,6 +41,7 @@ from tandem.flow.stages import Stage
 from tandem.launch.local import LAUNCHER
 from tandem.launch.place import Place, free_port
 from tandem.models.tokenizer import save_classifier_tokenizer
+from tandem.rollout.workers import RolloutWorkers
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ REPLACED = 3
 """Times that Ray starts the process of a model that never changes again."""
 
 ALONE = Place(0, 1, 1, 0, 1, "", 0)
+ROLLOUT = "rollout"
+"""The pool of the rollout workers."""
+
 MIB = 2**20
 
 
@@ -79,20 +84,25 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
         "rollout.balance, which moves threads of one process": config.rollout.balance is not None,
         f"rollout.weights.channel={config.rollout.weights.channel}": config.rollout.weights.channel in ("collective", "ipc"),
         f"rewards of models in the middle of an episode ({', '.join(plan.awaited)})": bool(plan.awaited),
+        "rollout.workers and a model that the workflow talks to": bool(
+            config.rollout.workers and plan.resident("partner") is not None
+        ),
         "GPUs (device=cpu computes without them)": device != "cpu",
     }
     if wrong := next((what for what, there in why.items() if there), None):
         raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
 
 
-class PoolActor(PoolMember):
-    """The actor."""
+class _Actor:
+    """What every worker answers."""
 
-    def __init__(self, part: PoolPart):
-        super().__init__(part)
+    open: Callable[[], None]
+
+    def _go_on(self) -> None:
+        """Opens at once what one had that died, and whose place it takes."""
         with warnings.catch_warnings(action="ignore"):  # of Ray's about itself
             again = _ray().get_runtime_context().was_current_actor_reconstructed
-        if again:  # it takes the place of one that died
+        if again:
             self.enter(ALONE)
 
     def machine(self, folder: str) -> tuple[str, str, int]:
@@ -116,6 +126,14 @@ class PoolActor(PoolMember):
     def idle(self) -> None:
         """Nothing, once all calls of before have ended."""
 
+
+class PoolActor(_Actor, PoolMember):
+    """A rank of a pool."""
+
+    def __init__(self, part: PoolPart):
+        super().__init__(part)
+        self._go_on()
+
     def asked(self) -> tuple[Any, ...]:
         """Waits until something is asked of the inference engine."""
         return self.engine.asked.get()
@@ -123,6 +141,14 @@ class PoolActor(PoolMember):
     def answer(self, answer: Any) -> None:
         """The answer to that: what it returned, or its failure."""
         self.engine.answers.put(answer)
+
+
+class RolloutActor(_Actor, RolloutMember):
+    """A rollout worker."""
+
+    def __init__(self, part: PoolPart):
+        super().__init__(part)
+        self._go_on()
 
 
 @dataclass(frozen=True)
@@ -176,6 +202,9 @@ class Pools(Models):
         self.when_lost: Callable[[Exception], None] = lambda error: None
         """Hears of a worker that is gone, in a thread, so that nobody waits for what will not be used."""
 
+        self.workers: RolloutWorkers | None = None
+        """The rollout workers; None: episodes run here."""
+
         self.replaced = 0
         """Processes that have taken the place of others."""
         self.records = config.tracking.trajectories_per_step != 0
@@ -201,13 +230,17 @@ class Pools(Models):
         assert self._engine is not None, "the controller generates"
         parts = {name: part_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
         sizes = {name: max(len(one.ranks) for one in part.residents) for name, part in parts.items()}
-        self._connect(process.threads * sum(sizes.values()))
+        players = self._config.rollout.workers
+        self._connect(process.threads * sum(sizes.values()) + players)
         reads = self._engine.capabilities
         if not reads & {"shared_memory", "disk"}:
             reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
             told = (process.threads, steps, run, reads, self._engine.version)
             self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
+        if players:
+            told = (1, *told[1:])
+            self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *told)
         # first: after a death while they open, `mend` opens them
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
@@ -225,6 +258,8 @@ class Pools(Models):
         if "actor" in entering:
             desk = (self.pools["actor"].members[0],)
             threading.Thread(target=self._serve, args=desk, name="engine-desk", daemon=True).start()
+        if ROLLOUT in entering:
+            self.workers = self._play(self.pools[ROLLOUT])
 
     def mend(self) -> None:
         """After a worker is gone: the others end what was begun, and stay; a pool that has lost one gets new workers, whose
@@ -345,14 +380,16 @@ class Pools(Models):
         """The actors of a pool."""
         group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
         changes = any(one.changes for one in part_of(self._plan, part.pool).residents)
-        pool = self.pools[part.pool] = Pool(group, again=part.ranks == 1 and not changes)
+        again = part.pool == ROLLOUT or (part.ranks == 1 and not changes)
+        pool = self.pools[part.pool] = Pool(group, again=again)
         with waiting("cores of the Ray cluster"):
             if not group.wait(READY_S):
                 raise WaitTimeout(
                     f"Ray has not given {part.ranks} × {part.threads} core(s) for the pool {part.pool} within "
                     f"{READY_S:.0f} s; the cluster has {self.ray.cluster_resources()}"
                 )
-        actor = self.ray.remote(concurrency_groups={"desk": 2, "watch": 1})(PoolActor)
+        kind = RolloutActor if part.pool == ROLLOUT else PoolActor
+        actor = self.ray.remote(concurrency_groups={"desk": 2, "watch": 1, "orders": 1, "answers": 1})(kind)
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if pool.again else {}
         for rank in range(part.ranks):
@@ -367,7 +404,53 @@ class Pools(Models):
             Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
             for rank, node in enumerate(nodes)
         ]
+        if pool is self.pools.get(ROLLOUT):
+            places = [ALONE] * len(nodes)
         return [member.enter.remote(place) for member, place in zip(pool.members, places, strict=True)]
+
+    def _play(self, pool: Pool) -> RolloutWorkers:
+        """Begins to listen to the rollout workers."""
+
+        def sends(member: Any, method: str, group: str) -> Callable[[Any], None]:
+            send = getattr(member, method).options(concurrency_group=group, max_task_retries=0)
+            return lambda message: send.remote(pickle.dumps(message))
+
+        workers = RolloutWorkers(
+            [sends(one, "take", "orders") for one in pool.members], [sends(one, "answer", "answers") for one in pool.members]
+        )
+        for place, member in enumerate(pool.members, 1):
+            listening = (workers, pool, place, member)
+            threading.Thread(target=self._listen, args=listening, name="rollout-worker", daemon=True).start()
+        return workers
+
+    def _listen(self, workers: RolloutWorkers, pool: Pool, place: int, member: Any) -> None:
+        """In a thread: hears what a rollout worker says, and what becomes of it."""
+        said = member.said.options(concurrency_group="desk", max_task_retries=0)
+        while not self._closing.is_set():
+            try:
+                for message in self.ray.get(said.remote()):
+                    workers.heard(place, message)
+            except self.ray.exceptions.RayError as error:
+                if self._closing.is_set() or pool not in self.pools.values():
+                    return
+                workers.gone(place)
+                log.warning("rollout worker %d died; its episodes begin again in another one", place)
+                log.info("cause", exc_info=error)
+                try:
+                    self.noticed(pool, self.ray.get(member.alive.remote()), place - 1)  # once Ray has started it again
+                except self.ray.exceptions.RayError as error:
+                    if not workers.left:
+                        self._lost(pool, member._actor_id.hex(), "died", error)
+                    return
+                workers.back(place)
+
+    def judged(self) -> list[tuple[int, Mapping[str, float]]]:
+        """What the rewards of each rollout worker have measured since the last call; one that died has lost it."""
+        found = []
+        for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
+            with contextlib.suppress(self.ray.exceptions.RayError):
+                found.append(self.ray.get(member.judged.options(max_task_retries=0).remote()))
+        return found
 
     def _serve(self, member: Any) -> None:
         """In a thread: does what the publisher asks of the engine, which is here."""
@@ -425,8 +508,8 @@ class Pools(Models):
             log.warning("process %d of a model on Ray died; process %d has taken its place", before, process)
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        """Has every worker do it."""
-        members = [member for pool in self.pools.values() for member in pool.members]
+        """Has every worker that has models do it."""
+        members = [member for name, pool in self.pools.items() if name != ROLLOUT for member in pool.members]
         return self.all([getattr(one, method).remote(*arguments) for one in members], f"the workers: {method}")
 
     def save(self, folder: Path) -> None:

@@ -6,6 +6,7 @@ of the plan, and has no rows, no rewards and no inference engine.
 
 import contextlib
 import os
+import pickle
 import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +30,12 @@ from tandem.flow.process import start_process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_model
 from tandem.flow.roles import open_roles
+from tandem.flow.services import make_parts
 from tandem.flow.session import SAVED
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.critic import Critic
+from tandem.rollout.workers import EpisodeWorker
 from tandem.state.random_state import RandomStates
 from tandem.state.tree import load_part, read_parts, write_tree
 from tandem.tracking.statistics import PhaseTimer
@@ -154,9 +157,8 @@ class PoolMember:
     def open(self) -> None:
         """Opens the models; the environment says which rank this is. Collective over the pool."""
         part, plan = self.part, plan_run(self.part.planned)
-        as_ranks = {"threads": part.threads, "recover": RecoverConfig(), "runner": "local"}
         actor = replace(part.config.actor, backend=f"fsdp:d{part.ranks}")
-        process = start_process(replace(part.config, actor=actor, **as_ranks))  # type: ignore[arg-type]
+        process = start_process(replace(part.config, actor=actor, **_as_ranks(part)))
         folder = resolve(part.config.actor.path)
         told = (part.steps, part.run, folder, load_tokenizer(folder), self.engine if process.is_main else None)
         residency = Residency(None, Path(), PhaseTimer(), open_model, process.team)
@@ -221,6 +223,53 @@ class PoolMember:
     def close(self) -> None:
         """Gives back what others would miss."""
         self._stack.close()
+
+
+class RolloutMember:
+    """A rollout worker: it plays the run's episodes, and has neither models nor an engine."""
+
+    def __init__(self, part: PoolPart):
+        self.part, config = part, part.config
+        told = (part.capabilities, part.version)
+        self.worker = EpisodeWorker(config.rollout, *told, seed=config.seed, deterministic=config.deterministic)
+
+    def open(self) -> None:
+        """Makes the workflow, with its rewards, tools and environments."""
+        config = self.part.config
+        start_process(replace(config, actor=replace(config.actor, backend="fsdp:d1"), **_as_ranks(self.part)))
+        self.episodes = make_parts(config, plan_run(self.part.planned), load_tokenizer(resolve(config.actor.path)))
+        self.episodes.services.get("engine").start(self.worker.engine)
+
+    def take(self, message: bytes) -> None:
+        """An order of the controller's."""
+        self.worker.take(pickle.loads(message), self.episodes.workflow)
+
+    def answer(self, message: bytes) -> None:
+        """The answer of its engine."""
+        self.worker.engine.answer(*pickle.loads(message))
+
+    def said(self) -> list[bytes]:
+        """Waits until there is something for the controller, and gives all that there is."""
+        found = [self.worker.said.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self.worker.said.get_nowait())
+        return found
+
+    def judged(self) -> tuple[int, dict[str, float]]:
+        """How many samples it has judged since the last call, and what its rewards have measured."""
+        reward = self.episodes.reward
+        return reward.samples, reward.metrics()
+
+    def close(self) -> None:
+        """Cancels what runs, and closes what episodes need."""
+        self.worker.close()
+        self.episodes.close()
+
+
+def _as_ranks(part: PoolPart) -> dict[str, Any]:
+    """What a process of a pool has otherwise than the controller."""
+    return {"threads": part.threads, "recover": RecoverConfig(), "runner": "local"}
 
 
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -146,7 +146,8 @@ class Session(TrainingSession):
     def measured(self) -> dict[str, float]:
         """Measurements of engines and rewards since the last call, of all ranks that generate. Collective."""
         reward = self.episodes.reward
-        return of_all_ranks(self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()})))
+        found = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
+        return of_all_ranks(found + ([] if self.pools is None else self.pools.judged()))
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -260,7 +261,10 @@ def open_session(
             scorer = stack.enter_context(
                 contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
             )
-            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
+            workers = None if pools is None else pools.workers
+            if workers is not None:
+                workers.workflow = parts.workflow
+            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators, workers)
             stack.callback(rollout.close)
             if pools is not None:
                 pools.when_lost = rollout.fail
