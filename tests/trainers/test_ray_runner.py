@@ -88,6 +88,38 @@ def test_roles_in_workers_of_ray_train_to_the_bits_of_a_local_run(ray, overrides
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_episodes_in_rollout_workers_make_the_samples_of_one_process_to_the_bit(ray, overrides, models, workers, tmp_path):
+    more = [f"actor.path={calling_model_folder(tmp_path)}", *cases(models)["tools"], "rollout.batch_size=4"]
+    weights, metrics = trained(overrides, "local", "local", *more)
+    theirs, their_metrics = trained(overrides, "ray", "workers", *more, f"rollout.workers={workers}")
+    assert weights == theirs and len(weights) == 3
+    assert metrics == pytest.approx(their_metrics, nan_ok=True, rel=0, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["KILL", "STOP"])
+def test_the_episodes_of_a_rollout_worker_that_dies_begin_again_in_another_one(ray, overrides, models, number, tmp_path):
+    keys = ["total_train_steps=6", "rollout.workers=2", "recover.silent_after_s=3", "gconfig.max_new_tokens=48"]
+    whole, metrics = trained(overrides, "local", "whole", keys[0], keys[-1])
+    with started(items_of(overrides, "ray", "mended", *keys), env=there(ray)) as (run, folder):
+        begun(folder, 1, run)
+        first = processes(folder, "rollout")
+        os.kill(first[0], number)
+        killed, seconds = time.time(), None
+        while run.poll() is None and seconds is None:
+            time.sleep(0.02)
+            if "rollout worker 1 died" in (folder / "log.txt").read_text():
+                seconds = time.time() - killed
+        said, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, said
+    assert seconds is not None and seconds < (5 if number == signal.SIGKILL else 9)
+    assert [one["tensors"] for one in lines_of(folder / "weights.jsonl")] == list(whole.values())
+    last = lines_of(folder / "metrics.jsonl")[-1]
+    assert last["episodes/trained"] == metrics["episodes/trained"] and "recover/restarts" not in last
+
+
+@pytest.mark.slow
 def test_a_student_and_its_teacher_in_workers_of_ray_are_a_local_pair_to_the_bit(ray, overrides, models):
     own = ("reward=", "gconfig.n_samples=")
     keys = [f"teacher.path={models / 'tiny-llama-1'}", *(key for key in overrides if not key.startswith(own))]
@@ -120,6 +152,11 @@ def test_a_dead_worker_of_a_frozen_model_is_replaced_and_another_one_ends_the_ru
         os.kill(pools["critic"].processes[0], signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"the worker of critic \(rank 0 of 1\) died"):
             session.step()
+
+
+def lines_of(file):
+    """The lines of a file of JSON."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def begun(folder, step, command):
