@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.api.failures import RankFailed
+from tandem.api.failures import RankFailed, WorkerDied
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -128,6 +129,33 @@ def test_a_student_and_its_teacher_in_workers_of_ray_are_a_local_pair_to_the_bit
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("example", "keys"), [("gsm8k_grpo", KL), ("addition_grpo", ())])
+def test_a_script_with_a_loop_of_its_own_trains_on_ray_to_the_bits_of_a_local_run(ray, overrides, example, keys, tmp_path):
+    script = runpy.run_path(f"examples/{example}.py")
+    for runner in ("local", "ray"):
+        script["main"]([*items_of(overrides, runner, runner, *keys), "gconfig.n_samples=4"])
+    saved = [next((tmp_path / "tandem" / one).glob("checkpoints/step_*/*.safetensors")) for one in ("local", "ray")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+    metrics = [lines_of(tmp_path / "tandem" / one / "metrics.jsonl")[-1] for one in ("local", "ray")]
+    assert metrics[0].keys() == metrics[1].keys() and metrics[0]["loss"] == metrics[1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_script_hears_of_a_worker_that_dies(ray, overrides):
+    config = load_config(TrainConfig, None, items_of(overrides, "ray", "script", *KL, "reference.backend=fsdp:d1")).config
+    with open_training(config) as (_, session):
+        pools = session.pools.pools
+        batch = session.rollout.prepare_batch(session.loader, session.workflow)
+        os.kill(pools["reference"].processes[0], signal.SIGKILL)
+        assert "reference_logprobs" in session.reference.compute_logprobs(batch)
+        os.kill(pools["actor"].processes[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"the worker of actor \(rank 0 of 1\) died"):
+            session.actor.compute_proximal(batch)
+        with pytest.raises(AttributeError, match="'engine' is none of these"):
+            assert session.actor.engine
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_under_the_other_runner(ray, overrides):
     whole, _ = trained(overrides, "local", "whole", *PPO)
     for first, then in (("ray", "local"), ("local", "ray")):
@@ -221,6 +249,26 @@ def test_when_workers_with_state_die_the_others_go_on_from_the_checkpoint(ray, o
     assert not (set(lived["critic"] + lived["actor"]) & set(processes(folder, "critic") + processes(folder, "actor")))
     assert len(re.findall("pool reference: process", (folder / "log.txt").read_text())) == 1
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)], ids=["1-KILL", "0-STOP"])
+def test_when_one_of_two_ranks_dies_all_pools_go_on_from_the_checkpoint(ray, overrides, rank, number):
+    keys = [*PPO, "actor.backend=fsdp:d2", "critic.backend=fsdp:d1", "checkpoint.every_steps=2", "total_train_steps=5"]
+    whole, metrics = trained(overrides, "ray", "whole", *keys)
+    again = ("recover.max_restarts=1", "recover.silent_after_s=6")
+    with started(items_of(overrides, "ray", "mended", *keys, *again), env=there(ray)) as (run, folder):
+        begun(folder, 3, run)
+        first = {pool: processes(folder, pool) for pool in ("actor", "critic")}
+        os.kill(first["actor"][rank], number)
+        said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    lines = lines_of(folder / "metrics.jsonl")
+    assert {one["step"]: one["tensors"] for one in lines_of(folder / "weights.jsonl")} == whole
+    assert [line["step"] for line in lines] == list(range(1, 6)) and lines[-1]["recover/restarts"] == 1
+    assert lines[-1]["episodes/trained"] == metrics["episodes/trained"]
+    assert not set(first["actor"]) & set(processes(folder, "actor")) and first["critic"] == processes(folder, "critic")
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.activity import waiting
@@ -49,6 +51,9 @@ READY_S = 600.0
 """Seconds that the cluster may take to give the cores."""
 
 CLOSE_S = 10.0
+BLAME_S = 4.0
+"""For the death of a rank to be noticed, behind the failure of another one that waited for it."""
+
 PING_S = 1.0
 """Between two questions to each worker whether it lives."""
 
@@ -156,9 +161,19 @@ class Away:
     """Stands for a role that is in a worker."""
 
     name: str
+    calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Its stages, for a script that calls them itself."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{self.name} is in a worker of Ray; a step calls its stages, and nobody else anything of it")
+    facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """What else a script may ask."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.calls:
+            return self.calls[name]
+        if name in self.facts:
+            return self.facts[name]()
+        known = ", ".join(sorted([*self.calls, *self.facts]))
+        raise AttributeError(f"{self.name} is in a worker of Ray; of it can be called: {known}; {name!r} is none of these")
 
 
 @dataclass(eq=False)
@@ -190,6 +205,10 @@ class Pools(Models):
         super().__init__(None, None, tokenizer)
         self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
         self.of_role = pools_by_role(plan)
+        self.roles = {role.name: Away(role.name) for role in plan.roles if role.name in self.of_role}
+        """Stand-ins here for the roles of the plan that are elsewhere."""
+
+        self.roles["publisher"].facts["history"] = self.history
         self.pools: dict[str, Pool] = {}
         self._parts: dict[str, PoolPart] = {}
         self._names: dict[str, str] = {}
@@ -209,11 +228,6 @@ class Pools(Models):
         """Processes that have taken the place of others."""
         self.records = config.tracking.trajectories_per_step != 0
         """True if batches are read when a step is done, to be written down."""
-
-    @property
-    def roles(self) -> dict[str, Any]:
-        """Stand-ins here for the roles of the plan that are elsewhere."""
-        return {role.name: Away(role.name) for role in self._plan.roles if role.name in self.of_role}
 
     @property
     def residents(self) -> dict[str, Any]:
@@ -490,6 +504,8 @@ class Pools(Models):
             cause: Any = error
             while isinstance(cause, failures.RayTaskError) and cause.cause is not None:
                 cause = cause.cause
+            if not isinstance(cause, failures.RayActorError):
+                self._blame()
             if isinstance(cause, TandemError):
                 raise cause from None
             if not isinstance(cause, failures.RayActorError):
@@ -498,6 +514,15 @@ class Pools(Models):
             if "creation task" in words:
                 raise RankFailed(f"the worker of {who} cannot start: {words.splitlines()[-1]}") from error
             raise WorkerDied(f"the worker of {who} died") from error
+
+    def _blame(self) -> None:
+        """After a failure in a worker: raises `WorkerDied` if another rank of a pool is gone, for whom it waited in vain."""
+        several = any(len(pool.members) > 1 for name, pool in self.pools.items() if name != ROLLOUT)
+        until = time.monotonic() + (BLAME_S if several else 0.0)
+        self.check()
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            self.check()
 
     def noticed(self, pool: Pool, process: int, rank: int = 0) -> None:
         """This process answered: counts it where it has taken the place of one that died."""
@@ -570,6 +595,10 @@ class RayConductor(LocalConductor):
         self._order: Order[Any] = Order(self._memory)
         self._begun: list[tuple[Stage, Pool, list[Any]]] = []
         self._costs: list[tuple[Stage, list[Spent], float]] = []
+        for role in plan.roles:
+            if role.name in pools.of_role:
+                stages = [role.stage(name) for name in role.calls]
+                pools.roles[role.name].calls.update({stage.call: partial(self.now, stage) for stage in stages})
         self.calls: list[tuple[Stage, list[Spent], float]] = []
         """The calls of the last step, with what each process spent, and the seconds that were waited here."""
 
@@ -596,9 +625,19 @@ class RayConductor(LocalConductor):
         """Calls it here, when all that was begun is done. Of a batch the object store has the fields from then on."""
         self._finish()
         found = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
-        if stage.kind != "collect":
-            return found
-        return Promised({str(name): (self._pools.ray.put(field),) for name, field in found.items()}, self._pools.get)
+        return self._laid(found) if stage.kind == "collect" else found
+
+    def _laid(self, batch: TensorDict) -> Promised:
+        """The batch, from now on in the object store."""
+        return Promised({str(name): (self._pools.ray.put(field),) for name, field in batch.items()}, self._pools.get)
+
+    def now(self, stage: Stage, *arguments: Any, **named: Any) -> Any:
+        """Calls a stage in its pool for a script that has a loop of its own, and so gets whole batches and metrics."""
+        given = [self._laid(one) if isinstance(one, TensorDict) else one for one in arguments]
+        found = self.run(stage, None, *given, **named)
+        self._finish()
+        self._costs.clear()
+        return self.value(found)
 
     def _begin(
         self, stage: Stage, added: Sequence[str], fields: Sequence[tuple[str, Any]] | None, plain: Any, named: Any
