@@ -156,6 +156,16 @@ def test_a_script_hears_of_a_worker_that_dies(ray, overrides):
 
 
 @pytest.mark.slow
+def test_a_reward_that_changes_on_the_way_changes_on_ray_too(ray, overrides, tmp_path):
+    mine, found = Path(__file__).with_name("changing.py"), []
+    for runner in ("local", "ray"):
+        given = f"folder='{tmp_path}/tandem/{runner}', call=20, action='reward.add', value='5*{REWARDS}:short', name='even'"
+        found.append(trained(overrides, runner, runner, f"reward={mine}:Asks({given})", "total_train_steps=4"))
+    assert found[0][0] == found[1][0]
+    assert found[0][1]["reward_weights/short"] == found[1][1]["reward_weights/short"] == 5.0
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_under_the_other_runner(ray, overrides):
     whole, _ = trained(overrides, "local", "whole", *PPO)
     for first, then in (("ray", "local"), ("local", "ray")):

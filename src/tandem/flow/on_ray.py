@@ -141,11 +141,11 @@ class PoolActor(_Actor, PoolMember):
 
     def asked(self) -> tuple[Any, ...]:
         """Waits until something is asked of the inference engine."""
-        return self.engine.asked.get()
+        return self.questions.get()
 
-    def answer(self, answer: Any) -> None:
+    def answer(self, number: int, answer: Any) -> None:
         """The answer to that: what it returned, or its failure."""
-        self.engine.answers.put(answer)
+        self.engine.answer(number, answer)
 
 
 class RolloutActor(_Actor, RolloutMember):
@@ -471,12 +471,12 @@ class Pools(Models):
         asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
         with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
             while not self._closing.is_set():
-                name, *arguments = self.ray.get(asked.remote())
+                number, name, *arguments = self.ray.get(asked.remote())
                 try:
                     found = getattr(self._engine, name)(*arguments)
                 except Exception as error:  # boundary: the publisher decides what becomes of it
                     found = Team().portable(error)
-                self.ray.get(answer.remote(found))
+                self.ray.get(answer.remote(number, found))
 
     def all(self, references: Sequence[Any], what: str) -> list[Any]:
         """Waits for all of them, which are ``what``; the first failure counts, also of one that others wait for."""

@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
-from tandem.api.failures import WaitTimeout
 from tandem.api.state import Stateful
-from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.api.weights import WeightVersion
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.state import RecoverConfig
-from tandem.engines.inference.controlled import Controlled
 from tandem.flow.critic import Models
 from tandem.flow.order import CONTROLLER, memory_of, pools_of
 from tandem.flow.plan import RunPlan, plan_run
@@ -35,7 +33,7 @@ from tandem.flow.session import SAVED
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.critic import Critic
-from tandem.rollout.workers import EpisodeWorker
+from tandem.rollout.workers import AskedEngine, EpisodeWorker
 from tandem.state.random_state import RandomStates
 from tandem.state.tree import load_part, read_parts, write_tree
 from tandem.tracking.statistics import PhaseTimer
@@ -103,56 +101,16 @@ class Spent(NamedTuple):
     added_bytes: int
 
 
-class EngineElsewhere(Controlled):
-    """The controller's inference engine, as the publisher of a pool sees it: what is asked of it, the controller does."""
-
-    def __init__(self, capabilities: frozenset[str], version: WeightVersion, patience_s: float):
-        """``patience_s``: for the controller's answer."""
-        self._capabilities, self._version, self._patience_s = capabilities, version, patience_s
-        self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def control(self, name: str, *arguments: Any) -> dict[str, float]:
-        self.asked.put((name, *arguments))
-        try:
-            answer = self.answers.get(timeout=self._patience_s)
-        except queue.Empty:
-            raise WaitTimeout(
-                f"the controller's engine has not answered {name} within {self._patience_s:g} s (rollout.wait_timeout_s)"
-            ) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(answer or {})
-
-    async def agenerate(self, request: Any) -> Any:
-        raise NotImplementedError("episodes run where the engine is")
-
-    @property
-    def version(self) -> WeightVersion:
-        return self._version
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        return self._capabilities
-
-    def prepare_weights(self, update: WeightUpdate) -> None:
-        self.control("prepare_weights", update)
-
-    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        report = self.control("commit_weights", version)
-        self._version = version
-        return report
-
-    def close(self) -> None:
-        self.control("close")
-
-
 class PoolMember:
     """One rank of a pool."""
 
     def __init__(self, part: PoolPart):
         self.part, self._stack, self.roles = part, contextlib.ExitStack(), dict[str, Any]()
-        self.engine = EngineElsewhere(part.capabilities, part.version, part.config.rollout.wait_timeout_s)
+        self.questions: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        """What is asked of the controller's engine: number, name and arguments."""
+
+        told = (part.capabilities, part.version, part.config.rollout.wait_timeout_s)
+        self.engine = AskedEngine(lambda _, number, asked: self.questions.put((number, *asked)), *told)
 
     def open(self) -> None:
         """Opens the models; the environment says which rank this is. Collective over the pool."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem.api.activity import GENERATING, did
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import InfrastructureFailure
+from tandem.api.failures import InfrastructureFailure, WaitTimeout
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group
 from tandem.api.weights import WeightUpdate, WeightVersion
@@ -187,7 +187,7 @@ class RolloutWorkers:
             if stale:
                 self._answer(place, number, _AGAIN)
             else:
-                (self._pausing if said == "pause" else self._resuming)[place] = number
+                (self._pausing if said == ("pause",) else self._resuming)[place] = number
         elif stale:
             return
         elif what == "ask" and said is None:
@@ -280,11 +280,18 @@ class RolloutWorkers:
 
 
 class AskedEngine(Controlled):
-    """The collector's engine, as episodes of a worker see it."""
+    """An engine that another process has: whatever is asked of it, that does."""
 
-    def __init__(self, put: Callable[[str, int, Any], None], capabilities: frozenset[str], version: WeightVersion):
-        """``put``: sends what is asked. ``version``: what the engine had when the worker began."""
-        self._put, self._capabilities, self._version = put, capabilities, version
+    def __init__(
+        self,
+        put: Callable[[str, int, Any], None],
+        capabilities: frozenset[str],
+        version: WeightVersion,
+        patience_s: float,
+    ):
+        """``put``: sends what is asked, ``ask`` (None takes it back) or ``control``, under a number; `answer` gets what
+        comes of it. ``patience_s``: for the answer to a control call."""
+        self._put, self._capabilities, self._version, self._patience_s = put, capabilities, version, patience_s
         self._callers, self._calls, self._numbers = Callers(), dict[int, Future[Any]](), itertools.count(-1, -1)
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
@@ -293,8 +300,13 @@ class AskedEngine(Controlled):
     def control(self, name: str, *arguments: Any) -> dict[str, float]:
         number, call = next(self._numbers), Future[Any]()
         self._calls[number] = call
-        self._put("control", number, name)
-        answer = call.result()
+        self._put("control", number, (name, *arguments))
+        try:
+            answer = call.result(self._patience_s)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"the controller's engine has not answered {name} within {self._patience_s:g} s (rollout.wait_timeout_s)"
+            ) from None
         if isinstance(answer, Exception):
             raise answer
         return dict(answer or {})
@@ -315,13 +327,15 @@ class AskedEngine(Controlled):
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        raise NotImplementedError("weights go to the engine itself")
+        self.control("prepare_weights", update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        raise NotImplementedError("weights go to the engine itself")
+        report = self.control("commit_weights", version)
+        self._version = version
+        return report
 
     def close(self) -> None:
-        """It is the collector's."""
+        self.control("close")
 
 
 class _Outbox:
@@ -343,7 +357,7 @@ class EpisodeWorker:
         self.said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         """Messages for `RolloutWorkers.heard`."""
 
-        self.engine = AskedEngine(self._put, capabilities, version)
+        self.engine = AskedEngine(self._put, capabilities, version, config.wait_timeout_s)
         self.loop = BackgroundLoop(on_blocked=lambda error: self._put("blocked", 0, error))
         self._helper: Helper | None = None
 
