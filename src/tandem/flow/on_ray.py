@@ -99,7 +99,7 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
 
 
 class _Actor:
-    """What every worker answers."""
+    """The part of an actor that all workers have."""
 
     open: Callable[[], None]
 
@@ -165,7 +165,7 @@ class Away:
     """Its stages, for a script that calls them itself."""
 
     facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """What else a script may ask."""
+    """Other attributes that a script may ask for, each made when it is."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.calls:
@@ -459,7 +459,7 @@ class Pools(Models):
                 workers.back(place)
 
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:
-        """What the rewards of each rollout worker have measured since the last call; one that died has lost it."""
+        """The number of samples and the metrics of the rewards of each rollout worker; one that died has lost them."""
         found = []
         for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
             with contextlib.suppress(self.ray.exceptions.RayError):

@@ -107,7 +107,7 @@ class PoolMember:
     def __init__(self, part: PoolPart):
         self.part, self._stack, self.roles = part, contextlib.ExitStack(), dict[str, Any]()
         self.questions: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        """What is asked of the controller's engine: number, name and arguments."""
+        """Calls of the controller's engine: number, name and arguments."""
 
         told = (part.capabilities, part.version, part.config.rollout.wait_timeout_s)
         self.engine = AskedEngine(lambda _, number, asked: self.questions.put((number, *asked)), *told)
@@ -215,7 +215,7 @@ class RolloutMember:
         return found
 
     def judged(self) -> tuple[int, dict[str, float]]:
-        """How many samples it has judged since the last call, and what its rewards have measured."""
+        """The number of samples judged since the last call, and the metrics of the rewards."""
         reward = self.episodes.reward
         return reward.samples, reward.metrics()
 
@@ -226,7 +226,7 @@ class RolloutMember:
 
 
 def _as_ranks(part: PoolPart) -> dict[str, Any]:
-    """What a process of a pool has otherwise than the controller."""
+    """The keys that a process of a pool has otherwise than the controller."""
     return {"threads": part.threads, "recover": RecoverConfig(), "runner": "local"}
 
 

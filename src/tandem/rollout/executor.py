@@ -63,8 +63,7 @@ class Rollout:
         workers: RolloutWorkers | None = None,
     ):
         """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks that get
-        batches, or all. ``generators``: those that run episodes, each with an ``engine``; None: rank 0 alone.
-        ``workers``: processes that run the episodes of one workflow."""
+        batches, or all. ``generators``: those with an ``engine``; None: rank 0 alone. ``workers``: run episodes too."""
         self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"

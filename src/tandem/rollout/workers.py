@@ -312,7 +312,7 @@ class AskedEngine(Controlled):
         return dict(answer or {})
 
     def answer(self, number: int, answer: Any) -> None:
-        """What was asked under this number is answered; those of control calls are below 0."""
+        """Settles what was asked under this number; those of control calls are below 0."""
         if number < 0:
             self._calls.pop(number).set_result(answer)
         else:
