@@ -36,7 +36,16 @@ def ray():
     ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tandem-rl[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+        settings = {
+            "worker_niceness": 0
+        }  # as `tandem.flow.ray_head` has it: on a busy machine workers do not start otherwise
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+            _system_config=settings,
+        )
         yield ray
         ray.shutdown()
     assert not [child.name() for child in psutil.Process().children(recursive=True) if child.name().startswith("ray")]
