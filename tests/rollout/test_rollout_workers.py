@@ -79,7 +79,7 @@ class Threads:
 
 def collected(count, *, deterministic, killed=(), again=True, steps=3, **columns):
     """Groups, counts and requests of some batches of four; workers of ``killed`` die in the second."""
-    config = RolloutConfig(batch_size=4, max_concurrent=6, wait_timeout_s=10.0)
+    config = RolloutConfig(batch_size=4, max_concurrent=6, wait_timeout_s=60.0)
     engine, workflow = ClockworkEngine(delay_s=lambda request: 0.02), Repeated(Uneven(), 2)
     how = {"seed": 3, "deterministic": deterministic}
     threads = Threads(count, workflow, config, **how) if count else None

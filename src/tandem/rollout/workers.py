@@ -13,14 +13,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tandem.api.activity import GENERATING, did
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import InfrastructureFailure, WaitTimeout
+from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group
 from tandem.api.weights import WeightUpdate, WeightVersion
@@ -64,6 +64,7 @@ class RolloutWorkers:
         begin together and take their turns together, in all workers."""
         self._engine, self._lost, self._waves = engine, lost, waves
         self._refuse()
+        self._terms.clear()
         self._outcomes: dict[int, asyncio.Future[Group | Exception]] = {}
         self._episodes: dict[int, Episode] = {}
         self._at: dict[int, int] = {}
@@ -85,7 +86,8 @@ class RolloutWorkers:
         with self._lock:
             self._loop = None
         if self._stands:
-            self._engine.resume()
+            with suppress(EngineDied, WaitTimeout):
+                self._engine.resume()
             self._stands = False
 
     def heard(self, place: int, message: bytes) -> None:
@@ -162,8 +164,9 @@ class RolloutWorkers:
 
     def _hand_out(self, episodes: Iterable[Episode]) -> None:
         loads, orders = Counter(self._at.values()), dict[int, list[Episode]]()
+        there = [place for place in sorted(self._alive) if place in self._terms]
         for episode in episodes:
-            episode.place = min(self._alive, key=lambda place: (loads[place], place), default=-1)
+            episode.place = min(there, key=lambda place: loads[place], default=-1)
             if episode.place < 0:
                 self._homeless.append(episode)
                 continue
@@ -240,6 +243,7 @@ class RolloutWorkers:
 
     def _gone(self, place: int) -> None:
         mine = [number for number, at in self._at.items() if at == place]
+        self._owed = {one for one in self._owed if one[0] != place}
         if self._waves and (mine or place in self._paused):
             self._restarts += 1
             self._refuse()
@@ -314,7 +318,8 @@ class AskedEngine(Controlled):
     def answer(self, number: int, answer: Any) -> None:
         """Settles what was asked under this number; those of control calls are below 0."""
         if number < 0:
-            self._calls.pop(number).set_result(answer)
+            if call := self._calls.pop(number, None):
+                call.set_result(answer)
         else:
             self._callers.resolve([(number, answer)])
 
