@@ -143,9 +143,10 @@ def test_a_script_with_a_loop_of_its_own_trains_on_ray_to_the_bits_of_a_local_ru
     script = runpy.run_path(f"examples/{example}.py")
     for runner in ("local", "ray"):
         script["main"]([*items_of(overrides, runner, runner, *keys), "gconfig.n_samples=4"])
-    saved = [next((tmp_path / "tandem" / one).glob("checkpoints/step_*/*.safetensors")) for one in ("local", "ray")]
+    local, theirs = (next(tmp_path.glob(f"*/{runner}")) for runner in ("local", "ray"))
+    saved = [next(one.glob("checkpoints/step_*/*.safetensors")) for one in (local, theirs)]
     assert saved[0].read_bytes() == saved[1].read_bytes()
-    metrics = [lines_of(tmp_path / "tandem" / one / "metrics.jsonl")[-1] for one in ("local", "ray")]
+    metrics = [lines_of(one / "metrics.jsonl")[-1] for one in (local, theirs)]
     assert metrics[0].keys() == metrics[1].keys() and metrics[0]["loss"] == metrics[1]["loss"]
 
 
