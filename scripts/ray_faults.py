@@ -1,6 +1,6 @@
 """Kills workers of runs on Ray at random instants: ``python scripts/ray_faults.py`` prints the table of docs/cluster.md.
 
-Each run has an actor, a critic, a reference, a reward model, two rollout workers and an engine in a process of its own; four
+Each run has an actor, a critic, a reference, a reward model, two rollout workers and an engine in a process of its own; three
 of its processes are killed, one after another, at instants of a seeded generator. A command that ends is given again. In the
 end the weights of every step, and the ledger, are compared with those of a run that nobody disturbed.
 """
@@ -25,8 +25,8 @@ from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
 
 ROOT = Path(__file__).parents[1]
-VICTIMS = ("actor", "critic", "reference", "judge", "rollout", "engine", "controller")
-KILLS, RUNS, LONGEST_GAP_S = 4, 5, 4.0
+VICTIMS = ("actor", "critic", "reference", "judge", "rollout", "engine", "controller", "command")
+KILLS, RUNS, LONGEST_GAP_S = 3, 7, 4.0
 
 
 def keys(folder, trial, steps):
@@ -59,6 +59,10 @@ class Watched:
         file = self.folder / "log.txt"
         return file.read_text() if file.exists() else ""
 
+    def deaths(self):
+        """Number of deaths that the run has noticed."""
+        return len(re.findall(r" died|ended by signal", self.log()))
+
     def lines(self, name):
         file = self.folder / name
         whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
@@ -69,11 +73,15 @@ class Watched:
 
     def victim(self, name):
         """A process of this kind that lives, or None."""
-        if name == "controller":
+        if name == "command":
             return self.process.pid
-        if name == "engine":
-            mine = [(one.memory_info().rss, one.pid) for one in psutil.Process(self.process.pid).children(recursive=True)]
-            return max(mine, default=(0, None))[1]
+        if name in ("controller", "engine"):
+            try:
+                controller = psutil.Process(self.process.pid).children()[0]
+                mine = [(one.memory_info().rss, one.pid) for one in controller.children(recursive=True)]
+            except (psutil.Error, IndexError):
+                return None
+            return controller.pid if name == "controller" else max(mine, default=(0, None))[1]
         pids = {}
         said = r"pool (\S+): process\(es\) ([\d, ]+)|process (\d+) of a model on Ray died; process (\d+) has"
         for pool, several, old, new in re.findall(said, self.log()[self.heard :]):
@@ -109,9 +117,9 @@ def disturbed(folder, trial, steps, chance):
                 break
         else:
             break
-        step, died = run.step(), run.log().count(" died")
+        step, died = run.step(), run.deaths()
         os.kill(pid, 9)
-        seconds = run.wait(lambda n=died: run.process.poll() is not None or run.log().count(" died") > n, 30)
+        seconds = run.wait(lambda n=died: run.process.poll() is not None or run.deaths() > n, 30)
         told.append((name, step, seconds, "command given again" if run.process.poll() is not None else "went on"))
     run.wait(lambda: run.process.poll() == 0, 240)
     if run.process.poll() is None:
