@@ -1,6 +1,6 @@
 """Kills workers of runs on Ray at random instants: ``python scripts/ray_faults.py`` prints the table of docs/cluster.md.
 
-Each run has an actor, a critic, a reference, a reward model, two rollout workers and an engine in a process of its own; three
+Each run has an actor, critic, reference, reward model, two rollout workers and an engine in a process of its own; three
 of its processes are killed, one after another, at instants of a seeded generator. A command that ends is given again. In the
 end the weights of every step, and the ledger, are compared with those of a run that nobody disturbed.
 """
