@@ -10,8 +10,9 @@ import pytest
 from tandem.api.failures import DataFailure, EngineDied
 from tandem.api.weights import WeightVersion
 from tandem.config.rollout import RolloutConfig
+from tandem.flow.episode_worker import EpisodeWorker
 from tandem.rollout.executor import Rollout
-from tandem.rollout.workers import EpisodeWorker, RolloutWorkers
+from tandem.rollout.workers import RolloutWorkers
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 

@@ -22,6 +22,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.state import RecoverConfig
 from tandem.flow.critic import Models
+from tandem.flow.episode_worker import AskedEngine, EpisodeWorker
 from tandem.flow.order import CONTROLLER, memory_of, pools_of
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import start_process
@@ -33,7 +34,6 @@ from tandem.flow.session import SAVED
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.critic import Critic
-from tandem.rollout.workers import AskedEngine, EpisodeWorker
 from tandem.state.random_state import RandomStates
 from tandem.state.tree import load_part, read_parts, write_tree
 from tandem.tracking.statistics import PhaseTimer
