@@ -242,7 +242,8 @@ def open_session(
         residency.add_engine(engine)
         pools = None
         if config.runner == "ray":
-            from tandem.flow.on_ray import Pools, RayConductor  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.on_ray import Pools  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.ray_conductor import RayConductor  # noqa: PLC0415
 
             pools = lasting.pools
             if pools is None:
