@@ -115,6 +115,7 @@ BESIDE = {
         "roles/critic",
         "rollout/ranks",
         "rollout/replay",
+        "rollout/workers",
     ),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/sample_checks"),
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.api.failures import RankFailed
+from tandem.api.failures import RankFailed, WorkerDied
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -35,7 +36,16 @@ def ray():
     ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tandem-rl[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))))
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+        settings = {
+            "worker_niceness": 0
+        }  # as `tandem.flow.ray_head` has it: on a busy machine workers do not start otherwise
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+            _system_config=settings,
+        )
         yield ray
         ray.shutdown()
     assert not [child.name() for child in psutil.Process().children(recursive=True) if child.name().startswith("ray")]
@@ -88,11 +98,81 @@ def test_roles_in_workers_of_ray_train_to_the_bits_of_a_local_run(ray, overrides
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_episodes_in_rollout_workers_make_the_samples_of_one_process_to_the_bit(ray, overrides, models, workers, tmp_path):
+    more = [f"actor.path={calling_model_folder(tmp_path)}", *cases(models)["tools"], "rollout.batch_size=4"]
+    weights, metrics = trained(overrides, "local", "local", *more)
+    theirs, their_metrics = trained(overrides, "ray", "workers", *more, f"rollout.workers={workers}")
+    assert weights == theirs and len(weights) == 3
+    assert metrics == pytest.approx(their_metrics, nan_ok=True, rel=0, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["KILL", "STOP"])
+def test_the_episodes_of_a_rollout_worker_that_dies_begin_again_in_another_one(ray, overrides, models, number, tmp_path):
+    keys = ["total_train_steps=6", "rollout.workers=2", "recover.silent_after_s=3", "gconfig.max_new_tokens=48"]
+    whole, metrics = trained(overrides, "local", "whole", keys[0], keys[-1])
+    with started(items_of(overrides, "ray", "mended", *keys), env=there(ray)) as (run, folder):
+        begun(folder, 1, run)
+        first = processes(folder, "rollout")
+        os.kill(first[0], number)
+        killed, seconds = time.time(), None
+        while run.poll() is None and seconds is None:
+            time.sleep(0.02)
+            if "rollout worker 1 died" in (folder / "log.txt").read_text():
+                seconds = time.time() - killed
+        said, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, said
+    assert seconds is not None and seconds < (5 if number == signal.SIGKILL else 9)
+    assert [one["tensors"] for one in lines_of(folder / "weights.jsonl")] == list(whole.values())
+    last = lines_of(folder / "metrics.jsonl")[-1]
+    assert last["episodes/trained"] == metrics["episodes/trained"] and "recover/restarts" not in last
+
+
+@pytest.mark.slow
 def test_a_student_and_its_teacher_in_workers_of_ray_are_a_local_pair_to_the_bit(ray, overrides, models):
     own = ("reward=", "gconfig.n_samples=")
     keys = [f"teacher.path={models / 'tiny-llama-1'}", *(key for key in overrides if not key.startswith(own))]
     local, theirs = (trained(keys, name, name, module=distill, kind=DistillConfig)[0] for name in ("local", "ray"))
     assert local == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "keys"), [("gsm8k_grpo", KL), ("addition_grpo", ())])
+def test_a_script_with_a_loop_of_its_own_trains_on_ray_to_the_bits_of_a_local_run(ray, overrides, example, keys, tmp_path):
+    script = runpy.run_path(f"examples/{example}.py")
+    for runner in ("local", "ray"):
+        script["main"]([*items_of(overrides, runner, runner, *keys), "gconfig.n_samples=4"])
+    local, theirs = (next(tmp_path.glob(f"*/{runner}")) for runner in ("local", "ray"))
+    saved = [next(one.glob("checkpoints/step_*/*.safetensors")) for one in (local, theirs)]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+    metrics = [lines_of(one / "metrics.jsonl")[-1] for one in (local, theirs)]
+    assert metrics[0].keys() == metrics[1].keys() and metrics[0]["loss"] == metrics[1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_script_hears_of_a_worker_that_dies(ray, overrides):
+    config = load_config(TrainConfig, None, items_of(overrides, "ray", "script", *KL, "reference.backend=fsdp:d1")).config
+    with open_training(config) as (_, session):
+        pools = session.pools.pools
+        batch = session.rollout.prepare_batch(session.loader, session.workflow)
+        os.kill(pools["reference"].processes[0], signal.SIGKILL)
+        assert "reference_logprobs" in session.reference.compute_logprobs(batch)
+        os.kill(pools["actor"].processes[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"the worker of actor \(rank 0 of 1\) died"):
+            session.actor.compute_proximal(batch)
+        with pytest.raises(AttributeError, match="'engine' is none of these"):
+            assert session.actor.engine
+
+
+@pytest.mark.slow
+def test_a_reward_that_changes_on_the_way_changes_on_ray_too(ray, overrides, tmp_path):
+    mine, found = Path(__file__).with_name("changing.py"), []
+    for runner in ("local", "ray"):
+        given = f"folder='{tmp_path}/tandem/{runner}', call=20, action='reward.add', value='5*{REWARDS}:short', name='even'"
+        found.append(trained(overrides, runner, runner, f"reward={mine}:Asks({given})", "total_train_steps=4"))
+    assert found[0][0] == found[1][0]
+    assert found[0][1]["reward_weights/short"] == found[1][1]["reward_weights/short"] == 5.0
 
 
 @pytest.mark.slow
@@ -120,6 +200,11 @@ def test_a_dead_worker_of_a_frozen_model_is_replaced_and_another_one_ends_the_ru
         os.kill(pools["critic"].processes[0], signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"the worker of critic \(rank 0 of 1\) died"):
             session.step()
+
+
+def lines_of(file):
+    """The lines of a file of JSON."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def begun(folder, step, command):
@@ -184,6 +269,26 @@ def test_when_workers_with_state_die_the_others_go_on_from_the_checkpoint(ray, o
     assert not (set(lived["critic"] + lived["actor"]) & set(processes(folder, "critic") + processes(folder, "actor")))
     assert len(re.findall("pool reference: process", (folder / "log.txt").read_text())) == 1
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)], ids=["1-KILL", "0-STOP"])
+def test_when_one_of_two_ranks_dies_all_pools_go_on_from_the_checkpoint(ray, overrides, rank, number):
+    keys = [*PPO, "actor.backend=fsdp:d2", "critic.backend=fsdp:d1", "checkpoint.every_steps=2", "total_train_steps=5"]
+    whole, metrics = trained(overrides, "ray", "whole", *keys)
+    again = ("recover.max_restarts=1", "recover.silent_after_s=6")
+    with started(items_of(overrides, "ray", "mended", *keys, *again), env=there(ray)) as (run, folder):
+        begun(folder, 3, run)
+        first = {pool: processes(folder, pool) for pool in ("actor", "critic")}
+        os.kill(first["actor"][rank], number)
+        said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    lines = lines_of(folder / "metrics.jsonl")
+    assert {one["step"]: one["tensors"] for one in lines_of(folder / "weights.jsonl")} == whole
+    assert [line["step"] for line in lines] == list(range(1, 6)) and lines[-1]["recover/restarts"] == 1
+    assert lines[-1]["episodes/trained"] == metrics["episodes/trained"]
+    assert not set(first["actor"]) & set(processes(folder, "actor")) and first["critic"] == processes(folder, "critic")
 
 
 @pytest.mark.slow

@@ -286,6 +286,8 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "placement=colocate contradicts async_training=true: the devices would be used in turns and nothing overlaps; "
             "leave placement out"
         )
+    if rollout.workers and config.runner == "local":
+        yield f"rollout.workers={rollout.workers} is for runner=ray; with runner=local each rank runs episodes: leave it out"
     if rollout.oversample > 1 and config.async_training:
         yield (
             f"rollout.oversample={rollout.oversample:g} is for synchronous training; asynchronous training waits for no "

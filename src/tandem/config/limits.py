@@ -90,6 +90,7 @@ LIMITS: dict[str, KnobRule] = {
     "critic.warmup_steps": _count(0),
     "critic.loss_weight": POSITIVE,
     "rollout.batch_size": _count(1, MOST_ROWS),
+    "rollout.workers": _count(0, 4096),
     "rollout.max_concurrent": _count(),
     "rollout.max_head_offpolicyness": _count(0),
     "rollout.episode_timeout_s": SECONDS,

@@ -20,6 +20,7 @@ FREE = (
     "rollout.verify",
     "rollout.fleet",
     "rollout.weights",
+    "rollout.workers",
     "allocation",
     "runner",
 )

@@ -79,6 +79,10 @@ class RolloutConfig:
     batch_size: int = 8
     """Prompts (episodes, groups) in one training step."""
 
+    workers: int = 0
+    """With `runner=ray`: processes that run the episodes, with their tools, environments and rewards, and ask the engine,
+    which stays where it is; 0: the controller runs them."""
+
     max_concurrent: int | None = None
     """Most episodes that run at the same time; null: as many as the staleness bound allows."""
 

@@ -8,6 +8,7 @@ asked for. Order is that of `tandem.flow.order`, and a pool's calls run one at a
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,19 +28,15 @@ from tandem.config.cores import usable_cores
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.config.experiment import TrainConfig
 from tandem.config.extras import install_extra
-from tandem.flow.conductor import Around, LocalConductor
 from tandem.flow.critic import FOLDER, Models
-from tandem.flow.order import Order, memory_of
 from tandem.flow.plan import RunPlan
-from tandem.flow.pool import PoolMember, PoolPart, Spent, homes_of, part_of, pools_by_role
+from tandem.flow.pool import PoolMember, PoolPart, RolloutMember, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
-from tandem.flow.promised import Promised, added_by
 from tandem.flow.ray_head import Head
-from tandem.flow.residency import Residency
-from tandem.flow.stages import Stage
 from tandem.launch.local import LAUNCHER
 from tandem.launch.place import Place, free_port
 from tandem.models.tokenizer import save_classifier_tokenizer
+from tandem.rollout.workers import RolloutWorkers
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +44,9 @@ READY_S = 600.0
 """Seconds that the cluster may take to give the cores."""
 
 CLOSE_S = 10.0
+BLAME_S = 4.0
+"""For the death of a rank to be noticed, behind the failure of another one that waited for it."""
+
 PING_S = 1.0
 """Between two questions to each worker whether it lives."""
 
@@ -54,6 +54,9 @@ REPLACED = 3
 """Times that Ray starts the process of a model that never changes again."""
 
 ALONE = Place(0, 1, 1, 0, 1, "", 0)
+ROLLOUT = "rollout"
+"""The pool of the rollout workers."""
+
 MIB = 2**20
 
 
@@ -79,20 +82,25 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
         "rollout.balance, which moves threads of one process": config.rollout.balance is not None,
         f"rollout.weights.channel={config.rollout.weights.channel}": config.rollout.weights.channel in ("collective", "ipc"),
         f"rewards of models in the middle of an episode ({', '.join(plan.awaited)})": bool(plan.awaited),
+        "rollout.workers and a model that the workflow talks to": bool(
+            config.rollout.workers and plan.resident("partner") is not None
+        ),
         "GPUs (device=cpu computes without them)": device != "cpu",
     }
     if wrong := next((what for what, there in why.items() if there), None):
         raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
 
 
-class PoolActor(PoolMember):
-    """The actor."""
+class _Actor:
+    """The part of an actor that all workers have."""
 
-    def __init__(self, part: PoolPart):
-        super().__init__(part)
+    open: Callable[[], None]
+
+    def _go_on(self) -> None:
+        """Opens at once what one had that died, and whose place it takes."""
         with warnings.catch_warnings(action="ignore"):  # of Ray's about itself
             again = _ray().get_runtime_context().was_current_actor_reconstructed
-        if again:  # it takes the place of one that died
+        if again:
             self.enter(ALONE)
 
     def machine(self, folder: str) -> tuple[str, str, int]:
@@ -116,13 +124,29 @@ class PoolActor(PoolMember):
     def idle(self) -> None:
         """Nothing, once all calls of before have ended."""
 
+
+class PoolActor(_Actor, PoolMember):
+    """A rank of a pool."""
+
+    def __init__(self, part: PoolPart):
+        super().__init__(part)
+        self._go_on()
+
     def asked(self) -> tuple[Any, ...]:
         """Waits until something is asked of the inference engine."""
-        return self.engine.asked.get()
+        return self.questions.get()
 
-    def answer(self, answer: Any) -> None:
+    def answer(self, number: int, answer: Any) -> None:
         """The answer to that: what it returned, or its failure."""
-        self.engine.answers.put(answer)
+        self.engine.answer(number, answer)
+
+
+class RolloutActor(_Actor, RolloutMember):
+    """A rollout worker."""
+
+    def __init__(self, part: PoolPart):
+        super().__init__(part)
+        self._go_on()
 
 
 @dataclass(frozen=True)
@@ -130,9 +154,19 @@ class Away:
     """Stands for a role that is in a worker."""
 
     name: str
+    calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Its stages, for a script that calls them itself."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{self.name} is in a worker of Ray; a step calls its stages, and nobody else anything of it")
+    facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Other attributes that a script may ask for, each made when it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.calls:
+            return self.calls[name]
+        if name in self.facts:
+            return self.facts[name]()
+        known = ", ".join(sorted([*self.calls, *self.facts]))
+        raise AttributeError(f"{self.name} is in a worker of Ray; of it can be called: {known}; {name!r} is none of these")
 
 
 @dataclass(eq=False)
@@ -164,6 +198,10 @@ class Pools(Models):
         super().__init__(None, None, tokenizer)
         self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
         self.of_role = pools_by_role(plan)
+        self.roles = {role.name: Away(role.name) for role in plan.roles if role.name in self.of_role}
+        """Stand-ins here for the roles of the plan that are elsewhere."""
+
+        self.roles["publisher"].facts["history"] = self.history
         self.pools: dict[str, Pool] = {}
         self._parts: dict[str, PoolPart] = {}
         self._names: dict[str, str] = {}
@@ -176,15 +214,13 @@ class Pools(Models):
         self.when_lost: Callable[[Exception], None] = lambda error: None
         """Hears of a worker that is gone, in a thread, so that nobody waits for what will not be used."""
 
+        self.workers: RolloutWorkers | None = None
+        """The rollout workers; None: episodes run here."""
+
         self.replaced = 0
         """Processes that have taken the place of others."""
         self.records = config.tracking.trajectories_per_step != 0
         """True if batches are read when a step is done, to be written down."""
-
-    @property
-    def roles(self) -> dict[str, Any]:
-        """Stand-ins here for the roles of the plan that are elsewhere."""
-        return {role.name: Away(role.name) for role in self._plan.roles if role.name in self.of_role}
 
     @property
     def residents(self) -> dict[str, Any]:
@@ -201,13 +237,17 @@ class Pools(Models):
         assert self._engine is not None, "the controller generates"
         parts = {name: part_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
         sizes = {name: max(len(one.ranks) for one in part.residents) for name, part in parts.items()}
-        self._connect(process.threads * sum(sizes.values()))
+        players = self._config.rollout.workers
+        self._connect(process.threads * sum(sizes.values()) + players)
         reads = self._engine.capabilities
         if not reads & {"shared_memory", "disk"}:
             reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
             told = (process.threads, steps, run, reads, self._engine.version)
             self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
+        if players:
+            told = (1, *told[1:])
+            self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *told)
         # first: after a death while they open, `mend` opens them
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
@@ -225,6 +265,8 @@ class Pools(Models):
         if "actor" in entering:
             desk = (self.pools["actor"].members[0],)
             threading.Thread(target=self._serve, args=desk, name="engine-desk", daemon=True).start()
+        if ROLLOUT in entering:
+            self.workers = self._play(self.pools[ROLLOUT])
 
     def mend(self) -> None:
         """After a worker is gone: the others end what was begun, and stay; a pool that has lost one gets new workers, whose
@@ -345,14 +387,16 @@ class Pools(Models):
         """The actors of a pool."""
         group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
         changes = any(one.changes for one in part_of(self._plan, part.pool).residents)
-        pool = self.pools[part.pool] = Pool(group, again=part.ranks == 1 and not changes)
+        again = part.pool == ROLLOUT or (part.ranks == 1 and not changes)
+        pool = self.pools[part.pool] = Pool(group, again=again)
         with waiting("cores of the Ray cluster"):
             if not group.wait(READY_S):
                 raise WaitTimeout(
                     f"Ray has not given {part.ranks} × {part.threads} core(s) for the pool {part.pool} within "
                     f"{READY_S:.0f} s; the cluster has {self.ray.cluster_resources()}"
                 )
-        actor = self.ray.remote(concurrency_groups={"desk": 2, "watch": 1})(PoolActor)
+        kind = RolloutActor if part.pool == ROLLOUT else PoolActor
+        actor = self.ray.remote(concurrency_groups={"desk": 2, "watch": 1, "orders": 1, "answers": 1})(kind)
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         how: dict[str, Any] = {"max_restarts": REPLACED, "max_task_retries": -1} if pool.again else {}
         for rank in range(part.ranks):
@@ -367,19 +411,65 @@ class Pools(Models):
             Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
             for rank, node in enumerate(nodes)
         ]
+        if pool is self.pools.get(ROLLOUT):
+            places = [ALONE] * len(nodes)
         return [member.enter.remote(place) for member, place in zip(pool.members, places, strict=True)]
+
+    def _play(self, pool: Pool) -> RolloutWorkers:
+        """Begins to listen to the rollout workers."""
+
+        def sends(member: Any, method: str, group: str) -> Callable[[Any], None]:
+            send = getattr(member, method).options(concurrency_group=group, max_task_retries=0)
+            return lambda message: send.remote(pickle.dumps(message))
+
+        workers = RolloutWorkers(
+            [sends(one, "take", "orders") for one in pool.members], [sends(one, "answer", "answers") for one in pool.members]
+        )
+        for place, member in enumerate(pool.members, 1):
+            listening = (workers, pool, place, member)
+            threading.Thread(target=self._listen, args=listening, name="rollout-worker", daemon=True).start()
+        return workers
+
+    def _listen(self, workers: RolloutWorkers, pool: Pool, place: int, member: Any) -> None:
+        """In a thread: hears what a rollout worker says, and what becomes of it."""
+        said = member.said.options(concurrency_group="desk", max_task_retries=0)
+        while not self._closing.is_set():
+            try:
+                for message in self.ray.get(said.remote()):
+                    workers.heard(place, message)
+            except self.ray.exceptions.RayError as error:
+                if self._closing.is_set() or pool not in self.pools.values():
+                    return
+                workers.gone(place)
+                log.warning("rollout worker %d died; its episodes begin again in another one", place)
+                log.info("cause", exc_info=error)
+                try:
+                    self.noticed(pool, self.ray.get(member.alive.remote()), place - 1)  # once Ray has started it again
+                except self.ray.exceptions.RayError as error:
+                    if not workers.left:
+                        self._lost(pool, member._actor_id.hex(), "died", error)
+                    return
+                workers.back(place)
+
+    def judged(self) -> list[tuple[int, Mapping[str, float]]]:
+        """The number of samples and the metrics of the rewards of each rollout worker; one that died has lost them."""
+        found = []
+        for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
+            with contextlib.suppress(self.ray.exceptions.RayError):
+                found.append(self.ray.get(member.judged.options(max_task_retries=0).remote()))
+        return found
 
     def _serve(self, member: Any) -> None:
         """In a thread: does what the publisher asks of the engine, which is here."""
         asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
         with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
             while not self._closing.is_set():
-                name, *arguments = self.ray.get(asked.remote())
+                number, name, *arguments = self.ray.get(asked.remote())
                 try:
                     found = getattr(self._engine, name)(*arguments)
                 except Exception as error:  # boundary: the publisher decides what becomes of it
                     found = Team().portable(error)
-                self.ray.get(answer.remote(found))
+                self.ray.get(answer.remote(number, found))
 
     def all(self, references: Sequence[Any], what: str) -> list[Any]:
         """Waits for all of them, which are ``what``; the first failure counts, also of one that others wait for."""
@@ -407,6 +497,8 @@ class Pools(Models):
             cause: Any = error
             while isinstance(cause, failures.RayTaskError) and cause.cause is not None:
                 cause = cause.cause
+            if not isinstance(cause, failures.RayActorError):
+                self._blame()
             if isinstance(cause, TandemError):
                 raise cause from None
             if not isinstance(cause, failures.RayActorError):
@@ -415,6 +507,15 @@ class Pools(Models):
             if "creation task" in words:
                 raise RankFailed(f"the worker of {who} cannot start: {words.splitlines()[-1]}") from error
             raise WorkerDied(f"the worker of {who} died") from error
+
+    def _blame(self) -> None:
+        """After a failure in a worker: raises `WorkerDied` if another rank of a pool is gone, for whom it waited in vain."""
+        several = any(len(pool.members) > 1 for name, pool in self.pools.items() if name != ROLLOUT)
+        until = time.monotonic() + (BLAME_S if several else 0.0)
+        self.check()
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            self.check()
 
     def noticed(self, pool: Pool, process: int, rank: int = 0) -> None:
         """This process answered: counts it where it has taken the place of one that died."""
@@ -425,8 +526,8 @@ class Pools(Models):
             log.warning("process %d of a model on Ray died; process %d has taken its place", before, process)
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        """Has every worker do it."""
-        members = [member for pool in self.pools.values() for member in pool.members]
+        """Has every worker that has models do it."""
+        members = [member for name, pool in self.pools.items() if name != ROLLOUT for member in pool.members]
         return self.all([getattr(one, method).remote(*arguments) for one in members], f"the workers: {method}")
 
     def save(self, folder: Path) -> None:
@@ -476,110 +577,3 @@ class Pools(Models):
         if self._head is not None:
             self._head.close()
             self._head = None
-
-
-class RayConductor(LocalConductor):
-    """Calls stages in the workers of their pools. What makes a batch, judges or keeps runs here."""
-
-    def __init__(self, pools: Pools, around: Around, residency: Residency, plan: RunPlan):
-        super().__init__(around, residency, plan)
-        self._pools, self._memory = pools, memory_of(plan.residents)
-        self._order: Order[Any] = Order(self._memory)
-        self._begun: list[tuple[Stage, Pool, list[Any]]] = []
-        self._costs: list[tuple[Stage, list[Spent], float]] = []
-        self.calls: list[tuple[Stage, list[Spent], float]] = []
-        """The calls of the last step, with what each process spent, and the seconds that were waited here."""
-
-    def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
-        """Calls the method that a stage is: in a pool it begins, and references come back. The model of a reward is waited
-        for, for what is chosen depends on it."""
-        if stage.role not in self._pools.of_role:
-            return super().run(stage, of, *arguments, **named)
-        if stage.kind == "score":
-            _, scores = self._begin(stage, ("score",), list(arguments[0].items()), (), {})
-            self._finish()
-            return self._pools.get(scores)
-        batch = next((one for one in (*arguments, *named.values()) if isinstance(one, Promised)), None)
-        plain = [one for one in arguments if one is not batch]
-        plain_named = {name: one for name, one in named.items() if one is not batch}
-        fields = None if batch is None else list(batch.read_by(stage.declared))
-        added = added_by(stage.declared)
-        metrics, *outputs = self._begin(stage, added, fields, plain, plain_named)
-        if added and batch is not None:
-            return batch.with_output(stage.declared, dict(zip(added, outputs, strict=True)))
-        return {metrics: stage.name}
-
-    def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Calls it here, when all that was begun is done. Of a batch the object store has the fields from then on."""
-        self._finish()
-        found = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
-        if stage.kind != "collect":
-            return found
-        return Promised({str(name): (self._pools.ray.put(field),) for name, field in found.items()}, self._pools.get)
-
-    def _begin(
-        self, stage: Stage, added: Sequence[str], fields: Sequence[tuple[str, Any]] | None, plain: Any, named: Any
-    ) -> list[Any]:
-        """References of a call's metrics and of the fields that it adds. It waits for its fields, for earlier calls that it
-        is to follow, and for the one before it in its pool."""
-        pool = self._pools.pools[self._pools.of_role[stage.role]]
-        names = None if fields is None else [name for name, _ in fields]
-        values, earlier = [one for _, one in fields or ()], self._order.before(stage)
-        outputs = []
-        for rank, member in enumerate(pool.members):
-            returns = 1 if rank else 1 + len(added)
-            waits = [*earlier, *pool.last[rank : rank + 1]]
-            begin = member.run.options(num_returns=returns)
-            found = begin.remote(stage.role, stage.call, added, names, plain, named, *values, *waits)
-            outputs.append(found if returns > 1 else [found])
-        pool.last = [one[0] for one in outputs]
-        self._order.add(stage, pool.last[0])
-        self._begun.append((stage, pool, pool.last))
-        return list(outputs[0])
-
-    def value(self, promised: Any) -> Any:
-        """Reads a whole batch, or the metrics of a stage."""
-        if isinstance(promised, Promised):
-            return promised.batch()
-        return self._metrics(promised) if isinstance(promised, dict) else promised
-
-    def _metrics(self, promised: Mapping[Any, Any]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for name, value in promised.items():
-            found |= {name: value} if isinstance(name, str) else self._pools.get(name)[0]
-        return found
-
-    def _finish(self) -> None:
-        """Waits for all calls that were begun; the first failure counts, also of one that others wait for."""
-        begun, self._begun, self._order = self._begun, [], Order(self._memory)
-        pending = [one for _, _, outputs in begun for one in outputs]
-        for stage, pool, outputs in begun:
-            began = time.monotonic()
-            with self._around(stage), waiting(f"{stage.name}, in a worker on Ray"):
-                while any(one in pending for one in outputs):
-                    self._pools.check()
-                    done, pending = self._pools.ray.wait(pending, num_returns=1, timeout=PING_S)
-                    for one in done:
-                        self._pools.get(one)
-            costs = [self._pools.get(one)[1] for one in outputs]
-            self._pools.noticed(pool, costs[0].process)
-            self._costs.append((stage, costs, time.monotonic() - began))
-
-    def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
-        """Waits for all calls of the step. The batch stays where it is, and can be asked for its fields.
-
-        Raises:
-            TandemError: of the first call that failed.
-        """
-        self._finish()
-        calls, self._costs = self._costs, []
-        self.calls = calls
-        found = self._metrics(metrics)
-        found["remote/read_mib"] = sum(cost.read_bytes for _, costs, _ in calls for cost in costs) / MIB
-        found["remote/added_mib"] = sum(costs[0].added_bytes for _, costs, _ in calls) / MIB
-        found["remote/wait_s"] = sum(waited for *_, waited in calls)
-        found["remote/replaced"] = float(self._pools.replaced)
-        for stage, costs, _ in calls:
-            name = "remote/busy_s/" + stage.name.replace(": ", "_").replace(" ", "_")
-            found[name] = found.get(name, 0.0) + costs[0].seconds
-        return batch, found

@@ -29,6 +29,7 @@ from tandem.engines.inference.check import context_of
 from tandem.roles.components import Choice
 from tandem.rollout.chat import chat_of
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+from tandem.rollout.workers import RolloutWorkers
 
 MOST_ROWS = 20_000
 """With more rows than this, nobody looks for the longest prompt: to tokenise all would take minutes at each start."""
@@ -143,10 +144,12 @@ def make_rollout(
     scorer: GroupScorer | None = None,
     team: Team | None = None,
     generators: Team | None = None,
+    workers: RolloutWorkers | None = None,
 ) -> Rollout:
     """The executor with the run's staleness bound and ``filter_`` of groups; ``engine`` is None on ranks without one.
     ``loader``: what the rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a
-    model. ``team``: the ranks that get the batches; None: all. ``generators``: those with an engine, if they are several."""
+    model. ``team``: the ranks that get the batches; None: all. ``generators``: those with an engine, if they are several.
+    ``workers``: processes that run the episodes of one workflow."""
     group_filter, max_draws = make_filter(filter_)
     return Rollout(
         engine,
@@ -160,6 +163,7 @@ def make_rollout(
         scorer=scorer,
         team=team,
         generators=generators,
+        workers=workers,
     )
 
 

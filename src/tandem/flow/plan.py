@@ -233,8 +233,8 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
         ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, a model sits where it
             cannot, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
     """
-    generates = isinstance(config, TrainConfig | DistillConfig)
-    step = load_extensions(config.extend, config.rollout.backend if generates else "auto", step)
+    backend = config.rollout.backend if isinstance(config, TrainConfig | DistillConfig) else "auto"
+    step = load_extensions(config.extend, backend, step)
     if isinstance(config, DistillConfig):
         plan = _distillation(config)
     elif isinstance(config, TrainConfig):

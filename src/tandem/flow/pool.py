@@ -6,6 +6,7 @@ of the plan, and has no rows, no rewards and no inference engine.
 
 import contextlib
 import os
+import pickle
 import queue
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict
 
-from tandem.api.failures import WaitTimeout
 from tandem.api.state import Stateful
-from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.api.weights import WeightVersion
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.state import RecoverConfig
-from tandem.engines.inference.controlled import Controlled
 from tandem.flow.critic import Models
+from tandem.flow.episode_worker import AskedEngine, EpisodeWorker
 from tandem.flow.order import CONTROLLER, memory_of, pools_of
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import start_process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_model, open_roles
+from tandem.flow.services import make_parts
 from tandem.flow.session import SAVED
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -99,63 +100,22 @@ class Spent(NamedTuple):
     added_bytes: int
 
 
-class EngineElsewhere(Controlled):
-    """The controller's inference engine, as the publisher of a pool sees it: what is asked of it, the controller does."""
-
-    def __init__(self, capabilities: frozenset[str], version: WeightVersion, patience_s: float):
-        """``patience_s``: for the controller's answer."""
-        self._capabilities, self._version, self._patience_s = capabilities, version, patience_s
-        self.asked: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def control(self, name: str, *arguments: Any) -> dict[str, float]:
-        self.asked.put((name, *arguments))
-        try:
-            answer = self.answers.get(timeout=self._patience_s)
-        except queue.Empty:
-            raise WaitTimeout(
-                f"the controller's engine has not answered {name} within {self._patience_s:g} s (rollout.wait_timeout_s)"
-            ) from None
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(answer or {})
-
-    async def agenerate(self, request: Any) -> Any:
-        raise NotImplementedError("episodes run where the engine is")
-
-    @property
-    def version(self) -> WeightVersion:
-        return self._version
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        return self._capabilities
-
-    def prepare_weights(self, update: WeightUpdate) -> None:
-        self.control("prepare_weights", update)
-
-    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        report = self.control("commit_weights", version)
-        self._version = version
-        return report
-
-    def close(self) -> None:
-        self.control("close")
-
-
 class PoolMember:
     """One rank of a pool."""
 
     def __init__(self, part: PoolPart):
         self.part, self._stack, self.roles = part, contextlib.ExitStack(), dict[str, Any]()
-        self.engine = EngineElsewhere(part.capabilities, part.version, part.config.rollout.wait_timeout_s)
+        self.questions: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        """Calls of the controller's engine: number, name and arguments."""
+
+        told = (part.capabilities, part.version, part.config.rollout.wait_timeout_s)
+        self.engine = AskedEngine(lambda _, number, asked: self.questions.put((number, *asked)), *told)
 
     def open(self) -> None:
         """Opens the models; the environment says which rank this is. Collective over the pool."""
         part, plan = self.part, plan_run(self.part.planned)
-        as_ranks = {"threads": part.threads, "recover": RecoverConfig(), "runner": "local"}
         actor = replace(part.config.actor, backend=f"fsdp:d{part.ranks}")
-        process = start_process(replace(part.config, actor=actor, **as_ranks))  # type: ignore[arg-type]
+        process = start_process(replace(part.config, actor=actor, **_as_ranks(part)))
         folder = resolve(part.config.actor.path)
         told = (part.steps, part.run, folder, load_tokenizer(folder), self.engine if process.is_main else None)
         residency = Residency(None, Path(), PhaseTimer(), open_model, process.team)
@@ -220,6 +180,53 @@ class PoolMember:
     def close(self) -> None:
         """Gives back what others would miss."""
         self._stack.close()
+
+
+class RolloutMember:
+    """A rollout worker: it plays the run's episodes, and has neither models nor an engine."""
+
+    def __init__(self, part: PoolPart):
+        self.part, config = part, part.config
+        told = (part.capabilities, part.version)
+        self.worker = EpisodeWorker(config.rollout, *told, seed=config.seed, deterministic=config.deterministic)
+
+    def open(self) -> None:
+        """Makes the workflow, with its rewards, tools and environments."""
+        config = self.part.config
+        start_process(replace(config, actor=replace(config.actor, backend="fsdp:d1"), **_as_ranks(self.part)))
+        self.episodes = make_parts(config, plan_run(self.part.planned), load_tokenizer(resolve(config.actor.path)))
+        self.episodes.services.get("engine").start(self.worker.engine)
+
+    def take(self, message: bytes) -> None:
+        """An order of the controller's."""
+        self.worker.take(pickle.loads(message), self.episodes.workflow)
+
+    def answer(self, message: bytes) -> None:
+        """The answer of its engine."""
+        self.worker.engine.answer(*pickle.loads(message))
+
+    def said(self) -> list[bytes]:
+        """Waits until there is something for the controller, and gives all that there is."""
+        found = [self.worker.said.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self.worker.said.get_nowait())
+        return found
+
+    def judged(self) -> tuple[int, dict[str, float]]:
+        """The number of samples judged since the last call, and the metrics of the rewards."""
+        reward = self.episodes.reward
+        return reward.samples, reward.metrics()
+
+    def close(self) -> None:
+        """Cancels what runs, and closes what episodes need."""
+        self.worker.close()
+        self.episodes.close()
+
+
+def _as_ranks(part: PoolPart) -> dict[str, Any]:
+    """The keys that a process of a pool has otherwise than the controller."""
+    return {"threads": part.threads, "recover": RecoverConfig(), "runner": "local"}
 
 
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -259,7 +259,8 @@ class Session(TrainingSession):
     def measured(self) -> dict[str, float]:
         """Measurements of engines and rewards since the last call, of all ranks that generate. Collective."""
         reward = self.episodes.reward
-        return of_all_ranks(self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()})))
+        found = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
+        return of_all_ranks(found + ([] if self.pools is None else self.pools.judged()))
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -354,7 +355,8 @@ def open_session(
         residency.add_engine(engine)
         pools = None
         if config.runner == "ray":
-            from tandem.flow.on_ray import Pools, RayConductor  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.on_ray import Pools  # noqa: PLC0415 Ray is an extra
+            from tandem.flow.ray_conductor import RayConductor  # noqa: PLC0415
 
             pools = lasting.pools
             if pools is None:
@@ -373,7 +375,10 @@ def open_session(
             scorer = stack.enter_context(
                 contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
             )
-            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
+            workers = None if pools is None else pools.workers
+            if workers is not None:
+                workers.workflow = parts.workflow
+            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators, workers)
             stack.callback(rollout.close)
             if pools is not None:
                 pools.when_lost = rollout.fail

@@ -19,9 +19,10 @@ from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
-from tandem.rollout.ranks import Helper
+from tandem.rollout.ranks import RankHelper
 from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
+from tandem.rollout.workers import RolloutWorkers
 
 MAX_DRAWS = 10
 """Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
@@ -59,9 +60,10 @@ class Rollout:
         scorer: GroupScorer | None = None,
         team: Team | None = None,
         generators: Team | None = None,
+        workers: RolloutWorkers | None = None,
     ):
         """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks that get
-        batches, or all. ``generators``: those that run episodes, each with an ``engine``; None: rank 0 alone."""
+        batches, or all. ``generators``: those with an ``engine``; None: rank 0 alone. ``workers``: run episodes too."""
         self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
@@ -78,10 +80,11 @@ class Rollout:
             observer=observer,
             judges_later=lambda: bool(scorer),
             generators=generators if self._team.main else None,
+            workers=workers,
         )
-        self._helper: Helper | None = None
+        self._helper: RankHelper | None = None
         if generators is not None and generators.member and not generators.main:
-            self._helper = Helper(generators, self._pool.loop, self._pool.runner, config.wait_timeout_s)
+            self._helper = RankHelper(generators, self._pool.loop, self._pool.runner, config.wait_timeout_s)
         self.gate, self.ledger, self.loop = self._pool.gate, self._pool.ledger, self._pool.loop
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()

@@ -19,6 +19,7 @@ from tandem.rollout.book import EpisodeBook, GroupFilter, GroupObserver, Row
 from tandem.rollout.episodes import Episode, EpisodeRunner, finish_groups
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.ranks import OtherRanks
+from tandem.rollout.workers import RolloutWorkers
 
 
 @dataclass
@@ -68,13 +69,16 @@ class EpisodePool:
         observer: GroupObserver | None,
         judges_later: Callable[[], bool],
         generators: Team | None = None,
+        workers: RolloutWorkers | None = None,
     ):
         """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
-        ``generators``: the ranks that run episodes; None: rank 0 alone."""
+        ``generators``: the ranks that run episodes; None: rank 0 alone. ``workers``: run those of their workflow instead."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
         self.loop = BackgroundLoop(on_blocked=self.fail)
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
-        self._others = OtherRanks(generators, self.loop, self.fail)
+        self._others = workers or OtherRanks(generators, self.loop, self.fail)
+        if workers is not None and engine is not None:
+            workers.attach(self.loop, engine, self.fail, deterministic)
 
         # The lock of `_changed` guards the book. Its holder may schedule calls on the loop, but must not wait for it: the
         # loop may itself be waiting for the lock. Waiters are woken when there may be something for them.
@@ -152,6 +156,7 @@ class EpisodePool:
             self._book.broken = self._book.broken or RuntimeError("the rollout is closed")
             self._book.abort_running()
             self._changed.notify_all()
+        self._others.detach()
         self.loop.close()
 
     # ------------------------------------------------------------------ waiting
@@ -176,8 +181,11 @@ class EpisodePool:
         """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
         with self._changed:
             episodes = [] if self._book.running else self._book.admit()
-        if episodes:
-            self.runner.begin(episodes, self._spawn, deadline - time.monotonic())
+        theirs = [episode for episode in episodes if self._others.runs(episode.workflow)]
+        if theirs:
+            self.loop.call(self._spawn, theirs)
+        if own := [episode for episode in episodes if episode not in theirs]:
+            self.runner.begin(own, self._spawn, deadline - time.monotonic())
 
     # ------------------------------------------------------------------ with the lock
 

@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -32,6 +32,11 @@ END = None
 
 LEAVE_TIMEOUT_S = 60.0
 """Longest time for a rank to answer that the batch is complete."""
+
+
+def order_of(episodes: Iterable[Episode]) -> list[tuple[Any, ...]]:
+    """The message that hands these out."""
+    return [(one.number, one.prompt, one.row, one.version) for one in episodes]
 
 
 class RankMessages:
@@ -109,6 +114,10 @@ class OtherRanks:
             if any(thread.is_alive() for thread in threads):
                 raise WaitTimeout(f"waited {LEAVE_TIMEOUT_S:g} s for the other ranks to end their part of the batch")
 
+    def runs(self, workflow: RolloutWorkflow) -> bool:
+        """False: rank 0 runs episodes too."""
+        return False
+
     def give(self, episodes: Sequence[Episode]) -> None:
         """Settles where each runs, which is where the fewest are under way, and hands out those of other ranks."""
         orders: dict[int, list[Episode]] = {}
@@ -120,7 +129,7 @@ class OtherRanks:
                 self._outcomes[episode.number] = asyncio.get_running_loop().create_future()
                 orders.setdefault(episode.place, []).append(episode)
         for place, some in orders.items():
-            self._lines[place - 1].put([(e.number, e.prompt, e.row, e.version) for e in some])
+            self._lines[place - 1].put(order_of(some))
 
     def cancel(self, episode: Episode) -> None:
         """Stops an episode that another rank runs."""
@@ -133,6 +142,9 @@ class OtherRanks:
         if isinstance(outcome, Exception):
             raise outcome
         return replace(outcome, data=episode.row)
+
+    def detach(self) -> None:
+        """Nothing: between two batches nobody listens."""
 
     def ended(self, episode: Episode, _: asyncio.Task[None]) -> None:
         """An episode has ended, wherever it ran."""
@@ -152,40 +164,48 @@ class OtherRanks:
             future.set_result(outcome)
 
 
-class Helper:
-    """Runs, on another rank, the episodes that rank 0 hands out."""
+def portable(error: Exception, where: str) -> Exception:
+    """The error, or one that stands for it, with its traceback as text: what caused it cannot travel."""
+    told = Team().portable(error)
+    if isinstance(error, EpisodeFailure) and not isinstance(told, EpisodeFailure):
+        kind = InfrastructureFailure if isinstance(error, InfrastructureFailure) else DataFailure
+        told = kind(error.reason, error.words)
+        told.failed_samples, told.num_left = error.failed_samples, error.num_left
+    told.add_note(f"on {where}:\n" + "".join(traceback.format_exception(error)))
+    return told
 
-    def __init__(self, team: Team, loop: BackgroundLoop, runner: EpisodeRunner, patience_s: float):
-        """``patience_s``: how long the episodes of a deterministic run may take to issue their requests."""
-        self._team, self._loop, self._runner, self._patience_s = team, loop, runner, patience_s
-        self._line = RankMessages(team, 0)
+
+class Line(Protocol):
+    """A way to who collects the batches."""
+
+    def put(self, message: Any) -> None:
+        """Sends a message, after those before it. One that cannot travel fails here."""
+
+
+class Helper:
+    """Runs, elsewhere, the episodes that whoever collects the batches hands out. `take` and `stop` are for one thread."""
+
+    def __init__(self, line: Line, loop: BackgroundLoop, runner: EpisodeRunner, patience_s: float, where: str):
+        """``patience_s``: how long the episodes of a deterministic run may take to issue their requests. ``where``: names
+        this process, for errors."""
+        self._line, self._loop, self._runner, self._patience_s, self._where = line, loop, runner, patience_s, where
         self._running: dict[int, tuple[Episode, asyncio.Task[None]]] = {}
 
-    def serve(self, workflow: RolloutWorkflow) -> None:
-        """Runs episodes of this workflow until rank 0 has its batch.
-
-        Raises:
-            RankFailed: rank 0 is gone.
-        """
-        sender = threading.Thread(target=self._line.send, name="to-rank-0", daemon=True)
-        sender.start()
-        try:
-            with waiting(OTHER_RANKS):
-                while (message := self._line.receive()) is not END:
-                    if isinstance(message, int):
-                        self._loop.call(self._cancel, message)
-                    else:
-                        self._start([Episode(number, prompt, row, workflow, at) for number, prompt, row, at in message])
-        finally:
-            self._line.put(END)
-            sender.join(LEAVE_TIMEOUT_S)
-
-    def _start(self, episodes: Sequence[Episode]) -> None:
+    def take(self, message: Any, workflow: RolloutWorkflow) -> None:
+        """Begins the episodes of an order, or cancels that of a number."""
+        if isinstance(message, int):
+            self._loop.call(self._cancel, message)
+            return
+        episodes = [Episode(number, prompt, row, workflow, version) for number, prompt, row, version in message]
         try:
             self._runner.begin(episodes, self._spawn, self._patience_s)
-        except Exception as error:  # the worker boundary: rank 0 waits for these episodes
+        except Exception as error:  # the worker boundary: somebody waits for these episodes
             for episode in episodes:
                 self._report(episode.number, error)
+
+    def stop(self) -> None:
+        """Cancels all that runs."""
+        self._loop.call(self._cancel_all)
 
     def _spawn(self, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
@@ -199,7 +219,7 @@ class Helper:
     async def _make(self, episode: Episode) -> None:
         try:
             self._report(episode.number, replace(await self._runner.group_of(episode), data={}))
-        except Exception as error:  # the worker boundary: rank 0 gets it
+        except Exception as error:  # the worker boundary: it must reach whoever collects
             self._report(episode.number, error)
         did(*GENERATING)
 
@@ -209,15 +229,34 @@ class Helper:
             episode.aborted = True
             task.cancel()
 
-    def _report(self, number: int, outcome: Group | Exception) -> None:
-        self._line.put((number, self._portable(outcome) if isinstance(outcome, Exception) else outcome))
+    def _cancel_all(self) -> None:
+        for number in self._running:
+            self._cancel(number)
 
-    def _portable(self, error: Exception) -> Exception:
-        """The error, or one that stands for it, with its traceback as text: what caused it cannot travel."""
-        told = self._team.portable(error)
-        if isinstance(error, EpisodeFailure) and not isinstance(told, EpisodeFailure):
-            kind = InfrastructureFailure if isinstance(error, InfrastructureFailure) else DataFailure
-            told = kind(error.reason, error.words)
-            told.failed_samples, told.num_left = error.failed_samples, error.num_left
-        told.add_note(f"on rank {dist.get_rank()}:\n" + "".join(traceback.format_exception(error)))
-        return told
+    def _report(self, number: int, outcome: Group | Exception) -> None:
+        self._line.put((number, portable(outcome, self._where) if isinstance(outcome, Exception) else outcome))
+
+
+class RankHelper(Helper):
+    """Runs, on another rank, the episodes that rank 0 hands out."""
+
+    def __init__(self, team: Team, loop: BackgroundLoop, runner: EpisodeRunner, patience_s: float):
+        """``patience_s``: see `Helper`."""
+        self._messages = RankMessages(team, 0)
+        super().__init__(self._messages, loop, runner, patience_s, f"rank {dist.get_rank()}")
+
+    def serve(self, workflow: RolloutWorkflow) -> None:
+        """Runs episodes of this workflow until rank 0 has its batch.
+
+        Raises:
+            RankFailed: rank 0 is gone.
+        """
+        sender = threading.Thread(target=self._messages.send, name="to-rank-0", daemon=True)
+        sender.start()
+        try:
+            with waiting(OTHER_RANKS):
+                while (message := self._messages.receive()) is not END:
+                    self.take(message, workflow)
+        finally:
+            self._messages.put(END)
+            sender.join(LEAVE_TIMEOUT_S)

@@ -103,10 +103,12 @@ class Control:
             raise ConfigError("the request cannot be read; ask with `tandem control`")
         if self._distils:
             raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
-        if self._config.runner != "local":
+        if self._config.rollout.workers:
             raise ConfigError(
-                "the models of this run are on Ray, and its reward stays as it is; it can change with runner=local"
+                "rollout workers judge by the reward that they began with; leave rollout.workers out to change it"
             )
+        if self._config.runner == "ray" and "constraint" in self._session.roles:
+            raise ConfigError("the constraint of this run is on Ray, and its reward stays as it is; use runner=local")
         mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
         changed = self._prepare(replace(self._config, reward=spec))
         with changed.taking_back:
