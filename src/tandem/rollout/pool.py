@@ -171,8 +171,7 @@ class EpisodePool:
             with self._changed:
                 if self._try(wish):
                     return
-                if time.monotonic() >= deadline:
-                    waited_s = time.monotonic() - began
+                if (waited_s := time.monotonic() - began) >= wish.patience_s:
                     raise WaitTimeout(f"waited {waited_s:.1f} s for {wish.count} groups; {self._book.describe()}")
                 if self._book.running:  # else the next wave begins
                     self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
