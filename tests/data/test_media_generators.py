@@ -2,13 +2,14 @@
 
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from tandem.config.data import PROCEDURAL, DatasetConfig
 from tandem.config.errors import ConfigError
-from tandem.data import procedural
+from tandem.data import procedural, scenes
 from tandem.data.dataset import load_dataset
 from tandem.data.published import easy_vqa, easy_vqa_yes_no, shuffled, spoken_digits, spoken_sums
 from tandem.data.scenes import LIGHT, RAY, Thing, clevr_count, render, visible
@@ -53,6 +54,24 @@ def test_scenes_come_from_their_seed_and_all_counts_are_equally_frequent():
     assert all(np.array_equal(a, b) for a, b in zip(shown(rows), shown(again), strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(shown(rows), shown(other), strict=True))
     assert set(answers) == set("01234") and max(map(answers.count, answers)) <= 12
+
+
+def test_the_wording_of_a_question_about_a_scene_tells_nothing_of_its_answer(monkeypatch):
+    monkeypatch.setattr(scenes, "render", lambda things: things)  # rays are slow, and 1,500 scenes are judged by their words
+    monkeypatch.setattr(scenes, "visible", lambda things: 1.0)
+    answers = {"train": Counter(), "test": Counter()}
+    for split, found in answers.items():
+        for row in clevr_count(split, size=1500, seed=0):
+            picture, question = row["messages"][0]["content"]
+            *colour, shape = question["text"].removeprefix("How many ").partition(" are")[0].split()
+            meant = [
+                t for t in picture["image"] if t.colour in (colour or [t.colour]) and shape in (f"{t.shape}s", "things")
+            ]
+            assert row["answer"] == str(len(meant)) and len(picture["image"]) <= 5
+            found[question["text"], row["answer"]] += 1
+    wordings = {text for text, _ in answers["train"]}
+    usual = {text: max("01234", key=lambda answer: answers["train"][text, answer]) for text in wordings}
+    assert len(wordings) == 19 and sum(answers["test"][pair] for pair in usual.items()) / 1500 < 0.25
 
 
 def test_a_shuffled_data_set_has_the_pictures_of_other_rows():

@@ -1,5 +1,6 @@
 """Scenes like CLEVR's, computed: spheres, cylinders and cubes on a floor, ray by ray, with shadows and exact counts."""
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -66,13 +67,19 @@ class Thing:
         return enter, normals @ turn / np.maximum(np.linalg.norm(normals, axis=1), 1e-9)[:, None]
 
 
-def draw_things(draw: random.Random, count: int) -> list[Thing]:
-    """Up to ``count`` things that do not touch."""
+KINDS = list(itertools.product(COLOURS, SHAPES))
+ASKED = [pair for pair in itertools.product([None, *COLOURS], [None, *SHAPES]) if any(pair)]
+"""A colour, a shape, or both: of these there may be none in a scene that is not empty."""
+
+
+def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[Thing]:
+    """A thing of each kind, which do not touch; the last ones are missing if there is no place for them."""
     things: list[Thing] = []
-    for _ in range(20 * count):
+    for _ in range(20 * len(kinds)):
+        colour, shape = kinds[len(things)]
         thing = Thing(
-            colour=draw.choice(list(COLOURS)),
-            shape=draw.choice(list(SHAPES)),
+            colour=colour,
+            shape=shape,
             x=draw.uniform(-REACH, REACH),
             y=draw.uniform(-REACH, REACH),
             size=draw.uniform(0.5, 0.65),
@@ -80,7 +87,7 @@ def draw_things(draw: random.Random, count: int) -> list[Thing]:
         )
         if all(math.hypot(thing.x - one.x, thing.y - one.y) > thing.radius + one.radius + GAP for one in things):
             things.append(thing)
-        if len(things) == count:
+        if len(things) == len(kinds):
             break
     return things
 
@@ -125,7 +132,8 @@ def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
 
 def clevr_count(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     """``size`` scenes of one to five things, and a question about each: how many there are, of a colour, of a shape, or of
-    both. The answers 0 to 4 are equally frequent. `train` and `test` are drawn apart.
+    both. The answers 0 to 4 are equally frequent behind every wording, so the question alone tells nothing of its answer.
+    `train` and `test` are drawn apart.
 
     Raises:
         ConfigError: another split.
@@ -133,12 +141,15 @@ def clevr_count(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]
     check_split("clevr_count", split)
     draw = random.Random(f"clevr_count/{split}/{seed}")
     for _ in range(size):
-        wanted = draw.randint(0, 4)
-        while True:
-            things = draw_things(draw, draw.randint(1, MAX_THINGS))
-            colour, shape = draw.choice([None, *COLOURS]), draw.choice([None, *SHAPES])
-            meant = [thing for thing in things if colour in (None, thing.colour) and shape in (None, thing.shape)]
-            if len(meant) == wanted and visible(things) >= MIN_VISIBLE:
+        wanted, (colour, shape) = draw.randint(0, 4), draw.choice(ASKED)
+        meant = [kind for kind in KINDS if colour in (None, kind[0]) and shape in (None, kind[1])]
+        others = [kind for kind in KINDS if kind not in meant]
+        while True:  # answer and wording stay while places are drawn, or hidden things would make small answers frequent
+            more = draw.randint(0 if wanted else 1, MAX_THINGS - wanted)
+            kinds = draw.choices(meant, k=wanted) + draw.choices(others, k=more)
+            draw.shuffle(kinds)
+            things = draw_things(draw, kinds)
+            if len(things) == len(kinds) and visible(things) >= MIN_VISIBLE:
                 break
         words = " ".join([*([colour] if colour else []), f"{shape or 'thing'}s"])
         text = f"How many {words} are there? Answer with just the number."
