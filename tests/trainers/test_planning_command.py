@@ -235,7 +235,7 @@ def test_a_judge_that_writes_has_an_engine_with_a_cache_and_no_pass_over_the_bat
     (writer,) = made.job.writers.values()
     assert (writer.sequences, writer.lengths) == (requests, Lengths(reads, 50))
 
-    name = writer.engine.role
+    name = writer.role
     held = {one.phase: {i.what: i.num_bytes for i in one.items if i.role == name} for one in made.instants}
     weights = engine_weights(made.job.generator, made.machine)
     assert all(items["parameters"] == weights for items in held.values())

@@ -2,7 +2,7 @@
 
 A part is asleep when its memory is given back. Before each stage what it needs wakes, and if that does not fit beside what
 is awake, something else goes to sleep first. So the most that is awake at once is the *largest* stage, never the sum of all
-models. Two orders of choosing are simulated over a few steps, and the one that moves fewer bytes is taken.
+models. Several orders of choosing are simulated over a few steps, and the one that moves the fewest bytes is taken.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -104,7 +104,9 @@ Order = Callable[[int, int, int], tuple[float, ...]]
 
 ORDERS: tuple[Order, ...] = (
     lambda distance, cost, size: (float(cost == 0), float(distance), float(size)),  # furthest next use first
-    lambda distance, cost, size: (float(-cost), float(distance), float(size)),  # what moves the fewest bytes first
+    lambda distance, cost, size: (-cost / size, float(distance), float(size)),  # the cheapest byte first
+    lambda distance, cost, size: (float(-cost), float(distance), float(size)),  # the cheapest part first
+    lambda distance, cost, size: (float(cost == 0), distance * size / max(cost, 1), float(size)),
 )
 STEPS = 3
 """Steps that are simulated: the last one stands for all later ones."""
@@ -251,7 +253,7 @@ class SleepPlan:
 
     @cached_property
     def order(self) -> Order:
-        """The order of choosing that moves fewer bytes in a step."""
+        """The order of choosing that moves the fewest bytes in a step."""
         return min(ORDERS, key=lambda order: moved_bytes(self.steps(order)[-1]))
 
     def steps(self, order: Order | None = None, count: int = STEPS) -> list[list["Done"]]:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from tandem.api.extensions import own_object
@@ -57,7 +56,7 @@ def use_family(spec: str) -> ModelFamily:
         ConfigError: the file has no such `ModelFamily`, or it does not say what it is like.
     """
     file, _, name = spec.rpartition(":")
-    spec = f"{Path(file).expanduser().absolute()}:{name}" if file.endswith(".py") else spec
+    spec = f"{os.path.abspath(os.path.expanduser(file))}:{name}" if file.endswith(".py") else spec
     family = _load(spec)
     os.environ[VARIABLE] = spec  # only what can be loaded: whoever reads it has not written it
     return family

@@ -235,13 +235,14 @@ class RolloutWorkers:
             self._answer(place, number, answer)
 
     def _gone(self, place: int) -> None:
+        self._terms.pop(place, None)  # the next process may be in its place already, and gets no orders of the old term
         mine = [number for number, at in self._at.items() if at == place]
         self._owed = {one for one in self._owed if one[0] != place}
         if self._waves and (mine or place in self._paused):
             self._restarts += 1
             self._refuse()
             self._pausing, self._paused, self._resuming = {}, {}, {}
-            self._drop_asks(self._terms)
+            self._drop_asks([place, *self._terms])
             self._at.clear()
             self._begin(self._alive)
             asyncio.get_running_loop().create_task(self._again(self._restarts))

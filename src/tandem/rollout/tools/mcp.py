@@ -222,8 +222,12 @@ class Connection:
 
         async def speak() -> None:
             async for sent in to_server:
-                process.stdin.write(sent.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-                await process.stdin.drain()
+                try:
+                    process.stdin.write(sent.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                    await process.stdin.drain()
+                except ConnectionError:  # it reads no more, most likely because it ends: its exit code says why
+                    await asyncio.wait([asyncio.create_task(process.wait())], timeout=WORDS_S)
+                    raise
 
         async def remember() -> None:
             while piece := await process.stderr.read(1 << 12):
