@@ -1,6 +1,7 @@
 """Images and sounds go to a reward server: by their numbers, once, and never silently left out."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -16,8 +17,13 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.judging import open_judge
-from tandem.protocol.rewards import Question
+from tandem.media.bound import StoreBound
+from tandem.media.parts import sent
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.rewards import SCORE_BODY, Question
+from tandem.protocol.schema import SchemaError, check_value
 from tandem.rewards.build import build_reward
+from tandem.rewards.serving import RewardApplication, ServedJudge
 from tandem.trainers.rl import train
 from tests.rewards.asked import server
 from tests.scalar_judge import save_judge
@@ -152,6 +158,61 @@ def test_media_are_asked_for_by_number_and_those_that_lack_are_sent(tmp_path):
     asked = [question["messages"][0]["content"] for body in bodies for question in body.get("questions", ())]
     numbers = ({"type": "image", "medium": medium.number} for medium in (one, other))
     assert [*numbers, {"type": "text", "text": "which?"}] in asked and "which?" in asked
+
+
+def test_what_several_requests_show_at_once_is_sent_once(monkeypatch):
+    one, kept = picture(1), set()
+
+    def answer(body):
+        if "numbers" in body:
+            return 200, {"missing": [number for number in body["numbers"] if number not in kept]}
+        if "data" in body:
+            time.sleep(0.1)  # the other requests ask meanwhile
+            kept.add(one.number)
+            return 200, {"number": one.number}
+        return 200, {"results": [{"question": n, "score": 1.0} for n in range(len(body["questions"]))]}
+
+    with server(answer) as (url, bodies):
+        assert scores(f"remote(url={url}, batch_size=1)", [shown(one)] * 4) == [1.0] * 4
+        assert [body["kind"] for body in bodies if "data" in body] == ["image"]
+        assert sum("questions" in body for body in bodies) == 4
+        kept.clear()
+        monkeypatch.setattr("tandem.rewards.remote._LARGEST", 1000)
+        (failure,) = scores(f"remote(url={url})", [shown(one)])
+    assert failure.reason == "media_too_large" and "make it smaller in the data" in str(failure)
+
+
+def test_what_a_client_is_about_to_show_is_not_pushed_out_by_what_it_sends(tmp_path, monkeypatch):
+    first, second, third = (picture(n) for n in range(3))
+    files = [sent(medium.number) for medium in (first, second, third)]
+    monkeypatch.setenv("TANDEM_MEDIA", str(tmp_path / "there"))  # two of three have room
+    bound = StoreBound(sum(len(base64.b64decode(file["data"])) for file in files) - 1, rest_s=0.0)
+    served = RewardApplication({"seen": ServedJudge(lambda questions: [], ("image",))}, bound=bound)
+    routes = {route.path: route.handler for route in served.routes}
+
+    async def talk():
+        for file in files[:2]:
+            await routes["/media"](file, None)
+        lacks = [await routes["/media/missing"]({"numbers": [first.number, third.number]}, None)]
+        await routes["/media"](files[2], None)
+        for medium in (first, second, third):
+            lacks.append(await routes["/media/missing"]({"numbers": [medium.number]}, None))
+        parts = [{"type": "image", "medium": second.number}]
+        question = {"messages": [{"role": "user", "content": parts}], "completion": ""}
+        with pytest.raises(Refusal) as refused:
+            await routes["/score"]({"questions": [question]}, None)
+        await served.close()
+        return [lack["missing"] for lack in lacks], str(refused.value)
+
+    lacks, refusal = asyncio.run(talk())
+    assert lacks == [[third.number], [], [second.number], []]
+    assert "send it to /media and ask again" in refusal and str(tmp_path) not in refusal
+
+
+def test_a_part_of_an_unknown_type_is_told_all_types():
+    question = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "completion": ""}
+    with pytest.raises(SchemaError, match=r"content.0..type must be one of 'text', 'image', 'audio', got 'image_url'"):
+        check_value({"questions": [question]}, SCORE_BODY)
 
 
 def test_a_server_that_takes_no_media_is_refused_by_name(models):

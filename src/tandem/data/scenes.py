@@ -131,9 +131,9 @@ def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
 
 
 def clevr_count(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``size`` scenes of one to five things, and a question about each: how many there are, of a colour, of a shape, or of
-    both. The answers 0 to 4 are equally frequent behind every wording, so the question alone tells nothing of its answer.
-    `train` and `test` are drawn apart.
+    """``size`` scenes of one to five things, and a question about each: how many things of a colour, of a shape, or of
+    both there are. The answers 0 to 4 are equally frequent behind every wording, so the question alone tells nothing of its
+    answer. `train` and `test` are drawn apart.
 
     Raises:
         ConfigError: another split.

@@ -506,7 +506,8 @@ def _partner(config: TrainConfig) -> list[Resident]:
     if generating_ranks(config) != (0,):
         raise ConfigError(
             f"partner={config.partner} is a model beside the engine of rank 0, and {len(generating_ranks(config))} ranks "
-            "generate with an engine each; use placement=decoupled or one server, or actor.backend=fsdp:d1"
+            "generate with an engine each; use placement=decoupled, one server (rollout.backend=tandem:d1), or "
+            "actor.backend=fsdp:d1"
         )
     engine = dataclasses.replace(_frozen(config.actor, FrozenModel(path, head="text")), backend="fsdp:d1", offload=False)
     return [Resident("partner", engine, "text", key="partner")]

@@ -80,7 +80,7 @@ def keep(kind: MediaKind, data: np.ndarray) -> Medium:
     data.setflags(write=False)
     number = _number(kind, data)
     file = _file(kind, number)
-    if not _whole(file, data):
+    if not _whole(file, data.size):
         _write(file, lambda out: (_write_image if kind == "image" else write_sound)(out, data))
     _HELD.add(file, data)
     return Medium(kind, number, (data.shape[1], data.shape[0]) if kind == "image" else (len(data), RATE))
@@ -95,9 +95,12 @@ def medium(number: int) -> Medium:
         return Medium("audio", number, (sound.getnframes(), RATE))
 
 
-def is_kept(number: int) -> bool:
-    """True if the medium of a number is in the store."""
-    return any(_file(kind, number).is_file() for kind in _ENDINGS)
+def is_whole(number: int) -> bool:
+    """True if the medium of a number is in the store, and was not cut off there."""
+    with contextlib.suppress(MediaMissing):
+        found = medium(number)
+        return _whole(_file(found.kind, number), found.size[0])
+    return False
 
 
 def image(number: int) -> np.ndarray:
@@ -173,11 +176,11 @@ def _opening(number: int) -> Iterator[None]:
         raise MediaMissing(f"medium {number} in the media store {media_folder()} cannot be read: {error}") from error
 
 
-def _whole(file: Path, data: np.ndarray) -> bool:
-    """True if the file is there to its end. A machine that failed may have left less of it."""
+def _whole(file: Path, num_samples: int) -> bool:
+    """True if the file is there to its end. A machine that failed may have left less of it. ``num_samples``: of a sound."""
     try:
         if file.suffix == ".wav":
-            return file.stat().st_size == _WAV_HEADER + data.nbytes
+            return file.stat().st_size == _WAV_HEADER + 2 * num_samples
         with file.open("rb") as there:
             there.seek(-len(_PNG_END), os.SEEK_END)
             return there.read() == _PNG_END

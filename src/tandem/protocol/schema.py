@@ -104,6 +104,9 @@ def _check_bounds(value: Any, schema: Schema, where: str) -> None:
 
 
 def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:
+    types = [choice.get("properties", {}).get("type", {}).get("enum") for choice in choices]
+    if isinstance(value, Mapping) and "type" in value and all(types):  # else the types of one choice alone would be told
+        check_value(value["type"], {"enum": [entry for some in types for entry in some]}, f"{where}.type")
     failures = []
     for choice in choices:
         try:

@@ -1,7 +1,5 @@
-"""A judge that compares: the reward of a sample is how often it wins against others of its prompt.
-
-`GroupJudge` is what it shares with the judge that ranks (`tandem.rewards.compare`).
-"""
+"""Two judges that see a whole group: `CompareReward` lets its samples meet in pairs, `RankReward` orders them. `GroupJudge`
+is what they share."""
 
 import asyncio
 import random

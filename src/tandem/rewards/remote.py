@@ -11,12 +11,14 @@ from tandem.api.failures import RewardFailure, described
 from tandem.api.media import kinds_of, media_of
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
+from tandem.protocol.limits import ServerLimits
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict, plain_text
 from tandem.rewards.asking import AskedServer, finite_knobs, token_of
 
 Waiting = tuple[Question, asyncio.Future[Verdict]]
 
 _GATHER_S = 0.01
+_LARGEST = ServerLimits.max_media_body_bytes - 1024  # of base64 in a body
 """The first question of a request waits this long for others, unless the request is full before."""
 
 
@@ -42,6 +44,7 @@ class RewardServer:
         # by event loop: training and evaluation may ask from different ones, and one may end with questions that wait
         self._waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Waiting]] = WeakKeyDictionary()
         self._requests: set[asyncio.Task[None]] = set()
+        self._bringing: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     async def judge(self, question: Question) -> Verdict:
         """The verdict of one completion.
@@ -95,7 +98,10 @@ class RewardServer:
                 future.set_result(verdict)
 
     async def _ask(self, questions: Sequence[Question], until: float) -> list[Verdict]:
-        await self._bring({medium.number for question in questions for medium in media_of(question.messages)}, until)
+        if numbers := {medium.number for question in questions for medium in media_of(question.messages)}:
+            # one after another, so that what two requests show is sent once; each ends by its own `until`
+            async with self._bringing.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                await self._bring(numbers, until)
         body, several = self._layout.ask(questions, self._model), len(questions) > 1
         return await self._server.ask(
             body, lambda answer: self._layout.read(answer, len(questions), self._class), until=until, once=several
@@ -103,8 +109,6 @@ class RewardServer:
 
     async def _bring(self, numbers: set[int], until: float) -> None:
         """Sends the server those of the images and sounds that it has not."""
-        if not numbers:
-            return
         from tandem.media.parts import sent  # noqa: PLC0415 — numpy, which a graph is drawn without
 
         try:
@@ -120,6 +124,13 @@ class RewardServer:
             ) from failure
         for number in numbers.intersection(missing):
             medium = await asyncio.to_thread(sent, number)
+            if (size := len(medium["data"])) > _LARGEST:
+                raise RewardFailure(
+                    "media_too_large",
+                    f"an {medium['kind']} of the row takes {size / 2**20:.1f} MiB as it is sent, and a reward server takes "
+                    f"{_LARGEST / 2**20:.0f}: make it smaller in the data, start the server on this machine with the run's "
+                    "own media store, or use show_media=false",
+                )
             stored = await self._server.ask(medium, _field("number", int), until=until, beside="/media")
             if stored != number:
                 raise RewardFailure(

@@ -12,7 +12,7 @@ from tandem.api.media import MediaKind, media_of
 from tandem.media import store
 from tandem.media.bound import StoreBound
 from tandem.protocol.limits import ServerLimits
-from tandem.protocol.media_intake import MediaIntake
+from tandem.protocol.media_intake import LACKING, LOG, MediaIntake
 from tandem.protocol.openapi import document
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.rewards import (
@@ -164,7 +164,9 @@ class RewardApplication(Application):
         return {"rewards": verdicts}
 
     async def _missing(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        return {"missing": await asyncio.to_thread(lambda: [n for n in set(body["numbers"]) if not store.is_kept(n)])}
+        numbers = body["numbers"]
+        with self._intake.using(numbers):  # whoever asks is about to show them: what others send does not push them out
+            return {"missing": await asyncio.to_thread(lambda: [n for n in set(numbers) if not store.is_whole(n)])}
 
     async def _keep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         part = {"type": body["kind"], "data": body["data"]}
@@ -197,7 +199,8 @@ def _question(asked: Mapping[str, Any]) -> Question:
             for message in asked.get("messages") or ()
         )
     except store.MediaMissing as error:
-        raise Refusal(422, str(error), code="media_missing", param="questions") from error
+        LOG.warning("%s", error)
+        raise Refusal(422, f"media_missing: {LACKING}", code="media_missing", param="questions") from error
     return Question(messages, asked.get("prompt", ""), asked["completion"], asked.get("answer"))
 
 

@@ -20,14 +20,10 @@ from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.remote.tandem_server import PROTOCOL
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.protocol.media_intake import LACKING
 from tandem.protocol.refusal import Refusal
 
 LOG = logging.getLogger("tandem.serve")
-
-LACKING = (
-    "an image or sound that the request names by number is not in the server's media store, or damaged there, which its log "
-    "says; send it to /media and ask again"
-)
 
 
 @dataclass
