@@ -22,7 +22,7 @@ LACKING = (
     "an image or sound that the request names by number is not in the server's media store, or damaged there, which its log "
     "says; send it to /media and ask again"
 )
-"""What a client is told; the error itself names a folder of this machine."""
+"""Told to a client in place of the error itself, which names a folder of this machine."""
 
 DECODERS = 2
 """Media that are decoded at once; an image is at most 33 million pixels, so this bounds the memory too."""
