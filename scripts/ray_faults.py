@@ -1,4 +1,4 @@
-"""Kills workers of runs on Ray at random instants: ``python scripts/ray_faults.py`` prints the table of docs/cluster.md.
+"""Kills workers of runs on Ray at random instants: ``python scripts/ray_faults.py`` prints a row for each kill.
 
 Each run has an actor, critic, reference, reward model, two rollout workers and an engine in a process of its own; three
 of its processes are killed, one after another, at instants of a seeded generator. A command that ends is given again. In the

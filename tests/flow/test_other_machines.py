@@ -1,7 +1,11 @@
 """Several machines: which servers each starts, which ranks generate, and whether one that is cut off is noticed."""
 
 import logging
+import socket
+import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from torch.distributed import TCPStore
@@ -63,10 +67,22 @@ def test_a_weight_channel_of_the_users_keeps_all_servers_beside_rank_0(monkeypat
 
 def test_machines_with_unlike_numbers_of_ranks_are_refused(monkeypatch):
     place(monkeypatch, 3)
-    process.refuse_uneven(machines())
+    assert process.alike_machines(machines())
     monkeypatch.setenv("LOCAL_RANK", "0")  # ranks that are dealt to the machines in turn
+    assert not process.alike_machines(machines())
+    monkeypatch.setattr(process, "alike_machines", lambda here: False)
+    place(monkeypatch, 0, world=1, here=1)
+    one = "actor.backend=fsdp:d1"
     with pytest.raises(ConfigError, match="start as many on each"):
-        process.refuse_uneven(machines())
+        process.start_process(config_of("rollout.backend=tandem:d1", one))
+
+
+def test_a_limit_for_silent_machines_is_refused_where_nobody_watches_them(monkeypatch):
+    place(monkeypatch, 0, world=1, here=1)
+    config = config_of("actor.backend=fsdp:d1")
+    config = replace(config, recover=replace(config.recover, cut_off_after_s=20.0))
+    with pytest.raises(ConfigError, match="for several machines of `tandem launch`"):
+        process.start_process(config)
 
 
 def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
@@ -92,6 +108,40 @@ def test_servers_of_another_machine_are_listed_with_their_folder(tmp_path):
         (folder / "fleet.jsonl").write_text(row)
     assert list(last_rows(tmp_path)) == ["tandem-0", "machine-1/tandem-0"]
     assert list(logs(tmp_path)) == ["tandem-0", "machine-1/tandem-0"]
+
+
+def test_a_connection_to_the_store_that_breaks_is_made_again():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    broken = []
+
+    def pass_on(source, target):
+        with suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+
+    def connect():
+        with suppress(OSError):
+            while True:
+                pair = between.accept()[0], socket.create_connection(("127.0.0.1", store.port))
+                broken.append(pair)
+                for source, target in (pair, pair[::-1]):
+                    threading.Thread(target=pass_on, args=(source, target), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        threading.Thread(target=connect, daemon=True).start()
+        watching = OtherMachines(Machines(1, 2, 1), "127.0.0.1", between.getsockname()[1], 5.0, every_s=0.02)
+        while store.add("machine-1", 0) < 3:
+            time.sleep(0.02)
+        for pair in list(broken):
+            for end in pair:
+                end.shutdown(socket.SHUT_RDWR)
+        counted = store.add("machine-1", 0)
+        while store.add("machine-1", 0) < counted + 5:
+            assert watching.words() == {}
+            store.add("machine-0", 1)
+            time.sleep(0.02)
+        assert len(broken) > 1
+        watching.close()
 
 
 def test_a_silent_machine_is_told_of_then_ends_the_run_and_one_that_closed_does_not(caplog):

@@ -1,5 +1,6 @@
 """Rollout workers: the batches and ledger of one process, also when one of them dies on the way."""
 
+import asyncio
 import pickle
 import queue
 import threading
@@ -8,9 +9,14 @@ import time
 import pytest
 
 from tandem.api.failures import DataFailure, EngineDied
+from tandem.api.requests import LLMRequest
+from tandem.api.samples import Sample
 from tandem.api.weights import WeightVersion
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.flow.episode_worker import EpisodeWorker
+from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
 from tandem.rollout.workers import RolloutWorkers
 from tandem.rollout.workflows import Repeated
@@ -26,6 +32,18 @@ class Uneven(OneAnswer):
         if data["tandem.index"] == data.get("dies"):
             raise EngineDied("the clockwork has stopped")
         return await super().arun_episode(engine, data)
+
+
+class SlowTool(RolloutWorkflow):
+    """Two requests; between them every fourth row waits for its tool, so that a wave is open for half a second."""
+
+    async def arun_episode(self, engine, data):
+        tokens = Tokens([1, data["tandem.index"]])
+        for turn in range(2):
+            if turn and data["tandem.index"] % 4 == 2:
+                await asyncio.sleep(0.5)
+            tokens.add_response(await engine.agenerate(LLMRequest(tuple(tokens.ids), GenerationConfig())))
+        return Sample((tokens.trajectory(),), reward=1.0)
 
 
 class Threads:
@@ -71,17 +89,27 @@ class Threads:
     def kill(self, place, again=True):
         old = self.living.pop(place)
         time.sleep(0.05)
-        threading.Thread(target=old.close, daemon=True).start()
+        threading.Thread(target=self.bury, args=[old], daemon=True).start()
         self.hub.gone(place)
         if again:
             self.live(place)
             self.hub.back(place)
 
+    def bury(self, old):
+        """A process that is killed has no threads that wait."""
+        closing = threading.Thread(target=old.close, daemon=True)
+        closing.start()
+        while closing.is_alive() or old.engine._calls:
+            for number in list(old.engine._calls):
+                old.engine.answer(number, EngineDied("killed"))
+            closing.join(0.01)
 
-def collected(count, *, deterministic, killed=(), again=True, steps=3, **columns):
-    """Groups, counts and requests of some batches of four; workers of ``killed`` die in the second."""
+
+def collected(count, *, deterministic, killed=(), again=True, steps=3, workflow=None, after_s=0.01, **columns):
+    """Groups, counts and requests of some batches of four; workers of ``killed`` die in the second, one ``after_s`` after
+    another."""
     config = RolloutConfig(batch_size=4, max_concurrent=6, wait_timeout_s=60.0)
-    engine, workflow = ClockworkEngine(delay_s=lambda request: 0.02), Repeated(Uneven(), 2)
+    engine, workflow = ClockworkEngine(delay_s=lambda request: 0.02), Repeated(workflow or Uneven(), 2)
     how = {"seed": 3, "deterministic": deterministic}
     threads = Threads(count, workflow, config, **how) if count else None
     found = []
@@ -90,7 +118,7 @@ def collected(count, *, deterministic, killed=(), again=True, steps=3, **columns
         for step in range(steps):
             if step == 1:
                 for place in killed:
-                    threading.Timer(0.01 * place, threads.kill, (place, again)).start()
+                    threading.Timer(after_s * place, threads.kill, (place, again)).start()
             batch = rollout.prepare_batch(loader, workflow)
             found.append([prompts(batch)[i : i + 2] for i in range(0, 8, 2)])
             rollout.end_step()
@@ -119,3 +147,12 @@ def test_one_worker_is_enough_for_the_episodes_of_another_that_does_not_come_bac
 def test_what_fails_in_a_worker_ends_the_run_with_its_error():
     with pytest.raises(EngineDied, match="the clockwork has stopped"):
         collected(2, deterministic=False, dies=1)
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_worker_that_dies_in_the_middle_of_a_turn_holds_up_nobody(killed):
+    """The others wait for it in a thread of theirs, which must hear that the wave has begun again."""
+    alone = collected(0, deterministic=True, workflow=SlowTool(), steps=2)
+    theirs = collected(2, deterministic=True, killed=(killed,), workflow=SlowTool(), steps=2, after_s=0.15 / killed)
+    assert theirs[:3] == alone[:3] and theirs[3].paused == 0
+    assert len(theirs[3].requests) > len(alone[3].requests)  # the wave did begin again

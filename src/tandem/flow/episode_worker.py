@@ -1,5 +1,6 @@
 """A rollout worker in its own process: see `tandem.rollout.workers`, which is its other half."""
 
+import copy
 import itertools
 import pickle
 import queue
@@ -17,7 +18,7 @@ from tandem.engines.inference.callers import Callers
 from tandem.engines.inference.controlled import Controlled
 from tandem.rollout.episodes import EpisodeRunner
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.rollout.ranks import Helper
+from tandem.rollout.ranks import Helper, portable
 
 
 class AskedEngine(Controlled):
@@ -34,6 +35,12 @@ class AskedEngine(Controlled):
         comes of it. ``patience_s``: for the answer to a control call."""
         self._put, self._capabilities, self._version, self._patience_s = put, capabilities, version, patience_s
         self._callers, self._calls, self._numbers = Callers(), dict[int, Future[Any]](), itertools.count(-1, -1)
+
+    def saying(self, put: Callable[[str, int, Any], None]) -> "AskedEngine":
+        """The same engine, asked by another way; numbers and answers are shared."""
+        one = copy.copy(self)
+        one._put = put
+        return one
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         return await self._callers.wait(request, partial(self._put, "ask"), lambda number: self._put("ask", number, None))
@@ -99,12 +106,12 @@ class EpisodeWorker:
         self.said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         """Messages for `RolloutWorkers.heard`."""
 
-        self.engine = AskedEngine(self._put, capabilities, version, config.wait_timeout_s)
-        self.loop = BackgroundLoop(on_blocked=lambda error: self._put("blocked", 0, error))
+        self.engine = AskedEngine(lambda *what: self._put(self._term, *what), capabilities, version, config.wait_timeout_s)
+        self.loop = BackgroundLoop(on_blocked=lambda error: self._put(self._term, "blocked", 0, error))
         self._helper: Helper | None = None
 
-    def _put(self, what: str, number: int, said: Any) -> None:
-        self.said.put(pickle.dumps((self._term, what, number, said)))
+    def _put(self, term: int, what: str, number: int, said: Any) -> None:
+        self.said.put(pickle.dumps((term, what, number, said)))
 
     def take(self, message: tuple[int, Any], workflow: RolloutWorkflow) -> None:
         """Does what `RolloutWorkers` orders."""
@@ -113,11 +120,15 @@ class EpisodeWorker:
             if self._helper is not None:
                 self._helper.stop()
             self._term = term
-            runner = EpisodeRunner(self.engine, self._config, self.loop, **self._how)
+            runner = EpisodeRunner(self.engine.saying(partial(self._put, term)), self._config, self.loop, **self._how)
             outbox = _Outbox(self.said, term)
             self._helper = Helper(outbox, self.loop, runner, self._config.wait_timeout_s, "a rollout worker")
         elif term == self._term and self._helper is not None:
             self._helper.take(order, workflow)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the run with an error that belongs to no episode."""
+        self._put(self._term, "blocked", 0, portable(error, "a rollout worker"))
 
     def close(self) -> None:
         """Cancels what runs."""

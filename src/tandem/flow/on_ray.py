@@ -450,6 +450,9 @@ class Pools(Models):
                         self._lost(pool, member._actor_id.hex(), "died", error)
                     return
                 workers.back(place)
+            except Exception as error:  # the worker boundary: nobody hears of that worker any more
+                self.when_lost(error)
+                return
 
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:
         """The number of samples and the metrics of the rewards of each rollout worker; one that died has lost them."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 from torch.distributed import TCPStore
 
@@ -17,6 +18,7 @@ TOLD_S = 15.0
 """A machine that is silent for so long is told of."""
 
 EVERY_S, JOIN_S = 1.0, 2.0
+CONNECT = timedelta(seconds=10)
 LEFT = 2**40
 """A machine that has counted so far has ended."""
 
@@ -64,13 +66,15 @@ class OtherMachines:
 
     def _count(self, number: int, host: str, port: int) -> None:
         seen: dict[int, int] = {}
-        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and its store with it: nobody is heard of any more
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-            while not self._end.wait(self._every_s):
-                store.add(f"machine-{number}", 1)
-                for other in self._heard:
-                    count = store.add(f"machine-{other}", 0)
-                    if count != seen.get(other):
-                        seen[other] = count
-                        self._heard[other] = float("inf") if count >= LEFT else time.monotonic()
-            store.add(f"machine-{number}", LEFT)
+        while not self._end.is_set():
+            with contextlib.suppress(RuntimeError):  # the connection broke; or rank 0 has ended, and its store with it
+                store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)
+                while not self._end.wait(self._every_s):
+                    store.add(f"machine-{number}", 1)
+                    for other in self._heard:
+                        count = store.add(f"machine-{other}", 0)
+                        if count != seen.get(other):
+                            seen[other] = count
+                            self._heard[other] = float("inf") if count >= LEFT else time.monotonic()
+                store.add(f"machine-{number}", LEFT)
+            self._end.wait(self._every_s)

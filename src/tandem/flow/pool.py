@@ -199,7 +199,10 @@ class RolloutMember:
 
     def take(self, message: bytes) -> None:
         """An order of the controller's."""
-        self.worker.take(pickle.loads(message), self.episodes.workflow)
+        try:
+            self.worker.take(pickle.loads(message), self.episodes.workflow)
+        except Exception as error:  # the worker boundary: nobody waits for the answer of this call
+            self.worker.fail(error)
 
     def answer(self, message: bytes) -> None:
         """The answer of its engine."""

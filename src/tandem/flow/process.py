@@ -28,6 +28,7 @@ from tandem.config.load import Resolved
 from tandem.config.machines import Machines, machines
 from tandem.config.preference import DistillConfig
 from tandem.config.rollout import RolloutConfig
+from tandem.config.state import RecoverConfig
 from tandem.engines.inference.build import engine_threads, servers_here
 from tandem.engines.inference.check import installed_servers
 from tandem.engines.inference.fused_weights import compute_dtype
@@ -171,12 +172,21 @@ def start_process(config: BaseConfig) -> Process:
             timeout=patience,
         )
         atexit.register(torch.distributed.destroy_process_group)
-    here = machines()
-    if isinstance(config, TrainConfig) and parse_backend(config.rollout.backend):
-        refuse_uneven(here)
-    if here.count > 1 and rank in here.firsts:
+    here, cut_off_s = machines(), config.recover.cut_off_after_s
+    alike = alike_machines(here)
+    if isinstance(config, TrainConfig) and parse_backend(config.rollout.backend) and not alike:
+        raise ConfigError(
+            "servers of rollout.backend are beside the first rank of each machine, and these machines have unlike numbers "
+            "of ranks, or ranks that do not follow each other: start as many on each, the first machine's first"
+        )
+    if cut_off_s != RecoverConfig().cut_off_after_s and not (has_launcher() and alike and here.count > 1):
+        raise ConfigError(
+            f"recover.cut_off_after_s={cut_off_s} is for several machines of `tandem launch`, each with as many ranks; "
+            "leave it out"
+        )
+    if has_launcher() and alike and here.count > 1 and rank in here.firsts:
         store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        others.append(OtherMachines(here, *store, config.recover.cut_off_after_s))
+        others.append(OtherMachines(here, *store, cut_off_s))
     cores = usable_cores()
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     threads = config.threads or max(1, cores // ranks_here)
@@ -191,15 +201,11 @@ def start_process(config: BaseConfig) -> Process:
     return Process(device, threads, rank, world_size, shared_threads=together, ranks_here=ranks_here)
 
 
-def refuse_uneven(here: Machines) -> None:
-    """Raises `ConfigError` if machines have unlike numbers of ranks, or number them in turns. Collective."""
+def alike_machines(here: Machines) -> bool:
+    """True if all machines have as many ranks, which follow each other. Collective."""
     rank = int(os.environ.get("RANK", 0))
     in_order = rank % here.ranks == int(os.environ.get("LOCAL_RANK", rank))
-    if set(Team().gather((here.ranks, in_order))) != {(here.ranks, True)}:
-        raise ConfigError(
-            "servers of rollout.backend are beside the first rank of each machine, and these machines have unlike numbers "
-            "of ranks, or ranks that do not follow each other: start as many on each, the first machine's first"
-        )
+    return set(Team().gather((here.ranks, in_order))) == {(here.ranks, True)}
 
 
 # ------------------------------------------------------------------ rollout.backend=auto

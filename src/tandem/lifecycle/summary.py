@@ -32,8 +32,9 @@ from tandem.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
-SEEN_S = 20.0
-"""A file of another machine may take so long to be seen on a shared disk."""
+SEEN_S = 90.0
+"""A file of another machine may take so long to be seen on a shared disk: a client of NFS may keep for 60 s that it was not
+there."""
 
 
 class Saveable(Protocol):

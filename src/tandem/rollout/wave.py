@@ -1,11 +1,12 @@
 """Deterministic runs of several turns: the requests of a turn reach the engine together."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import EngineDied, WaitTimeout
+from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 
 
 class WaveEpisode(Protocol):
@@ -74,7 +75,7 @@ class Wave:
     async def _begin_turn(self) -> None:
         try:
             await asyncio.to_thread(self._engine.pause)
-        except (EngineDied, WaitTimeout):  # the requests will say it
+        except (EngineDied, WaitTimeout, InfrastructureFailure):  # the requests will say it, or begin again elsewhere
             self._let_go()
             self._release = None
             return
@@ -83,7 +84,8 @@ class Wave:
             if self._leaving:
                 await self._left.wait()
         finally:
-            await asyncio.to_thread(self._engine.resume)
+            with contextlib.suppress(InfrastructureFailure):
+                await asyncio.to_thread(self._engine.resume)
             self._release = None
         self.look()
 

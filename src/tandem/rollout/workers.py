@@ -85,7 +85,12 @@ class RolloutWorkers:
 
     def heard(self, place: int, message: bytes) -> None:
         """A worker said something; places are counted from 1."""
-        self._call(self._heard, place, *pickle.loads(message))
+        term, what, number, said = pickle.loads(message)
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call(self._heard, place, term, what, number, said)
+            elif what == "control":  # between two executors; its thread waits, and the orders of the next behind it
+                self._answers[place - 1]((number, _AGAIN))
 
     def gone(self, place: int) -> None:
         """A worker died. What it ran begins again in others, at the latest in the one that comes `back` in its place."""
@@ -152,6 +157,7 @@ class RolloutWorkers:
             self._orders[place - 1]((self._terms[place], None))
 
     def _house(self) -> None:
+        self._begin(self._alive - self._terms.keys())  # of one that came back between two executors
         homeless, self._homeless = self._homeless, []
         self._hand_out([one for one in homeless if not one.aborted])
 
@@ -227,6 +233,7 @@ class RolloutWorkers:
         answer: Any = None
         async with self._turning:
             try:
+                self._stands = True  # from before it does, so that `detach` lets it go on in any case
                 await asyncio.to_thread(getattr(self._engine, name))
                 self._stands = name == "pause"
             except Exception as error:  # the worker boundary: the requests will say it
@@ -254,11 +261,15 @@ class RolloutWorkers:
 
     async def _again(self, restart: int) -> None:
         """The whole wave, also the episodes of it that have ended: what is computed together is as it was."""
-        async with self._turning:
-            if self._stands:
-                await asyncio.to_thread(self._engine.resume)
-                self._stands = False
-            await asyncio.to_thread(self._engine.flush)
+        try:
+            async with self._turning:
+                if self._stands:
+                    await asyncio.to_thread(self._engine.resume)
+                    self._stands = False
+                await asyncio.to_thread(self._engine.flush)
+        except Exception as error:  # the worker boundary: no request is left that would say it
+            self._lost(error)
+            return
         if restart == self._restarts:
             self._hand_out([one for one in self._wave if not one.aborted])
 
