@@ -250,3 +250,9 @@ def test_rows_come_from_a_file_of_ones_own(tmp_path):
     assert "ZeroDivisionError" in (said := error_of(f"{file}:broken")) and "mine.py:7 in broken" in said
     assert "did you mean 'rows'?" in error_of(f"{file}:row")
     assert "mine.py:listed, row 1" in error_of(f"{file}:listed", answer_column="gold")
+
+
+def test_rows_that_take_long_to_compute_say_how_many_there_are(monkeypatch, capsys):
+    monkeypatch.setattr("tandem.data.dataset.TOLD_S", 0.0)
+    load_dataset(DatasetConfig(path="addition", size=3))
+    assert capsys.readouterr().err.splitlines() == [f"addition: {number} rows …" for number in (1, 2, 3)]

@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import json
 import random
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,9 @@ from tandem.data.table import Reading, Table
 
 MOST_ROWS = 10_000_000
 """A user's function that gives more than this, without `max_rows`, has no end: all rows are held in memory."""
+
+TOLD_S = 10.0
+"""Seconds between two lines that say how many rows have been computed."""
 
 
 class Dataset(Sequence[Row]):
@@ -183,4 +188,12 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
 
 
 def _located(rows: Iterable[Row], path: str) -> list[RawRow]:
-    return [RawRow(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]
+    """Rows with their places; says on stderr how many there are while they take long to compute."""
+    read: list[RawRow] = []
+    told = time.monotonic()
+    for i, row in enumerate(rows, 1):
+        read.append(RawRow(row, f"{path}, row {i}"))
+        if time.monotonic() - told >= TOLD_S:
+            print(f"{path}: {i:,} rows …", file=sys.stderr, flush=True)
+            told = time.monotonic()
+    return read
