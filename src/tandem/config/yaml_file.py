@@ -90,7 +90,7 @@ def read_file(file: Path) -> list[Assignment]:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     if node is None:
         return []
-    what = "a list" if node.id == "sequence" else "a single value"
+    what = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
     raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; it holds {what}")
 
 
