@@ -41,7 +41,7 @@ class MediaMissing(ConfigError):
     """A medium is not in the media store of this process."""
 
     reason = "media_missing"
-    """That of the `DataFailure` of whoever needs it."""
+    """The reason of the `DataFailure` that an episode ends with for it."""
 
 
 class MediaDamaged(MediaMissing):
