@@ -58,11 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything about a preset with ``key=value`` changes, as plain data. ``asynchronous`` has the values that asynchronous
-    training changes, or the reason why it is refused; ``outside`` those that the preset sets outside of its section.
+    """Describes a preset with ``key=value`` changes, as plain data. ``asynchronous`` holds the values that asynchronous
+    training changes, or the reason (text) why it is refused. ``outside`` holds keys that the preset sets outside of
+    `algorithm`.
 
     Raises:
-        ConfigError: no such preset (tells the nearest), or changes that are refused.
+        ConfigError: the preset is unknown (the message names the nearest), or a change is refused.
     """
     if name not in PRESETS:
         for part in all_parts():
@@ -89,13 +90,13 @@ def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def preset_config(name: str, changes: Sequence[str] = ()) -> AlgorithmConfig:
-    """The section of a preset; a configuration is whole with data only, and which data does not matter here."""
+    """The `algorithm` section of a preset with changes. A configuration needs a data set to be valid, so one is filled in."""
     items = ["train_dataset.path=addition", f"algorithm={name}", *changes]
     return load_config(TrainConfig, None, items).config.algorithm
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """The section as in a file: parts with their knobs, and values that are not at their defaults."""
+    """The `algorithm` section as YAML: parts with their knobs, and only values that differ from their defaults."""
     plain = plain_data(AlgorithmConfig())
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -138,7 +139,7 @@ def _needs(config: AlgorithmConfig) -> list[str]:
 
 
 def _with_knobs(config: AlgorithmConfig) -> dict[str, Any]:
-    """The section as plain data, where a component shows its knobs, also those at their defaults."""
+    """The section as plain data; each component shows all its knobs, also those at their defaults."""
     parts = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
     values = plain_data(config) | {part: _component(part, getattr(config, part)) for part in parts}
     return values | {"shaping": [_component("shaping", shaping) for shaping in config.shaping]}
@@ -180,7 +181,7 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 
 def _without_off(part: str, component: Component, text: str) -> str:
-    """Without the clauses `; with KNOB = …` of knobs that are off."""
+    """The formula without the clauses `; with KNOB = …` of knobs that are off."""
     knobs = _component(part, component)
     first, *clauses = text.split("; with ")
     return "; with ".join([first, *(clause for clause in clauses if knobs.get(clause.split(" ")[0]) != 0)])
@@ -238,7 +239,7 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def asynchronous_words(found: Mapping[str, Any] | str) -> str:
-    """``asynchronous`` of `about` in words."""
+    """Says in words what asynchronous training changes, from the value ``asynchronous`` of `about`."""
     if isinstance(found, str):
         return f"is refused: {found}"
     return f"adds {' '.join(f'{key}={value}' for key, value in found.items())}" if found else "changes nothing"

@@ -1,7 +1,7 @@
-"""A configuration of TRL or verl as one of ours: what has a meaning here, and the rest with the reason.
+"""Translates a configuration of TRL or verl into one of Tandem, and names each key that has no counterpart, with the reason.
 
-What a key means, its default and the words for its values are in the tables of `coming_from.md`. Numbers that are made from
-several keys are made here.
+The meaning, default and values of a key come from the tables of `coming_from.md`. Numbers that follow from several keys are
+computed here.
 """
 
 import json
@@ -29,13 +29,13 @@ TRAINERS: dict[str, tuple[str, type[BaseConfig], frozenset[str]]] = {
     "dpo": ("TRL", PreferenceConfig, frozenset({"label_smoothing", "precompute_ref_log_probs", "loss_weights"})),
     "ppo": ("verl", TrainConfig, frozenset()),
 }
-"""Trainer → the system, our configuration, and keys that only a file of this trainer has."""
+"""Trainer → (its system, Tandem's configuration class, keys that only a file of this trainer has)."""
 
 OPEN = (
     *("train_dataset.path", "train_dataset.split", "train_dataset.prompt_column", "valid_dataset.", "evaluate.", "reward"),
     *("actor.backend", "rollout.backend", "rollout.fleet.", "algorithm.correction."),
 )
-"""Our keys that are written as comments: the data, the reward and the machines are the user's."""
+"""Tandem keys that are written as comments, because only the user knows them: data, reward, machines."""
 
 LOSSES = {
     **{"vanilla": "ppo_clip", "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"},
@@ -52,7 +52,8 @@ _WORDS = {"on": True, "off": False, "none": None, "true": True, "false": False, 
 
 
 def value_of(text: Any) -> Any:
-    """The value that a text of theirs stands for: `on`, `1e-6`, `[a, b]`; other things stay as they are."""
+    """Parses a foreign value that is written as text, such as `on`, `1e-6`, `[a, b]`. Values of other types stay as they
+    are."""
     if not isinstance(text, str):
         return text
     if text.lower() in _WORDS:
@@ -65,7 +66,7 @@ def value_of(text: Any) -> Any:
 
 
 def read_foreign(system: str, file: Path) -> dict[str, Any]:
-    """Their keys and values; those of verl are dotted, and without `actor_rollout_ref.`.
+    """Reads the keys and values of a foreign configuration. verl's keys have dots, and lose the prefix `actor_rollout_ref.`.
 
     Raises:
         ConfigError: the file cannot be read, or has no keys.
@@ -85,10 +86,10 @@ def read_foreign(system: str, file: Path) -> dict[str, Any]:
 
 
 def trainer_of(system: str, given: Mapping[str, Any]) -> str:
-    """The trainer whose keys a file has.
+    """Recognises the trainer by the keys of its file.
 
     Raises:
-        ConfigError: of TRL, the keys do not tell.
+        ConfigError: a TRL file fits no trainer, or several.
     """
     if system == "verl":
         return "ppo"
@@ -100,7 +101,7 @@ def trainer_of(system: str, given: Mapping[str, Any]) -> str:
 
 
 class Conversion:
-    """One file on its way: their values, and what became of each."""
+    """The translation of one file: its values, and the result for each key."""
 
     def __init__(self, trainer: str, given: Mapping[str, Any], processes: int = 1) -> None:
         self.system, self.kind, _ = TRAINERS[trainer]
@@ -108,13 +109,13 @@ class Conversion:
         mine = ("", f"{trainer.upper()}Config")
         self.names = {f.name: f for f in foreign_names() if f.system == self.system and f.section in mine}
         self.ours: dict[str, tuple[Any, str]] = {}
-        """Our key → value, and what it comes from."""
+        """Tandem key → (value, the foreign keys that it comes from)."""
 
         self.open: dict[str, tuple[Any, str]] = {}
-        """The same, of keys that the user fills in."""
+        """The same for keys that the user fills in (`OPEN`)."""
 
         self.left: dict[str, str] = {}
-        """Their key → reason why it is not translated."""
+        """Foreign key → reason why it is not translated."""
 
         self._read: set[str] = set()
         self._told: set[str] = set()
@@ -123,7 +124,7 @@ class Conversion:
         self._components = tuple(f"{key}." for key, value in leaves(config) if isinstance(value, Component))
 
     def read(self, name: str) -> Any:
-        """Their value or default; the caller sees to it that it is translated."""
+        """Returns the foreign value or its default, and counts the key as read: the caller must translate it."""
         self._read.add(name)
         value, default = self.given.get(name), value_of(self.names[name].default)
         if isinstance(value, str) and "$" in value:
@@ -133,7 +134,7 @@ class Conversion:
         return default if value is None else value
 
     def put(self, key: str, value: Any, *names: str, how: str = "") -> None:
-        """Sets a key of ours; left out if it is the default and the file does not name it."""
+        """Sets a Tandem key. A default value is left out, unless the file sets one of the foreign keys ``names``."""
         if not key.startswith(self._components) and key not in self._defaults:
             self.left |= {n: f"{key} is no key of this command here" for n in names if n in self.given}
         elif self._defaults.get(key) != value or not self.given.keys().isdisjoint(names):
@@ -143,12 +144,12 @@ class Conversion:
             target[key] = value, f"{source}: {how}" if how else source
 
     def idle(self, why: str, *names: str) -> None:
-        """Their keys that do nothing in this file."""
+        """Records that foreign keys have no effect in this file, and ``why``."""
         self._read |= set(names)
         self.left |= {name: why for name in names if name in self.given}
 
     def copy(self, *names: str) -> None:
-        """Translates by the tables alone."""
+        """Translates the keys ``names`` one by one, by the tables of `coming_from.md`."""
         for name in names:
             self._copy(name, self._find(name))
 
@@ -186,7 +187,7 @@ class Conversion:
                 self.put(key, value_of(text or said), name)
 
     def finish(self) -> None:
-        """Translates whatever no rule has read."""
+        """Translates every key that no rule has read."""
         names = [n for n in self.given if n not in self._read]
         self.copy(*names, *(n for n, f in self.names.items() if f.default and n not in self._read | self.given.keys()))
 
@@ -194,7 +195,7 @@ class Conversion:
             self.left[name] = "with this value there is nothing to set"
 
     def text(self) -> str:
-        """The YAML file, what is not translated as comments at its end."""
+        """The YAML file; keys that are not translated are comments at its end."""
         lines = [f"# from a configuration of {self.system}, by tandem convert-config; # says where a value comes from"]
         lines += [f"{key}: {_shown(value)}  # {why}" for key, (value, why) in self.ours.items()]
         lines += ["", "# fill in and take the # away:"]
@@ -216,10 +217,10 @@ def _shown(value: Any) -> str:
 
 
 def convert(trainer: str, given: Mapping[str, Any], processes: int = 1) -> Conversion:
-    """Translates a file of ``trainer`` (a key of `TRAINERS`). ``processes``: of TRL, how many devices trained.
+    """Translates a file of ``trainer`` (a key of `TRAINERS`). ``processes``: number of devices that a TRL run trained on.
 
     Raises:
-        ConfigError: of TRL, the batch is no whole number of groups.
+        ConfigError: a TRL batch is not a whole number of groups.
     """
     c = Conversion(trainer, given, processes)
     c.open["train_dataset.path"] = "FOLDER, FILE or hub name", "which columns are read: docs/data.md"
@@ -272,7 +273,8 @@ def _trl(c: Conversion) -> None:
 
 
 def _trl_groups(c: Conversion, step: int, names: tuple[str, ...]) -> int:
-    """Batch and mini-batches of `GRPOConfig`, from ``step`` completions of an optimizer step; optimizer steps a batch."""
+    """Sets batch and mini-batches from a `GRPOConfig`. ``step``: completions of one optimizer step. Returns the number of
+    optimizer steps in a batch."""
     n, once = c.read("num_generations"), step // c.read("gradient_accumulation_steps")
     given, times = c.read("generation_batch_size"), c.read("steps_per_generation")
     made = given or once * (times or c.read("gradient_accumulation_steps"))
@@ -360,7 +362,8 @@ def _truncated(c: Conversion, p: str, k: str) -> None:
 
 
 def _warmup(c: Conversion, steps: str, ratio: str, total: int | None, updates: int) -> None:
-    """``updates``: optimizer steps in one step of their schedule; here the schedule counts optimizer steps."""
+    """Sets the warm-up. Tandem's schedule counts optimizer steps; ``updates`` is their number in one step of the foreign
+    schedule."""
     count, share, key = c.read(steps) or 0, c.read(ratio) or 0, "actor.optimizer.warmup_steps"
     if 0 < count < 1:
         count, share = 0, count

@@ -1,4 +1,4 @@
-"""From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
+"""Derives from a run's plan the parts of its models, their bytes, and the parts that each stage needs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,11 +30,11 @@ ENGINE = "engine"
 
 @dataclass(frozen=True)
 class Where:
-    """The device of a run, which need not be here."""
+    """The device of a run, which may be on another machine."""
 
     cpu: bool
     dtype: Callable[[str], Dtype]
-    """From `auto`, `float32` or `bfloat16` to what it stands for there."""
+    """Maps `auto`, `float32` or `bfloat16` to the dtype on that device."""
 
     fast_bfloat16: bool = True
     """False: the inference engine computes bfloat16 weights in float32."""
@@ -44,7 +44,7 @@ class Where:
 
 
 def here(device: str) -> Where:
-    """This machine. ``device``: as `choose_device` gives it."""
+    """The device of this machine. ``device``: as `choose_device` returns it."""
 
     def dtype(name: str) -> Dtype:
         return "bfloat16" if str(resolve_dtype(name, device)) == "torch.bfloat16" else "float32"
@@ -54,7 +54,7 @@ def here(device: str) -> Where:
 
 
 def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
-    """The bytes of a resident with a train engine."""
+    """The bytes of a resident that has a train engine."""
     config = resident.engine
     assert config is not None and resident.head != "text", f"{resident.name} has no train engine"
     layout = parse_layout(config.backend, resident.key)
@@ -75,11 +75,11 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
 def sleep_plan(
     config: BaseConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape] = read_shape
 ) -> SleepPlan | None:
-    """The parts of a run and what its stages need of them; None where no budget is set and no server sleeps. ``read``: from
-    a model's path to its shape. Without a budget the parts are those of the servers alone: models do not move.
+    """Plans which parts sleep in each stage; None if no limit is set and no server sleeps. ``read``: maps a model's path to
+    its shape. Without a limit only the servers' parts are planned, because models do not move.
 
     Raises:
-        ConfigError: a model cannot be read, or the budget does not hold the largest stage.
+        ConfigError: a model cannot be read, or the limit is too small for the largest stage.
     """
     training = training_config(config) if isinstance(config, DistillConfig) else config
     if not isinstance(training, TrainConfig | PreferenceConfig):
@@ -121,7 +121,7 @@ def sleep_plan(
 
 
 def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape]) -> SleepPlan:
-    """The cache of the servers is there for the stages that generate, and away in all others; nothing else moves."""
+    """Plans only the servers: their cache exists in stages that generate, and sleeps in all others."""
     actor = plan.resident("actor")
     assert actor is not None and actor.engine is not None, "every plan has an actor"
     parts = _engine_parts(config, read(actor.engine.path), where, 1)
@@ -140,7 +140,7 @@ def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callabl
 
 
 def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
-    """The same for this machine.
+    """`sleep_plan` for this machine.
 
     Raises:
         ConfigError: see `sleep_plan`.
@@ -169,7 +169,7 @@ def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> di
 
 
 def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, PartCost]:
-    """The weights, which are delivered anew, and the most that the cache can take; of so many engines."""
+    """The parts of ``engines`` embedded engines: weights, which are delivered again, and the largest possible cache."""
     rollout = config.rollout
     if servers := parse_backend(rollout.backend):
         return _server_parts(config, servers, shape, where)
@@ -190,7 +190,8 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
 
 
 def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shape, where: Where) -> dict[Part, PartCost]:
-    """On one device: a vLLM or SGLang server takes its share when it starts, and gives all of it back but a little."""
+    """The parts of vLLM or SGLang servers on one device: a server takes its share at the start, and can release nearly all
+    of it."""
     backend = config.rollout.backend
     if where.device_gib is None:
         raise ConfigError(
@@ -209,7 +210,7 @@ def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shap
 def _writer_parts(
     config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where
 ) -> dict[Part, PartCost]:
-    """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
+    """The parts of a judge that writes: weights, which are read again from its folder, and a cache while it judges."""
     settings = replace(config.rollout.engine, max_model_len=None)
     rollout = replace(config.rollout, backend="embedded", dtype=engine.dtype, engine=settings)
     engines = len(generating_ranks(config)) if where.cpu else 1  # each rank that generates judges its share
@@ -257,7 +258,7 @@ def _stages(
 
 
 def _owner(plan: RunPlan, name: str) -> str:
-    """The resident whose memory it is: the base of another one has none of its own."""
+    """The resident that owns the memory: a model whose base is another's has none of its own."""
     resident = plan.resident(name)
     assert resident is not None, "stages need residents of the plan"
     return resident.base_of or name
@@ -276,7 +277,7 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
 
 
 def describe_sleep(plan: SleepPlan) -> str:
-    """The plan of sleeping in words, for `--dry-run` and `tandem graph`."""
+    """The plan in words, for `--dry-run` and `tandem graph`."""
     if plan.limit is None:
         size = plan.parts[Part(ENGINE, "kv_cache")].num_bytes / GIB
         awake = [stage.name for stage in plan.stages if not stage.away and (stage.each_step or stage.now_and_then)]
