@@ -121,7 +121,8 @@ def told_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
 
 
 class Interrupted(BaseException):
-    """Ends user code that exceeds its time. It is no Exception, so that ``except Exception`` in that code does not catch it."""
+    """Ends user code that exceeds its time. It is no Exception, so that ``except Exception`` in that code does not catch
+    it."""
 
 
 def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) -> None:

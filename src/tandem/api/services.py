@@ -373,7 +373,8 @@ class Services:
 
 @contextlib.contextmanager
 def _logged(service: Any) -> Iterator[None]:
-    """A block that closes a service. An error becomes a warning: the run's work is done, and other services must close too."""
+    """A block that closes a service. An error becomes a warning: the run's work is done, and other services must close
+    too."""
     name = type(service).__name__
     try:
         yield
