@@ -90,7 +90,8 @@ def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def preset_config(name: str, changes: Sequence[str] = ()) -> AlgorithmConfig:
-    """The `algorithm` section of a preset with changes. A configuration needs a data set to be valid, so one is filled in."""
+    """The `algorithm` section of a preset with changes. A configuration needs a data set to be valid, so one is filled
+    in."""
     items = ["train_dataset.path=addition", f"algorithm={name}", *changes]
     return load_config(TrainConfig, None, items).config.algorithm
 

@@ -455,7 +455,8 @@ class Pools(Models):
                 return
 
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:
-        """The number of judged samples and the reward metrics of each rollout worker. A worker that died has lost its own."""
+        """The number of judged samples and the reward metrics of each rollout worker. A worker that died has lost its
+        own."""
         found = []
         for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
             with contextlib.suppress(self.ray.exceptions.RayError):

@@ -398,7 +398,8 @@ def open_session(
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
-    """Gives the workflow's partner the engine and tokenizer of ``model``, which closes with the stack; None: there is none."""
+    """Gives the workflow's partner the engine and tokenizer of ``model``, which closes with the stack; None: there is
+    none."""
     if model is not None:
         stack.callback(model.close)
         parts.services.get("partner").start(model.engine, model.tokenizer)

@@ -25,7 +25,8 @@ _PREFIX = "server-"
 
 
 class StoreBound:
-    """The media that one process keeps in the store, with the time of their last use. No other process may use that folder."""
+    """The media that one process keeps in the store, with the time of their last use. No other process may use that
+    folder."""
 
     def __init__(self, max_bytes: int, rest_s: float = REST_S):
         self._max_bytes, self._rest_s, self._lock = max_bytes, rest_s, threading.Lock()
@@ -77,7 +78,7 @@ class StoreBound:
             if newest not in self._running:
                 self._remove(newest)
             raise NotWritten(
-                f"the media store may hold {self._max_bytes:,} bytes, and media in use fill it: raise its limit (--media-store-gib)"
+                f"the media store may hold {self._max_bytes:,} bytes, and media in use fill it: raise --media-store-gib"
             )
 
     def _remove(self, number: int) -> None:

@@ -121,7 +121,8 @@ class EpisodePool:
             self._book.draw_from(loader, workflow)
 
     def judge(self, wish: Wish) -> bool:
-        """Judges the candidates that were scored. Returns True if too few groups are left, so that more must be generated."""
+        """Judges the candidates that were scored. Returns True if too few groups are left, so that more must be
+        generated."""
         scored = list(zip(wish.candidates, wish.outcomes, strict=True))
         # without the lock, which the loop needs
         judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))

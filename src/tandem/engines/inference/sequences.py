@@ -77,7 +77,8 @@ class Sequence:
     """The request's wishes beside tokens (grammar, top tokens); None if it has none."""
 
     def last_hidden(self) -> torch.Tensor:
-        """Returns the hidden state ``[hidden]`` of the last prompt token, which must be computed; its own copy is dropped."""
+        """Returns the hidden state ``[hidden]`` of the last prompt token, which must be computed; its own copy is
+        dropped."""
         hidden = (self.prompt or self).hidden
         assert hidden is not None
         self.hidden = None

@@ -148,7 +148,8 @@ class Holder(ABC):
         return _divided(cut, master)
 
     def finish_gradients(self) -> None:
-        """Completes gradients after the last backward pass: sums those of which ranks that share matrices have a part each."""
+        """Completes gradients after the last backward pass: sums those of which ranks that share matrices have a part
+        each."""
         if self.pieces is None:
             return
         masters = [self.masters[name] for name in sorted(self.pieces.summed)]

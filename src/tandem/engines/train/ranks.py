@@ -54,7 +54,8 @@ class Ranks:
 
     @property
     def sums(self) -> int:
-        """Number of ranks over which FSDP or DeepSpeed averages gradients; a step needs their sum, so it multiplies by this."""
+        """Number of ranks over which FSDP or DeepSpeed averages gradients; a step needs their sum, so it multiplies by
+        this."""
         if self.layout.zero is not None:
             return self.layout.data
         return 1 if self.shards is None else self.layout.batches * self.layout.context

@@ -229,7 +229,8 @@ class ZeroHolder(Holder):
         self._set(name, self._part(whole) if self.stage == 3 else whole)
 
     def _set(self, name: str, value: torch.Tensor, moment: str | None = None) -> None:
-        """Overwrites a master, or its moment ``moment``. ``value``: this rank's part under stage 3, else the whole tensor."""
+        """Overwrites a master, or its moment ``moment``. ``value``: this rank's part under stage 3, else the whole
+        tensor."""
         parameter, utils = self.masters[name], self._deepspeed.utils
         if moment is None:
             set_it = utils.safe_set_local_fp32_param if self.stage == 3 else utils.safe_set_full_fp32_param

@@ -94,7 +94,8 @@ def read_format(form: Any, where: str, inner: str = "") -> AnswerFormat | None:
 
 
 def check_last(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raises `Refusal` if there is no message, or the last is the assistant's: an answer that is begun cannot be continued."""
+    """Raises `Refusal` if there is no message, or the last is the assistant's: an answer that is begun cannot be
+    continued."""
     if not messages:
         raise wrong(where, "must have at least one message", [])
     if messages[-1]["role"] == "assistant":
