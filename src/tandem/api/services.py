@@ -299,7 +299,7 @@ class Services:
             if name not in (*there, *knobs):
                 others = f"; {nearest_names(name, names)}" if names else ""
                 raise ConfigError(
-                    f"{who} asks for {name!r}, which this run does not have{others}. Give it a default, or set it as a knob"
+                    f"{who} asks for {name!r}, which nobody gives it{others}. Give {name!r} a default, or set it as a knob"
                 )
         asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
         return tuple(dict.fromkeys(asked)), read
