@@ -118,7 +118,7 @@ def check_methods(who: str, factory: Callable[..., Any], lacks: Collection[str])
     """
     if lacks:
         file, _, name = who.partition("=")[2].rpartition(":")
-        base = next((one for one in getattr(factory, "__mro__", ())[1:] if set(lacks) <= set(dir(one))), None)
+        base = next((parent for parent in getattr(factory, "__mro__", ())[1:] if set(lacks) <= set(dir(parent))), None)
         whose = "" if base is None else f", which every {base.__name__} has"
         where = f" in {file}" if file else ""
         raise ConfigError(f"{who}: class {name}{where} has no method {', '.join(sorted(lacks))}{whose}; write it there")
@@ -132,15 +132,15 @@ def read_knobs(
     Raises:
         ConfigError: a knob is unknown (the message names the nearest), or has another type.
     """
-    own = [name for name in arguments.names if name not in given]
+    knob_names = [name for name in arguments.names if name not in given]
     read = {}
     for name, value in knobs.items():
         if name in given and name in arguments.names:
             raise ConfigError(f"{who}: {name} is no knob: the run passes it to every argument of this name; leave it out")
-        if name in given or (name not in own and not arguments.open):
-            words = nearest_names(name, own)
-            there = words if words.startswith("did") else f"it has: {', '.join(sorted(own)) or 'none'}"
-            raise ConfigError(f"{who} has no knob {name!r}; {there}")
+        if name in given or (name not in knob_names and not arguments.open):
+            words = nearest_names(name, knob_names)
+            known = words if words.startswith("did") else f"it has: {', '.join(sorted(knob_names)) or 'none'}"
+            raise ConfigError(f"{who} has no knob {name!r}; {known}")
         read[name] = _as(arguments.types[name], value, who, name) if name in arguments.types else value
     return read
 
@@ -177,7 +177,7 @@ class PerEpisode:
         """``spec``: the class as a worker process loads it. ``asked``: services that it requests. ``lacks``: methods of an
         environment that it does not have."""
         self.make, self.name = make, name
-        self._spec, self._knobs, self._asked, self._lacks = spec, knobs, asked, lacks
+        self._spec, self._knobs, self._requested, self._lacks = spec, knobs, asked, lacks
         self._shared: Any = None
 
     def shared(self, make: Callable[[str, Mapping[str, Any]], T]) -> T:
@@ -188,10 +188,11 @@ class PerEpisode:
         """
         if self._lacks:
             raise ConfigError(f"environment={self.name} has no method {' and no '.join(map(repr, self._lacks))}; add it")
-        if self._asked:
+        if self._requested:
             raise ConfigError(
-                f"environment={self.name} asks for {', '.join(map(repr, self._asked))}, and runs in worker processes, which "
-                "have only its knobs; leave the argument out, or write a workflow of your own (docs/writing_a_workflow.md)"
+                f"environment={self.name} asks for {', '.join(map(repr, self._requested))}, and runs in worker "
+                "processes, which have only its knobs; leave the argument out, or write a workflow of your own "
+                "(docs/writing_a_workflow.md)"
             )
         if self._shared is None:
             self._shared = make(self._spec, self._knobs)
@@ -233,8 +234,8 @@ class Services:
         none. ``given``: argument → an existing object."""
         self._named = tuple(named or ())
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
-        self._given = {"services": self, **given}
-        self._made: dict[str, Any] = {}
+        self._objects = {"services": self, **given}
+        self._shared_objects: dict[str, Any] = {}
         self.asked: set[str] = set()
         """Names that some factory has requested so far."""
 
@@ -268,9 +269,9 @@ class Services:
         Raises:
             ConfigError: see `check`.
         """
-        asked, read = self.check(who, factory, knobs, more, skip=skip)
-        self.asked.update(asked)
-        return {name: more[name] if name in more else self.get(name) for name in asked} | read
+        requested, read = self.check(who, factory, knobs, more, skip=skip)
+        self.asked.update(requested)
+        return {name: more[name] if name in more else self.get(name) for name in requested} | read
 
     def check(
         self,
@@ -288,32 +289,32 @@ class Services:
         """
         check_methods(who, factory, getattr(factory, "__abstractmethods__", ()))
         arguments = arguments_of(factory, who, skip)
-        there = [*more, *self._given, *self._terms]
-        names = {*there, *self._named}
+        available = [*more, *self._objects, *self._terms]
+        names = {*available, *self._named}
         read = read_knobs(who, arguments, knobs, names)
         for name in arguments.required:
-            if name in self._named and name not in there:
+            if name in self._named and name not in available:
                 raise ConfigError(f"{who} asks for {name!r}, and the configuration names none: set {name}=my_file.py:Name")
-            if name not in (*there, *knobs) and who.startswith("workflow=") and not Term(who.partition("=")[2]).is_file:
+            if name not in (*available, *knobs) and who.startswith("workflow=") and not Term(who.partition("=")[2]).is_file:
                 raise ConfigError(f"{who} needs {name!r}; set workflow_args.{name}=…")
-            if name not in (*there, *knobs):
+            if name not in (*available, *knobs):
                 others = f"; {nearest_names(name, names)}" if names else ""
                 raise ConfigError(
                     f"{who} asks for {name!r}, which nobody gives it{others}. Give {name!r} a default, or set it as a knob"
                 )
-        asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
-        return tuple(dict.fromkeys(asked)), read
+        requested = [name for name in available if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
+        return tuple(dict.fromkeys(requested)), read
 
     def given(self, name: str) -> Any:
         """The existing object of this name; None if there is none."""
-        return self._given.get(name)
+        return self._objects.get(name)
 
     def get(self, name: str) -> Any:
         """Returns the service of an argument's name. A service of the configuration is made at the first call. An ``async
         def`` is returned as it is, with its knobs. An environment is returned as a function that makes one (`PerEpisode`),
         after one was made and closed on trial."""
-        if name in self._given:
-            return self._given[name]
+        if name in self._objects:
+            return self._objects[name]
         if name in self._asking:
             circle = " and ".join(self._asking[self._asking.index(name) :])
             raise ConfigError(f"{circle} ask for each other, so none can be made first; leave one of the arguments out")
@@ -323,7 +324,7 @@ class Services:
         self._asking.append(name)
         try:
             if inspect.iscoroutinefunction(factory):
-                self._given[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
+                self._objects[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
             elif kind == "environment":
                 make = partial(factory, **self.arguments(who, factory, knobs))
                 # one on trial: that none can be made is seen here, not by the episodes
@@ -331,28 +332,28 @@ class Services:
                     trial = in_user_code(term.name, make)
                 lacks = [name for name in ("reset", "step") if not callable(getattr(trial, name, None))]
                 _close(trial)
-                asked, own = self.check(who, factory, knobs)
+                requested, knob_values = self.check(who, factory, knobs)
                 spec = term.name if term.is_file else service_of(kind, term.registered, name).factory
-                self._given[name] = self.keep(PerEpisode(make, term.name, spec, own, asked, lacks))
+                self._objects[name] = self.keep(PerEpisode(make, term.name, spec, knob_values, requested, lacks))
             else:
-                self._given[name] = self.keep(self.make(who, factory, knobs))
+                self._objects[name] = self.keep(self.make(who, factory, knobs))
         finally:
             self._asking.pop()
-        return self._given[name]
+        return self._objects[name]
 
     def unused(self) -> tuple[str, ...]:
         """Services that the configuration names and no factory requested."""
-        return tuple(name for name in self._terms if name not in self._given)
+        return tuple(name for name in self._terms if name not in self._objects)
 
     def add(self, given: Mapping[str, Any]) -> None:
         """Adds existing objects by name; a name that is taken keeps its object."""
-        self._given = {name: one for name, one in given.items() if name not in self._named} | self._given
+        self._objects = {name: one for name, one in given.items() if name not in self._named} | self._objects
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """The object of this name, made by ``make`` at the first call; it closes with the others."""
-        if name not in self._made:
-            self._made[name] = self.keep(make())
-        return cast(T, self._made[name])
+        if name not in self._shared_objects:
+            self._shared_objects[name] = self.keep(make())
+        return cast(T, self._shared_objects[name])
 
     def keep(self, service: Any) -> Any:
         """Lets a service close with the others, before those that were added earlier; returns it."""

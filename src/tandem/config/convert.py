@@ -59,10 +59,10 @@ def value_of(text: Any) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        found = number(text) if text[:1] not in "[{-.0123456789" else yaml.safe_load(text)
+        value = number(text) if text[:1] not in "[{-.0123456789" else yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return number(found) if isinstance(found, str) else found
+    return number(value) if isinstance(value, str) else value
 
 
 def read_foreign(system: str, file: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def trainer_of(system: str, given: Mapping[str, Any]) -> str:
     """
     if system == "verl":
         return "ppo"
-    fits = [name for name, (_, _, own) in TRAINERS.items() if own & set(given)]
+    fits = [name for name, (_, _, keys) in TRAINERS.items() if keys & set(given)]
     fits = ["rloo"] if fits == ["grpo", "rloo"] else fits
     if len(fits) != 1:
         raise ConfigError("the keys do not say whose configuration this is; write --trainer grpo, rloo, sft or dpo")
@@ -106,8 +106,8 @@ class Conversion:
     def __init__(self, trainer: str, given: Mapping[str, Any], processes: int = 1) -> None:
         self.system, self.kind, _ = TRAINERS[trainer]
         self.trainer, self.given, self.processes = trainer, given, processes
-        mine = ("", f"{trainer.upper()}Config")
-        self.names = {f.name: f for f in foreign_names() if f.system == self.system and f.section in mine}
+        sections = ("", f"{trainer.upper()}Config")
+        self.names = {f.name: f for f in foreign_names() if f.system == self.system and f.section in sections}
         self.ours: dict[str, tuple[Any, str]] = {}
         """Tandem key → (value, the foreign keys that it comes from)."""
 
@@ -118,7 +118,7 @@ class Conversion:
         """Foreign key → reason why it is not translated."""
 
         self._read: set[str] = set()
-        self._told: set[str] = set()
+        self._translated: set[str] = set()
         config = load_config(self.kind, None, ["train_dataset.path=addition"]).config
         self._defaults = {key: plain_data(value) for key, value in leaves(config)}
         self._components = tuple(f"{key}." for key, value in leaves(config) if isinstance(value, Component))
@@ -140,7 +140,7 @@ class Conversion:
         elif self._defaults.get(key) != value or not self.given.keys().isdisjoint(names):
             source = ", ".join(n if n in self.given else f"{n}: default of {self.system}" for n in names)
             target = self.open if key.startswith(OPEN) else self.ours
-            self._told |= set(names)
+            self._translated |= set(names)
             target[key] = value, f"{source}: {how}" if how else source
 
     def idle(self, why: str, *names: str) -> None:
@@ -177,21 +177,21 @@ class Conversion:
 
     def _put_word(self, name: str, foreign: ForeignName, value: Any) -> None:
         word = str(value).lower()
-        said = dict(foreign.values).get(word) if foreign.values else value if foreign.alone else None
-        assigns = bool(foreign.values) and "=" in str(said)
-        if said is None or not (assigns or foreign.alone):
+        target = dict(foreign.values).get(word) if foreign.values else value if foreign.alone else None
+        assigns = bool(foreign.values) and "=" in str(target)
+        if target is None or not (assigns or foreign.alone):
             self._leave(name, f"set by hand: {', '.join(foreign.ours)}. {foreign.differs}")
         elif not (name.endswith(("_steps", "_freq", "_samples")) and value <= 0):
-            for part in str(said).split() if assigns else [f"{foreign.ours[0]}="]:
+            for part in str(target).split() if assigns else [f"{foreign.ours[0]}="]:
                 key, _, text = part.partition("=")
-                self.put(key, value_of(text or said), name)
+                self.put(key, value_of(text or target), name)
 
     def finish(self) -> None:
         """Translates every key that no rule has read."""
         names = [n for n in self.given if n not in self._read]
         self.copy(*names, *(n for n, f in self.names.items() if f.default and n not in self._read | self.given.keys()))
 
-        for name in self.given.keys() - self._told - self.left.keys():
+        for name in self.given.keys() - self._translated - self.left.keys():
             self.left[name] = "with this value there is nothing to set"
 
     def text(self) -> str:
@@ -276,15 +276,15 @@ def _trl_groups(c: Conversion, step: int, names: tuple[str, ...]) -> int:
     """Sets batch and mini-batches from a `GRPOConfig`. ``step``: completions of one optimizer step. Returns the number of
     optimizer steps in a batch."""
     n, once = c.read("num_generations"), step // c.read("gradient_accumulation_steps")
-    given, times = c.read("generation_batch_size"), c.read("steps_per_generation")
-    made = given or once * (times or c.read("gradient_accumulation_steps"))
-    batch = max(made, step)
+    batch_size, times = c.read("generation_batch_size"), c.read("steps_per_generation")
+    completions = batch_size or once * (times or c.read("gradient_accumulation_steps"))
+    batch = max(completions, step)
     if batch % n or batch % step:
         raise ConfigError(
-            f"{made} completions are generated at once and {step} make an optimizer step with {c.processes} process(es): no "
-            f"whole groups of {n} or no whole steps; say on how many devices it ran, by --processes N"
+            f"{completions} completions are generated at once and {step} make an optimizer step with {c.processes} "
+            f"process(es): no whole groups of {n} or no whole steps; say on how many devices it ran, by --processes N"
         )
-    names = (*names, "steps_per_generation" if times else "generation_batch_size")[: 3 if given or times else 2]
+    names = (*names, "steps_per_generation" if times else "generation_batch_size")[: 3 if batch_size or times else 2]
     how = f"{batch} completions, {step} an optimizer step, {c.processes} processes (--processes)"
     c.put("rollout.batch_size", batch // n, *names, "num_generations", how=f"{how}, {n} a prompt")
     c.put("actor.mini_batches", batch // step, *names, how=how)
@@ -376,8 +376,8 @@ def _warmup(c: Conversion, steps: str, ratio: str, total: int | None, updates: i
 
 
 def _sinks(c: Conversion, name: str) -> None:
-    said = c.read(name) or []
-    names = said if isinstance(said, list) else [said]
+    reported = c.read(name) or []
+    names = reported if isinstance(reported, list) else [reported]
     c.put("tracking.sinks", [n for n in names if n in ("wandb", "tensorboard", "trackio")], name)
     if not {"wandb", "trackio"} & set(names):
         c.idle("only wandb and trackio have projects", "project" if c.system == "TRL" else "trainer.project_name")
@@ -466,18 +466,18 @@ def _verl_kl(c: Conversion) -> None:
     in_loss = ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type")
     in_reward = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     adaptive = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
-    taken = in_loss if c.read(in_loss[0]) else in_reward
+    chosen = in_loss if c.read(in_loss[0]) else in_reward
     for switch, weight, kind in (in_loss, in_reward):
-        if not c.read(switch) or (switch, weight, kind) != taken or not c.read(weight):
+        if not c.read(switch) or (switch, weight, kind) != chosen or not c.read(weight):
             c.idle("this penalty is off" if not c.read(switch) else "one penalty here, loss or reward", switch, weight, kind)
             continue
         c.put("algorithm.kl.coefficient", c.read(weight), weight)
-        c.put("algorithm.kl.where", "reward" if taken is in_reward else "loss", switch)
+        c.put("algorithm.kl.where", "reward" if chosen is in_reward else "loss", switch)
         if c.read(kind) in estimators:
             c.put("algorithm.kl.estimator", estimators[c.read(kind)], kind)
         else:
             c.left[kind] = f"{c.read(kind)} is no estimator here: k1, k2, k3, k3_plus"
-    if c.read("algorithm.kl_ctrl.type") == "adaptive" and taken is in_reward and c.read(in_reward[0]):
+    if c.read("algorithm.kl_ctrl.type") == "adaptive" and chosen is in_reward and c.read(in_reward[0]):
         c.copy(*adaptive)
     else:
         c.idle("the coefficient is fixed", *adaptive)

@@ -87,7 +87,7 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
         ),
         "GPUs (device=cpu computes without them)": device != "cpu",
     }
-    if wrong := next((what for what, there in why.items() if there), None):
+    if wrong := next((what for what, applies in why.items() if applies), None):
         raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
 
 
@@ -236,18 +236,18 @@ class Pools(Models):
         """
         assert self._engine is not None, "the controller generates"
         parts = {name: part_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
-        sizes = {name: max(len(one.ranks) for one in part.residents) for name, part in parts.items()}
+        sizes = {name: max(len(resident.ranks) for resident in part.residents) for name, part in parts.items()}
         players = self._config.rollout.workers
         self._connect(process.threads * sum(sizes.values()) + players)
         reads = self._engine.capabilities
         if not reads & {"shared_memory", "disk"}:
             reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
-            told = (process.threads, steps, run, reads, self._engine.version)
-            self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
+            common = (process.threads, steps, run, reads, self._engine.version)
+            self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *common)
         if players:
-            told = (1, *told[1:])
-            self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *told)
+            common = (1, *common[1:])
+            self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *common)
         # first: after a death while they open, `mend` opens them
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
@@ -258,9 +258,9 @@ class Pools(Models):
         for name in names:
             self._start(self._parts[name])
         entering = {name: self._enter(self.pools[name]) for name in names}
-        self.all([one for begun in entering.values() for one in begun], "the workers to open their models")
+        self.all([reference for begun in entering.values() for reference in begun], "the workers to open their models")
         for name, begun in entering.items():
-            self.pools[name].processes = [self.get(one) for one in begun]
+            self.pools[name].processes = [self.get(reference) for reference in begun]
             log.info("pool %s: process(es) %s", name, ", ".join(map(str, self.pools[name].processes)))
         if "actor" in entering:
             desk = (self.pools["actor"].members[0],)
@@ -276,7 +276,7 @@ class Pools(Models):
             WorkerDied: another worker died meanwhile.
         """
         assert self._engine is not None, "the controller generates"
-        ending = {name: [one.idle.remote() for one in pool.members] for name, pool in self.pools.items()}
+        ending = {name: [member.idle.remote() for member in pool.members] for name, pool in self.pools.items()}
         with waiting("the workers that live to end what they do"):
             stays = {name for name, pool in self.pools.items() if pool.processes and not self._fails(ending[name])}
         with self._lock:
@@ -313,20 +313,20 @@ class Pools(Models):
         """Pings each worker, in a thread. A dead worker is known at once, whatever the controller waits for. A worker that
         does not answer for ``recover.silent_after_s`` is killed, and then counts as dead."""
         patience = self._config.recover.silent_after_s or float("inf")
-        asked: dict[str, tuple[Any, float]] = {}
+        pings: dict[str, tuple[Any, float]] = {}
         while not self._closing.wait(PING_S):
-            there = {
+            watched = {
                 member._actor_id.hex(): (pool, rank, member)
                 for pool in list(self.pools.values())
                 if pool.processes and not pool.lost
                 for rank, member in enumerate(pool.members)
             }
-            asked = {key: asked.get(key) or (None, time.monotonic() + patience) for key in there}
-            for key, (pool, rank, member) in there.items():
-                reference, until = asked[key]
+            pings = {key: pings.get(key) or (None, time.monotonic() + patience) for key in watched}
+            for key, (pool, rank, member) in watched.items():
+                reference, until = pings[key]
                 if reference is None:
                     ask = member.alive.options(concurrency_group="watch", max_task_retries=0)
-                    asked[key] = ask.remote(), until
+                    pings[key] = ask.remote(), until
                 elif self.ray.wait([reference], timeout=0)[0]:
                     try:
                         self.noticed(pool, self.ray.get(reference), rank)
@@ -336,10 +336,10 @@ class Pools(Models):
                             until = time.monotonic() + READY_S  # Ray starts it again, and it opens its model
                         elif not isinstance(error, self.ray.exceptions.ActorUnavailableError):  # else it may answer yet
                             self._lost(pool, key, "died", error)
-                    asked[key] = None, until
+                    pings[key] = None, until
                 elif time.monotonic() > until:
                     self._kill(pool, rank)
-                    asked[key] = None, time.monotonic() + READY_S
+                    pings[key] = None, time.monotonic() + READY_S
                     if not pool.again:
                         self._lost(pool, key, f"did not answer for {patience:g} s (recover.silent_after_s)", None)
 
@@ -386,7 +386,7 @@ class Pools(Models):
     def _start(self, part: PoolPart) -> None:
         """Starts the actors of a pool."""
         group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
-        changes = any(one.changes for one in part_of(self._plan, part.pool).residents)
+        changes = any(resident.changes for resident in part_of(self._plan, part.pool).residents)
         again = part.pool == ROLLOUT or (part.ranks == 1 and not changes)
         pool = self.pools[part.pool] = Pool(group, again=again)
         with waiting("cores of the Ray cluster"):
@@ -405,7 +405,7 @@ class Pools(Models):
             self._names[member._actor_id.hex()] = f"{part.pool} (rank {rank} of {part.ranks})"
 
     def _enter(self, pool: Pool) -> list[Any]:
-        machines = self.all([one.machine.remote(os.getcwd()) for one in pool.members], "the workers to start")
+        machines = self.all([actor.machine.remote(os.getcwd()) for actor in pool.members], "the workers to start")
         nodes = pool.nodes = [node for node, *_ in machines]
         places = [
             Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
@@ -423,7 +423,8 @@ class Pools(Models):
             return lambda message: send.remote(pickle.dumps(message))
 
         workers = RolloutWorkers(
-            [sends(one, "take", "orders") for one in pool.members], [sends(one, "answer", "answers") for one in pool.members]
+            [sends(player, "take", "orders") for player in pool.members],
+            [sends(player, "answer", "answers") for player in pool.members],
         )
         for place, member in enumerate(pool.members, 1):
             listening = (workers, pool, place, member)
@@ -432,10 +433,10 @@ class Pools(Models):
 
     def _listen(self, workers: RolloutWorkers, pool: Pool, place: int, member: Any) -> None:
         """Receives a rollout worker's messages, in a thread, and notices its death."""
-        said = member.said.options(concurrency_group="desk", max_task_retries=0)
+        messages = member.said.options(concurrency_group="desk", max_task_retries=0)
         while not self._closing.is_set():
             try:
-                for message in self.ray.get(said.remote()):
+                for message in self.ray.get(messages.remote()):
                     workers.heard(place, message)
             except self.ray.exceptions.RayError as error:
                 if self._closing.is_set() or pool not in self.pools.values():
@@ -457,23 +458,23 @@ class Pools(Models):
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:
         """The number of judged samples and the reward metrics of each rollout worker. A worker that died has lost its
         own."""
-        found = []
+        metrics = []
         for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
             with contextlib.suppress(self.ray.exceptions.RayError):
-                found.append(self.ray.get(member.judged.options(max_task_retries=0).remote()))
-        return found
+                metrics.append(self.ray.get(member.judged.options(max_task_retries=0).remote()))
+        return metrics
 
     def _serve(self, member: Any) -> None:
         """Runs the publisher's calls to the engine, which is in this process; in a thread."""
-        asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
+        next_call, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
         with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
             while not self._closing.is_set():
-                number, name, *arguments = self.ray.get(asked.remote())
+                number, name, *arguments = self.ray.get(next_call.remote())
                 try:
-                    found = getattr(self._engine, name)(*arguments)
+                    result = getattr(self._engine, name)(*arguments)
                 except Exception as error:  # boundary: the publisher decides what becomes of it
-                    found = Team().portable(error)
-                self.ray.get(answer.remote(number, found))
+                    result = Team().portable(error)
+                self.ray.get(answer.remote(number, result))
 
     def all(self, references: Sequence[Any], what: str) -> list[Any]:
         """Waits for all references. ``what``: their name in errors. The first failure is raised, also if it belongs to a
@@ -483,9 +484,9 @@ class Pools(Models):
             while pending:
                 self.check()
                 done, pending = self.ray.wait(pending, num_returns=1, timeout=PING_S)
-                for one in done:
-                    self.get(one)
-        return [self.get(one) for one in references]
+                for reference in done:
+                    self.get(reference)
+        return [self.get(reference) for reference in references]
 
     def get(self, reference: Any) -> Any:
         """The result behind a reference.
@@ -533,17 +534,17 @@ class Pools(Models):
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method on every worker that has models."""
         members = [member for name, pool in self.pools.items() if name != ROLLOUT for member in pool.members]
-        return self.all([getattr(one, method).remote(*arguments) for one in members], f"the workers: {method}")
+        return self.all([getattr(actor, method).remote(*arguments) for actor in members], f"the workers: {method}")
 
     def save(self, folder: Path) -> None:
         self.everywhere("save", folder)
 
     def moved(self) -> dict[str, float]:
-        first, *_ = self.all([one.moved.remote() for one in self.pools["actor"].members], "the actor's workers: moved")
+        first, *_ = self.all([member.moved.remote() for member in self.pools["actor"].members], "the actor's workers: moved")
         return dict(first)
 
     def digests(self, team: Team) -> dict[str, str]:
-        return {name: digest for found in self.everywhere("digests") for name, digest in found.items()}
+        return {name: digest for of_worker in self.everywhere("digests") for name, digest in of_worker.items()}
 
     def save_tokenizer(self, folder: Path) -> None:
         super().save_tokenizer(folder)
@@ -572,7 +573,7 @@ class Pools(Models):
             self._watcher.join(CLOSE_S)
         members = [member for pool in self.pools.values() for member in pool.members]
         if members:
-            self.ray.wait([one.close.remote() for one in members], num_returns=len(members), timeout=CLOSE_S)
+            self.ray.wait([actor.close.remote() for actor in members], num_returns=len(members), timeout=CLOSE_S)
         for pool in self.pools.values():
             self._drop(pool)
         self.pools = {}

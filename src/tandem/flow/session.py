@@ -101,9 +101,9 @@ class EngineMeter:
         self._began: float | None = None  # None: the trainer is not training
         self._busy_s = 0.0
         self._overlap = 0.0
-        self._seen = (0.0, 0.0)
+        self._counted = (0.0, 0.0)
         self._preempted = 0.0
-        self._asked: float | None = None  # None: the trainer is not waiting for a batch
+        self._wait_began: float | None = None  # None: the trainer is not waiting for a batch
         self._waited_s = 0.0
         self._last = time.perf_counter()
 
@@ -113,9 +113,9 @@ class EngineMeter:
     def begins(self, phase: str) -> None:
         """Notes that a stage of ``phase`` begins. Training lasts from the first stage of `train` to the next stage of
         another phase."""
-        if self._asked is not None:
-            self._waited_s += time.perf_counter() - self._asked
-        self._asked = time.perf_counter() if phase == "generate" else None
+        if self._wait_began is not None:
+            self._waited_s += time.perf_counter() - self._wait_began
+        self._wait_began = time.perf_counter() if phase == "generate" else None
         if phase == "train" and self._began is None:
             self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
         elif phase != "train" and self._began is not None:
@@ -137,41 +137,44 @@ class EngineMeter:
         generate. ``tokens_per_s/generate``: generated tokens per second of the engine's busy time. A fleet adds ``fleet/…``;
         the embedded engine adds ``rollout/preempted``, the number of times that a request gave up its place in the cache.
         """
-        found = self.engine.statistics() if self.engine is not None else {}
-        (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
-        rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
+        statistics = self.engine.statistics() if self.engine is not None else {}
+        (tokens, busy_s), self._counted = (
+            self._counted,
+            (statistics.get("generated_tokens", 0.0), statistics.get("busy_s", 0.0)),
+        )
+        rate = (self._counted[0] - tokens) / max(self._counted[1] - busy_s, 1e-9)
         now = time.perf_counter()
         passed_s, self._last = max(now - self._last, 1e-9), now
         waits = {
             "time/trainer_wait": min(1.0, self._waited_s / passed_s),
-            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._seen[1] - busy_s) / passed_s)) if self.engine else 0.0,
+            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._counted[1] - busy_s) / passed_s)) if self.engine else 0.0,
         }
         self._waited_s = 0.0
         # those of a fleet, and of an engine of the user's
-        more = {name: value for name, value in found.items() if "/" in name}
-        if "preempted" in found:
-            before, self._preempted = self._preempted, found["preempted"]
+        more = {name: value for name, value in statistics.items() if "/" in name}
+        if "preempted" in statistics:
+            before, self._preempted = self._preempted, statistics["preempted"]
             more["rollout/preempted"] = self._preempted - before
         threads = self._balance.after_step(waits) if self._balance is not None else {}
         return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **more}
 
 
-def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+def of_all_ranks(per_rank: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Combines the metrics of engines and rewards of all ranks. ``found``: (number of judged samples, metrics) of each rank.
 
     Rates, preemptions and counts of fleets are added; of overlaps and longest times the maximum counts; all others are means
     over the samples.
     """
-    metrics = dict(found[0][1])
-    for name in {name for _, own in found for name in own}:
-        here = [(samples, own[name]) for samples, own in found if name in own]
-        count = sum(samples for samples, _ in here)
+    metrics = dict(per_rank[0][1])
+    for name in {name for _, rank_metrics in per_rank for name in rank_metrics}:
+        weighted = [(samples, rank_metrics[name]) for samples, rank_metrics in per_rank if name in rank_metrics]
+        count = sum(samples for samples, _ in weighted)
         if "_per_s" in name or name == "rollout/preempted" or (name.startswith("fleet/") and name != "fleet/work_spread"):
-            metrics[name] = sum(value for _, value in here)
+            metrics[name] = sum(value for _, value in weighted)
         elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle", "fleet/work_spread") or "_max" in name:
-            metrics[name] = max(value for _, value in here)
+            metrics[name] = max(value for _, value in weighted)
         else:
-            metrics[name] = sum(samples * value for samples, value in here) / count if count else here[0][1]
+            metrics[name] = sum(samples * value for samples, value in weighted) / count if count else weighted[0][1]
     return metrics
 
 
@@ -265,8 +268,8 @@ class Session(TrainingSession):
     def measured(self) -> dict[str, float]:
         """Metrics of engines and rewards since the last call, over all ranks that generate. Collective."""
         reward = self.episodes.reward
-        found = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
-        return of_all_ranks(found + ([] if self.pools is None else self.pools.judged()))
+        per_rank = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
+        return of_all_ranks(per_rank + ([] if self.pools is None else self.pools.judged()))
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -291,8 +294,8 @@ class Session(TrainingSession):
     @property
     def parts(self) -> dict[str, Stateful]:
         """The parts of `SAVED` that the run has, by name. The state of a shared critic is in the actor's model."""
-        own = {} if self.pools is not None else {"trainer": self.trainer}
-        named = {"loader": self.loader, "combination": self.episodes.reward, **own, **self.roles}
+        engine = {} if self.pools is not None else {"trainer": self.trainer}
+        named = {"loader": self.loader, "combination": self.episodes.reward, **engine, **self.roles}
         return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
 
     @property
@@ -393,8 +396,8 @@ def open_session(
                 pools.when_lost = rollout.fail
         keep_from_collector(stack)
         roles = {**opened.objects, "rollout": rollout}
-        own = (roles, parts, loader, engine, meter, scorer)
-        yield Session(plan, timer, residency, conductor, process.team, *own, pools)
+        objects = (roles, parts, loader, engine, meter, scorer)
+        yield Session(plan, timer, residency, conductor, process.team, *objects, pools)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
@@ -431,7 +434,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     ranks = generating_ranks(config)
     if process.rank not in ranks:
         return None
-    kept, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
+    servers, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
     build = partial(
         build_inference_engine,
         rollout_here(config),
@@ -445,7 +448,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         run=run,
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,
-        keeping=None if kept is None else Keeping(*kept),
+        keeping=None if servers is None else Keeping(*servers),
         memory_limit_gib=config.memory_limit_gib,
         sleeps=process.device != "cpu" and servers_sleep(config),
     )
@@ -459,10 +462,10 @@ def _own_engine(
 ) -> InferenceEngine:
     """Makes the engine of the user's class. ``build``: makes the engine of `rollout.backend` for a class that asks for it;
     that engine is closed if the user's constructor fails."""
-    own = own_inference_engine(str(config.extend.inference_engine), config.rollout.backend)
-    engine = build() if "engine" in own.asked else None
+    factory = own_inference_engine(str(config.extend.inference_engine), config.rollout.backend)
+    engine = build() if "engine" in factory.asked else None
     try:
-        made: InferenceEngine = own(
+        user_engine: InferenceEngine = factory(
             engine=engine,
             folder=folder,
             settings=config.rollout.engine,
@@ -476,4 +479,4 @@ def _own_engine(
         if engine is not None:
             engine.close()
         raise
-    return made
+    return user_engine

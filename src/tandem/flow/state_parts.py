@@ -95,10 +95,10 @@ def sleep_plan(
             if resident.head == "text" and isinstance(training, TrainConfig):
                 parts |= _writer_parts(training, resident.name, resident.engine, read(resident.engine.path), where)
                 continue
-            found = footprint(resident, read(resident.engine.path), where)
+            sizes = footprint(resident, read(resident.engine.path), where)
             ranks = len(resident.ranks) if where.cpu else 1  # processes of a CPU share its memory
-            gradients[resident.name] = round(found.gradient_bytes * ranks)
-            parts |= _parts(resident, found, where, ranks)
+            gradients[resident.name] = round(sizes.gradient_bytes * ranks)
+            parts |= _parts(resident, sizes, where, ranks)
     remedies, always = [], []
     if isinstance(training, TrainConfig):
         actor = plan.resident("actor")
@@ -114,10 +114,10 @@ def sleep_plan(
         remedies.append("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))")
     stages = _stages(config, plan, parts, gradients, where)
     stages = (replace(stage, passing=(*stage.passing, *always)) for stage in stages)
-    made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB), one_memory=where.cpu)
-    whole = [one.name for one in plan.residents if one.trained and one.engine and one.engine.lora.rank is None]
-    made.check(", or ".join(remedies), whole=whole)
-    return made
+    schedule = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB), one_memory=where.cpu)
+    whole = [model.name for model in plan.residents if model.trained and model.engine and model.engine.lora.rank is None]
+    schedule.check(", or ".join(remedies), whole=whole)
+    return schedule
 
 
 def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape]) -> SleepPlan:
@@ -148,17 +148,17 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     return sleep_plan(config, plan, here(choose_device(config))) if may_sleep(config) else None
 
 
-def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
-    weights, masters = (found.weight_bytes + found.rounded_bytes) * ranks, 4 * found.masters / found.parts * ranks
-    beside = BYTES[found.dtype] * found.trunk if found.borrows else 0
-    written = masters if resident.changes else float(BYTES[found.dtype] * found.beside_base)
+def _parts(resident: Resident, sizes: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
+    weights, masters = (sizes.weight_bytes + sizes.rounded_bytes) * ranks, 4 * sizes.masters / sizes.parts * ranks
+    beside = BYTES[sizes.dtype] * sizes.trunk if sizes.borrows else 0
+    written = masters if resident.changes else float(BYTES[sizes.dtype] * sizes.beside_base)
     costs: dict[TrainPart, tuple[float, float, float]]
     if not where.cpu:
-        costs = {"parameters": (weights, weights, weights), "optimizer": (found.optimizer_bytes,) * 3}
+        costs = {"parameters": (weights, weights, weights), "optimizer": (sizes.optimizer_bytes,) * 3}
     else:  # what is frozen is read from its folder again, but for an adapter; a rounded copy is made anew
-        moments = found.optimizer_bytes * ranks
+        moments = sizes.optimizer_bytes * ranks
         costs = {
-            "parameters": (weights, written, weights - found.rounded_bytes * ranks),
+            "parameters": (weights, written, weights - sizes.rounded_bytes * ranks),
             "optimizer": (moments, moments, moments),
         }
     return {
@@ -180,8 +180,8 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
     samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
     rows = min(places(rollout.engine), -(-samples // engines))
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
-    device, own = "cpu" if where.cpu else "cuda", weights / GIB
-    gib = cache_gib(rollout.engine, device, memory_gib=config.memory_limit_gib, share=TOGETHER, weights_gib=own)
+    device, weights_gib = "cpu" if where.cpu else "cuda", weights / GIB
+    gib = cache_gib(rollout.engine, device, memory_gib=config.memory_limit_gib, share=TOGETHER, weights_gib=weights_gib)
     cache = min(gib * GIB, cache_bytes(shape, dtype, rows * longest))
     return {
         Part(ENGINE, "weights"): PartCost(weights, 0, weights),
@@ -200,7 +200,7 @@ def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shap
         )
     share = round((config.rollout.fleet.memory_share or TOGETHER) * where.device_gib * GIB)
     dtype = where.dtype(config.rollout.dtype)
-    weights = max(round(engine_bytes(shape, dtype, cpu=False) / one.tensor) for one in servers)
+    weights = max(round(engine_bytes(shape, dtype, cpu=False) / server.tensor) for server in servers)
     return {
         Part(ENGINE, "weights"): PartCost(weights, 0, weights),
         Part(ENGINE, "kv_cache"): PartCost(max(0, share - weights), 0, 0, standing=True),
@@ -214,10 +214,10 @@ def _writer_parts(
     settings = replace(config.rollout.engine, max_model_len=None)
     rollout = replace(config.rollout, backend="embedded", dtype=engine.dtype, engine=settings)
     engines = len(generating_ranks(config)) if where.cpu else 1  # each rank that generates judges its share
-    own = _engine_parts(replace(config, rollout=rollout), shape, where, engines)
+    engine_parts = _engine_parts(replace(config, rollout=rollout), shape, where, engines)
     return {
-        Part(name, "parameters"): own[Part(ENGINE, "weights")],
-        Part(name, "kv_cache"): own[Part(ENGINE, "kv_cache")],
+        Part(name, "parameters"): engine_parts[Part(ENGINE, "weights")],
+        Part(name, "kv_cache"): engine_parts[Part(ENGINE, "kv_cache")],
     }
 
 
@@ -231,14 +231,18 @@ def _stages(
         yield StageNeeds(BEGIN, actor, each_step=False)
     for resident in plan.residents:
         if resident.changes and resident.engine is not None:
-            own = frozenset(part for part in parts if part.resident == resident.name)
+            own_parts = frozenset(part for part in parts if part.resident == resident.name)
             trunk = frozenset({Part(resident.trunk_of, "parameters")}) if resident.trunk_of is not None else frozenset()
-            yield StageNeeds(f"load {resident.name}", own | trunk, own, each_step=False)
+            yield StageNeeds(f"load {resident.name}", own_parts | trunk, own_parts, each_step=False)
     for stage in plan.stages:
         residents = [_owner(plan, name) for name in stage.awake]
         needs = {part for name in residents for part in _needed(stage, name, config) if part in parts}
         trunks = (plan.resident(name) for name in residents)
-        needs |= {Part(one.trunk_of, "parameters") for one in trunks if one is not None and one.trunk_of is not None}
+        needs |= {
+            Part(trunk_model.trunk_of, "parameters")
+            for trunk_model in trunks
+            if trunk_model is not None and trunk_model.trunk_of is not None
+        }
         changes: set[Part] = set()
         if stage.kind == "update":
             changes = {part for part in needs if part.resident in residents}

@@ -136,7 +136,7 @@ class Used(NamedTuple):
 
 @dataclass
 class _Rank:
-    told: Told | None = None
+    report: Told | None = None
     heard_at: float = 0.0
     seconds: float = 0.0
     counted_at: float = 0.0
@@ -186,27 +186,27 @@ class Watch:
         """True if a rank has made no progress for `WINDOW_S`, so that the work of its child processes matters."""
         return self._clock - self._ranks[rank].counted_at > WINDOW_S
 
-    def hear(self, rank: int, told: Told, used: Used) -> None:
+    def hear(self, rank: int, report: Told, used: Used) -> None:
         """Takes a rank's newest report and the system's counters of it."""
-        one, now = self._ranks[rank], self._clock
-        one.heard_at, one.seconds = now, used.seconds
-        one.first_step = one.first_step or told.step
-        before = one.told
-        one.told = told
-        if self._first + rank == 0 and told.phase != "start":
-            self.step, self.has_folder = max(self.step, told.step), True
-        if before is None or (before.count, before.phase) != (told.count, told.phase):
+        state, now = self._ranks[rank], self._clock
+        state.heard_at, state.seconds = now, used.seconds
+        state.first_step = state.first_step or report.step
+        before = state.report
+        state.report = report
+        if self._first + rank == 0 and report.phase != "start":
+            self.step, self.has_folder = max(self.step, report.step), True
+        if before is None or (before.count, before.phase) != (report.count, report.phase):
             if before is not None and before.phase in WATCHED:
-                one.longest = max(one.longest, now - one.counted_at)
-            one.counted_at = one.active_at = now
-            one.window = (now, used)
+                state.longest = max(state.longest, now - state.counted_at)
+            state.counted_at = state.active_at = now
+            state.window = (now, used)
             return
-        if told.spins and before.place != told.place:
-            one.active_at = now
-        began, then = one.window
+        if report.spins and before.place != report.place:
+            state.active_at = now
+        began, then = state.window
         if now - began >= WINDOW_S:
-            one.active_at = now if used.busy_since(then, now - began, told.spins) else one.active_at
-            one.window = (now, used)
+            state.active_at = now if used.busy_since(then, now - began, report.spins) else state.active_at
+            state.window = (now, used)
 
     def look(self, now: float, is_held: Callable[[int, float], bool] = lambda rank, seconds: True) -> Fault | None:
         """Returns the first fault, or None. Call it often: only times between calls close to each other count.
@@ -221,42 +221,44 @@ class Watch:
 
     def during(self, rank: int) -> str:
         """The phase and step of a rank's last report, as the end of a sentence; empty while it starts."""
-        told = self._ranks[rank].told
-        if told is None or told.phase == "start":
+        report = self._ranks[rank].report
+        if report is None or report.phase == "start":
             return ""
-        return f", last heard of in phase {told.phase!r} of step {told.step}"
+        return f", last heard of in phase {report.phase!r} of step {report.step}"
 
     def describe(self) -> str:
         """The present state of every rank, one line each."""
-        return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks, self._first))
+        return "\n".join(f"rank {number}: {self._where(state)}" for number, state in enumerate(self._ranks, self._first))
 
     def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
-        for number, one in enumerate(self._ranks):
-            if one.told is not None and one.told.cut_off:
-                return Fault("silent", self._first + number, one.told.cut_off)
+        for number, state in enumerate(self._ranks):
+            if state.report is not None and state.report.cut_off:
+                return Fault("silent", self._first + number, state.report.cut_off)
             name = f"rank {self._first + number} of {self._world}"
-            quiet = one.told is not None and self._clock - one.heard_at > self._silent_s
-            if quiet and is_held(number, one.seconds):
+            quiet = state.report is not None and self._clock - state.heard_at > self._silent_s
+            if quiet and is_held(number, state.seconds):
                 return Fault(
                     "silent",
                     self._first + number,
-                    f"{name} has not answered for {self._clock - one.heard_at:.0f} s: it is "
-                    f"stopped, or the system holds it ({self._where(one)})",
+                    f"{name} has not answered for {self._clock - state.heard_at:.0f} s: it is "
+                    f"stopped, or the system holds it ({self._where(state)})",
                 )
         return None
 
     def _wedged(self) -> Fault | None:
-        ranks: Sequence[tuple[int, _Rank, Told]] = [(i, r, r.told) for i, r in enumerate(self._ranks) if r.told is not None]
+        ranks: Sequence[tuple[int, _Rank, Told]] = [
+            (i, r, r.report) for i, r in enumerate(self._ranks) if r.report is not None
+        ]
         if len(self._ranks) == 1 or len(ranks) < len(self._ranks):
             return None
-        if any(not 0 < one.first_step < told.step for _, one, told in ranks):
+        if any(not 0 < state.first_step < report.step for _, state, report in ranks):
             return None
-        limit = max(self._wedged_s, GAPS * max(one.longest for one in self._ranks))
-        if any(self._clock - one.counted_at <= limit for _, one, _ in ranks):
+        limit = max(self._wedged_s, GAPS * max(state.longest for state in self._ranks))
+        if any(self._clock - state.counted_at <= limit for _, state, _ in ranks):
             return None
-        absent = [(number, one, told) for number, one, told in ranks if told.waits != OTHER_RANKS]
-        for _, one, told in absent:
-            if told.waits or told.phase not in WATCHED or self._clock - one.active_at <= limit:
+        absent = [(number, state, report) for number, state, report in ranks if report.waits != OTHER_RANKS]
+        for _, state, report in absent:
+            if report.waits or report.phase not in WATCHED or self._clock - state.active_at <= limit:
                 return None
         number = absent[-1][0] if absent else 0
         still = f"rank {number} stands still" if len(absent) == 1 else "none of them gets on"
@@ -269,36 +271,36 @@ class Watch:
 
     def _stalled(self) -> Fault | None:
         assert self._stalled_after_s is not None
-        still = self._clock - max(one.counted_at for one in self._ranks)
-        mute = next((number for number, one in enumerate(self._ranks) if one.told is None), None)
+        still = self._clock - max(state.counted_at for state in self._ranks)
+        mute = next((number for number, state in enumerate(self._ranks) if state.report is None), None)
         if still <= (self._stalled_after_s if mute is None else max(START_S, self._stalled_after_s)):
             return None
         if mute is not None:
             name = f"rank {self._first + mute} of {self._world}"
             text = f"{name} has said nothing since it was started, and nothing was done for"
             return Fault("stalled", self._first + mute, f"{text} {still:.0f} s (recover.stalled_after_s)")
-        number = next((i for i, one in enumerate(self._ranks) if one.told and one.told.waits != OTHER_RANKS), None)
+        number = next((i for i, state in enumerate(self._ranks) if state.report and state.report.waits != OTHER_RANKS), None)
         if number is None and len(self._ranks) < self._world:
             return None  # all wait for ranks elsewhere, who are watched there
         number = number or 0
-        one = self._ranks[number]
-        assert one.told is not None
-        return Fault("stalled", self._first + number, stalled_text(one.told, still))
+        state = self._ranks[number]
+        assert state.report is not None
+        return Fault("stalled", self._first + number, stalled_text(state.report, still))
 
-    def _where(self, one: _Rank) -> str:
-        if one.told is None:
+    def _where(self, state: _Rank) -> str:
+        if state.report is None:
             return "has not begun"
-        waits = f", waiting for {one.told.waits}" if one.told.waits else ""
+        waits = f", waiting for {state.report.waits}" if state.report.waits else ""
         return (
-            f"step {one.told.step}, {one.told.phase}{waits}; last heard of {self._clock - one.heard_at:.1f} s ago, last "
-            f"progress {self._clock - one.counted_at:.1f} s ago"
+            f"step {state.report.step}, {state.report.phase}{waits}; last heard of {self._clock - state.heard_at:.1f} s "
+            f"ago, last progress {self._clock - state.counted_at:.1f} s ago"
         )
 
 
-def stalled_text(told: Told, seconds: float) -> str:
+def stalled_text(report: Told, seconds: float) -> str:
     """The message about a stalled rank: its phase and step, and what it waits for. ``seconds``: time without progress."""
-    waits = f"it waits for {told.waits}" if told.waits else "it does not come out of one piece of work"
-    where = f"phase {told.phase!r} of step {told.step}"
+    waits = f"it waits for {report.waits}" if report.waits else "it does not come out of one piece of work"
+    where = f"phase {report.phase!r} of step {report.step}"
     return f"nothing was done for {seconds:.0f} s (recover.stalled_after_s) in {where}: {waits}"
 
 

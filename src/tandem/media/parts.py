@@ -83,13 +83,13 @@ class Source:
         reason."""
         with self._lock:
             if self._medium is None or again:
-                found = self._found()
-                if isinstance(found, Path):
-                    with _opened(found) as file:
-                        found = _bounded(file.read(MAX_BYTES + 1))
-                elif isinstance(found, str):
-                    found = _fetched(found, self.allowed.timeout_s)
-                self._medium = keep(self.kind, read_image(found) if self.kind == "image" else read_sound(found))
+                source = self._found()
+                if isinstance(source, Path):
+                    with _opened(source) as file:
+                        source = _bounded(file.read(MAX_BYTES + 1))
+                elif isinstance(source, str):
+                    source = _fetched(source, self.allowed.timeout_s)
+                self._medium = keep(self.kind, read_image(source) if self.kind == "image" else read_sound(source))
             return self._medium
 
     def check(self) -> float:
@@ -98,11 +98,11 @@ class Source:
         Raises:
             DataFailure: its place or its header is refused; nothing is decoded.
         """
-        found, check = self._found(), check_image if self.kind == "image" else check_sound
-        if isinstance(found, Path):
-            with _opened(found) as file:
+        source, check = self._found(), check_image if self.kind == "image" else check_sound
+        if isinstance(source, Path):
+            with _opened(source) as file:
                 return check(file)
-        return 0.0 if isinstance(found, str) else check(found)
+        return 0.0 if isinstance(source, str) else check(source)
 
     def __str__(self) -> str:
         """The path or URL; for objects in memory their kind and a digest of the contents."""
@@ -170,7 +170,11 @@ def read_media(messages: Messages, allowed: Allowed = NOWHERE) -> list[dict[str,
 
 def sources_in(messages: Any) -> list[Source]:
     """The images and sounds of a row's messages, read or not."""
-    contents = [one.get("content") for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
+    contents = (
+        [message.get("content") for message in messages if isinstance(message, Mapping)]
+        if isinstance(messages, list)
+        else []
+    )
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     return [value for part in parts for value in part.values() if isinstance(value, Source)]
 
@@ -185,7 +189,7 @@ def opened(messages: Messages) -> list[Any]:
     """Decodes the images and sounds of messages, in order: PIL images, and arrays ``[n]`` float32 from −1 to 1 at 16 kHz.
     Raises `DataFailure` as `read_media`."""
     media = media_of(read_media(messages))
-    return [Image.fromarray(image(one.number)) if one.kind == "image" else sound(one.number) for one in media]
+    return [Image.fromarray(image(medium.number)) if medium.kind == "image" else sound(medium.number) for medium in media]
 
 
 def openai_part(medium: Medium) -> dict[str, Any]:
@@ -212,17 +216,22 @@ def shown_parts(value: Any, say: Callable[[Any], str]) -> list[dict[str, Any]] |
         DataFailure: as `read_media`; paths are not read.
     """
     items = list(value) if isinstance(value, list | tuple) else [value]
-    shown = [isinstance(one, Image.Image) or (isinstance(one, Mapping) and one.get("type") in PARTS) for one in items]
-    if not any(shown):
+    are_media = [
+        isinstance(item, Image.Image) or (isinstance(item, Mapping) and item.get("type") in PARTS) for item in items
+    ]
+    if not any(are_media):
         return None
     parts = [
-        ({"type": "image", "image": one} if isinstance(one, Image.Image) else one)
+        ({"type": "image", "image": item} if isinstance(item, Image.Image) else item)
         if is_medium
-        else {"type": "text", "text": one["text"] if isinstance(one, Mapping) and one.get("type") == "text" else say(one)}
-        for one, is_medium in zip(items, shown, strict=True)
+        else {
+            "type": "text",
+            "text": item["text"] if isinstance(item, Mapping) and item.get("type") == "text" else say(item),
+        }
+        for item, is_medium in zip(items, are_media, strict=True)
     ]
-    found: list[dict[str, Any]] = read_media([{"role": "tool", "content": parts}])[0]["content"]
-    return found
+    content: list[dict[str, Any]] = read_media([{"role": "tool", "content": parts}])[0]["content"]
+    return content
 
 
 def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:

@@ -71,13 +71,8 @@ class EpisodePool:
         generators: Team | None = None,
         workers: RolloutWorkers | None = None,
     ):
-        """Makes a pool without episodes.
-
-        Args:
-            judges_later: True if groups wait for rewards that need a model, and are filtered after them.
-            generators: the ranks that run episodes; None: rank 0 alone.
-            workers: rollout workers, which run the episodes of their own workflow instead.
-        """
+        """``judges_later``: True if groups wait for rewards that need a model. ``generators``: the ranks that run episodes;
+        None: rank 0 alone. ``workers``: rollout workers, which run the episodes of their own workflow instead."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
         self.loop = BackgroundLoop(on_blocked=self.fail)
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
@@ -121,8 +116,7 @@ class EpisodePool:
             self._book.draw_from(loader, workflow)
 
     def judge(self, wish: Wish) -> bool:
-        """Judges the candidates that were scored. Returns True if too few groups are left, so that more must be
-        generated."""
+        """Judges the scored candidates. Returns True if too few groups are left, so that more must be generated."""
         scored = list(zip(wish.candidates, wish.outcomes, strict=True))
         # without the lock, which the loop needs
         judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))

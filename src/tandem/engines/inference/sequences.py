@@ -263,8 +263,7 @@ class Slots:
         """Stores the tokens of the oldest unread draw; tokens of sequences that have ended meanwhile are dropped.
 
         Returns:
-            The remaining sequences, their tokens, the indices of those that drew a stop token, and of those that reached
-            their limit.
+            The remaining sequences, their tokens, and the indices of those that drew a stop token or reached their limit.
 
         Raises:
             NonFinite: the logits are not numbers.
