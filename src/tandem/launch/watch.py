@@ -196,11 +196,13 @@ class Watch:
         if self._first + rank == 0 and report.phase != "start":
             self.step, self.has_folder = max(self.step, report.step), True
         if before is None or (before.count, before.phase) != (report.count, report.phase):
+            # the longest honest gap sets the patience of `_wedged`: large models take long between counts
             if before is not None and before.phase in WATCHED:
                 state.longest = max(state.longest, now - state.counted_at)
             state.counted_at = state.active_at = now
             state.window = (now, used)
             return
+        # Busy waiting uses the processor, so only a main thread that moves in its code shows work.
         if report.spins and before.place != report.place:
             state.active_at = now
         began, then = state.window
@@ -215,8 +217,10 @@ class Watch:
         threads from reporting. ``seconds``: its processor time at its last report.
         """
         if self._looked_at is not None:
+            # An own clock: wall time also passes while the machine sleeps, and that is no rank's fault.
             self._clock += min(MAX_STEP_S, now - self._looked_at)
         self._looked_at = now
+        # from the surest to the vaguest: the first names the culprit, the last only a lack of progress
         return self._silent(is_held) or (None if self._stalled_after_s is None else self._wedged() or self._stalled())
 
     def during(self, rank: int) -> str:
@@ -251,11 +255,13 @@ class Watch:
         ]
         if len(self._ranks) == 1 or len(ranks) < len(self._ranks):
             return None
+        # kernels compile in a rank's first step, which may take minutes
         if any(not 0 < state.first_step < report.step for _, state, report in ranks):
             return None
         limit = max(self._wedged_s, GAPS * max(state.longest for state in self._ranks))
         if any(self._clock - state.counted_at <= limit for _, state, _ in ranks):
             return None
+        # those that do not wait for the others; if nobody is left, all wait for each other
         absent = [(number, state, report) for number, state, report in ranks if report.waits != OTHER_RANKS]
         for _, state, report in absent:
             if report.waits or report.phase not in WATCHED or self._clock - state.active_at <= limit:
