@@ -172,7 +172,7 @@ class Asker:
     async def one_by_one(
         self, questions: Iterable[tuple[int, Mapping[str, Any], str, str]], calls: list[RewardCall]
     ) -> None:
-        """Each after the other, so that times are those of the reward alone; adds them to ``made``."""
+        """Each after the other, so that times are those of the reward alone; adds them to ``calls``."""
         for question in questions:
             calls.append(await self.call(*question))
 

@@ -318,17 +318,12 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
 
 
 def _traced(
-    config: BaseConfig,
-    step: Step,
-    roles: list[Role],
-    episode_models: tuple[str, ...],
-    residents: tuple[Resident, ...],
-    **more: Any,
+    config: BaseConfig, step: Step, roles: list[Role], models: tuple[str, ...], residents: tuple[Resident, ...], **more: Any
 ) -> RunPlan:
-    """The plan whose stages are the trace of a step, and what follows it. ``asked``: what an evaluation needs awake."""
+    """The plan whose stages are the trace of a step, and what follows it. ``models``: residents that evaluations need."""
     trained = tuple(resident.name for resident in residents if resident.trained)
     changing = tuple(resident.name for resident in residents if resident.changes)
-    after = tuple(_following(config, trained, episode_models, changing))
+    after = tuple(_following(config, trained, models, changing))
     stages = (*trace(step, roles), *(role.stage(call) for role in after for call in role.calls))
     return RunPlan(residents, stages, (*roles, *after), step, **more)
 
@@ -339,11 +334,9 @@ def _by(step: Step, plan: RunPlan) -> RunPlan:
     roles = [role for role in plan.roles if role.name not in {stage.role for stage in after}]
     traced = tuple(trace(step, roles))
     names = [stage.name for stage in traced]
-    left_out = [
-        declared for declared in plan.stages if declared.kind not in ("score", "keep") and declared.name not in names
-    ]
+    left_out = [item for item in plan.stages if item.kind not in ("score", "keep") and item.name not in names]
     _refuse_left_out(left_out, "stages that the script's step leaves out")
-    if max(names.index(declared.name) for declared in traced if declared.kind == "update") > names.index("publish"):
+    if max(names.index(item.name) for item in traced if item.kind == "update") > names.index("publish"):
         raise TraceError("the step publishes weights before it has made them: call publisher.publish() after the updates")
     return dataclasses.replace(plan, stages=(*traced, *after), step=step)
 
@@ -553,17 +546,15 @@ def _verification(config: TrainConfig) -> Iterator[Role]:
 
 
 def _following(
-    config: BaseConfig, trained: tuple[str, ...], episode_models: tuple[str, ...], changing: tuple[str, ...]
+    config: BaseConfig, trained: tuple[str, ...], models: tuple[str, ...], changing: tuple[str, ...]
 ) -> Iterator[Role]:
-    """The roles that are called after a step. ``trained`` and ``changing``: residents; ``asked``: those that an evaluation
+    """The roles that are called after a step. ``trained`` and ``changing``: residents; ``models``: those that an evaluation
     needs."""
     if config.deterministic:
         yield Role("recorder", RECORDER, trained)
     every, wish = evaluates_every(config), config.checkpoint
     if every is not None:
-        yield Role(
-            "evaluator", EVALUATOR, episode_models, when={"evaluate": f"before step 1, every {every} steps, at the end"}
-        )
+        yield Role("evaluator", EVALUATOR, models, when={"evaluate": f"before step 1, every {every} steps, at the end"})
     if wish.every_steps is not None or wish.at_end:
         whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
         yield Role("saver", SAVER, changing, when={"save": ", ".join(filter(None, whens))})

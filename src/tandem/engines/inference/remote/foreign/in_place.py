@@ -84,7 +84,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 def compare(reported: Mapping[str, str], expected: Mapping[str, str], url: str) -> int:
     """Checks what a server holds against what it should; returns how many tensors agreed.
 
-    ``held`` may have only the beginning of each digest.
+    ``reported`` may have only the beginning of each digest.
 
     Raises:
         ServerFailed: a tensor differs, or none could be compared; names it.
