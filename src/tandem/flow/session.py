@@ -160,7 +160,7 @@ class EngineMeter:
 
 
 def of_all_ranks(per_rank: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Combines the metrics of engines and rewards of all ranks. ``per_rank``: (number of judged samples, metrics) of each rank.
+    """Combines engine and reward metrics of all ranks. ``per_rank``: (number of judged samples, metrics) of each rank.
 
     Rates, preemptions and counts of fleets are added; of overlaps and longest times the maximum counts; all others are means
     over the samples.
