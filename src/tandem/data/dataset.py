@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import json
 import random
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,4 +185,14 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
 
 
 def _located(rows: Iterable[Row], path: str) -> list[RawRow]:
-    return [RawRow(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]
+    return [RawRow(row, f"{path}, row {i}") for i, row in enumerate(with_progress(rows, path), 1)]
+
+
+def with_progress(rows: Iterable[Row], path: str, every_s: float = 10.0) -> Iterator[Row]:
+    """Passes ``rows`` on, and says on stderr every ``every_s`` seconds how many have been computed."""
+    told = time.monotonic()
+    for i, row in enumerate(rows, 1):
+        yield row
+        if time.monotonic() - told >= every_s:
+            print(f"{path}: {i:,} rows …", file=sys.stderr, flush=True)
+            told = time.monotonic()

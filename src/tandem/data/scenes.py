@@ -1,5 +1,6 @@
 """Scenes like CLEVR's, computed: spheres, cylinders and cubes on a floor, ray by ray, with shadows and exact counts."""
 
+import functools
 import itertools
 import math
 import random
@@ -50,7 +51,10 @@ class Thing:
         """Distances along ``ray`` at which ``origins [P, 3]`` meet it (infinite: never), and the normals there."""
         cos, sin = np.cos(self.angle), np.sin(self.angle)
         turn = np.array([[cos, sin, 0.0], [-sin, cos, 0.0], [0.0, 0.0, 1.0]])
-        start, along = (origins - (self.x, self.y, self.size)) @ turn.T / self.size, turn @ ray / self.size
+        offsets = origins - (self.x, self.y, self.size)
+        # most rays pass outside of the sphere around a cube of this size
+        near = np.einsum("ij,ij->i", offsets, offsets) - (offsets @ ray) ** 2 / (ray @ ray) < 3 * self.size**2
+        start, along = offsets[near] @ turn.T / self.size, turn @ ray / self.size
         enters, leaves = [], []
         for axes in SHAPES[self.shape]:
             o, d = start[:, axes], along[list(axes)] + 1e-9
@@ -64,7 +68,10 @@ class Thing:
         enter = np.where((enter < np.min(leaves, axis=0)) & (enter > 1e-6), enter, np.inf)
         inside = np.array([[float(axis in axes) for axis in range(3)] for axes in SHAPES[self.shape]])
         normals = (start + np.where(np.isfinite(enter), enter, 0)[:, None] * along) * inside[face]
-        return enter, normals @ turn / np.maximum(np.linalg.norm(normals, axis=1), 1e-9)[:, None]
+        distances, directions = np.full(len(origins), np.inf), np.zeros_like(origins)
+        distances[near] = enter
+        directions[near] = normals @ turn / np.maximum(np.linalg.norm(normals, axis=1), 1e-9)[:, None]
+        return distances, directions
 
 
 KINDS = list(itertools.product(COLOURS, SHAPES))
@@ -92,6 +99,7 @@ def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[T
     return things
 
 
+@functools.cache
 def _origins(side: int) -> np.ndarray:
     """Origins of the rays of all pixels, ``[side², 3]``, row by row from the upper left."""
     steps = (np.arange(side) + 0.5) / side * 2 * VIEW - VIEW
