@@ -379,7 +379,13 @@ class Pools(Models):
             self._head = Head(num_cpus=cpus, include_dashboard=False, _system_config=settings)
             address = self._head.join(self.ray)
         self._started = True
-        self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning")
+        try:
+            self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning")
+        except ConnectionError as error:
+            raise TandemError(
+                f"no Ray answers at {address} (RAY_ADDRESS), or not without its token, which RAY_AUTH_MODE=token shows: "
+                "correct it, or leave RAY_ADDRESS out for a Ray that ends with the run"
+            ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
 
