@@ -345,12 +345,15 @@ class Pools(Models):
 
     def _kill(self, pool: Pool, rank: int) -> None:
         """Also a process that is stopped, where it is on this machine: it takes no orders of Ray's."""
-        log.warning("a worker of Ray, process %d, is silent: it is killed", pool.processes[rank])
+        process = pool.processes[rank]
         if pool.nodes[rank] == self.ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(OSError):
-                os.kill(pool.processes[rank], signal.SIGKILL)
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                return  # it is dead, and Ray is still starting another one
         else:
             self.ray.kill(pool.members[rank], no_restart=not pool.again)
+        log.warning("a worker of Ray, process %d, was silent: it is killed", process)
 
     def _lost(self, pool: Pool, key: str, how: str, cause: Exception | None) -> None:
         with self._lock:
