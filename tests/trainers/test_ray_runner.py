@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from tandem.api.failures import RankFailed, WorkerDied
 from tandem.config.errors import ConfigError
@@ -129,6 +131,53 @@ def test_the_episodes_of_a_rollout_worker_that_dies_begin_again_in_another_one(r
     assert last["episodes/trained"] == metrics["episodes/trained"] and "recover/restarts" not in last
 
 
+def agent(models, tmp_path):
+    """The keys of an agent with tools in two rollout workers, beside a server that the run starts."""
+    keys = [f"actor.path={calling_model_folder(tmp_path)}", *cases(models)["tools"], "rollout.batch_size=4"]
+    return [*keys, "deterministic=false", "rollout.backend=tandem:d1"]
+
+
+@pytest.mark.slow
+def test_rollout_workers_beside_a_server_make_the_samples_of_one_process(ray, overrides, models, tmp_path):
+    first, runs = load_file(Path(calling_model_folder(tmp_path)) / "model.safetensors"), []
+    for runner, more in (("local", ()), ("ray", ("rollout.workers=2",))):
+        items = items_of(overrides, runner, runner, *agent(models, tmp_path), *more)
+        runs.append(rl.train(load_config(TrainConfig, None, items)))
+    local, theirs = (load_file(run.folder / "checkpoints/step_3/model.safetensors") for run in runs)
+    assert distance(local, theirs) <= 1e-3 * distance(first, local)  # a server may compute a sample beside different others
+    assert ledger_of(runs[0].folder) == ledger_of(runs[1].folder) and len(ledger_of(runs[0].folder)) == 3 * 4
+    calls = [run.metrics["tools/calls"] for run in runs]
+    assert calls[0] == calls[1] > 0 and runs[1].metrics["fleet/healthy"] == 1
+
+
+@pytest.mark.slow
+def test_async_rollout_workers_beside_a_server_train_each_prompt_once_when_one_dies(ray, overrides, models, tmp_path):
+    keys = ["async_training=true", "rollout.max_head_offpolicyness=2", "rollout.workers=2", "total_train_steps=8"]
+    with started(items_of(overrides, "ray", "async", *agent(models, tmp_path), *keys), env=there(ray)) as (run, folder):
+        begun(folder, 2, run)
+        own = psutil.Process(run.pid).children(recursive=True)
+        os.kill(processes(folder, "rollout")[0], signal.SIGKILL)
+        said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, said
+    assert "rollout worker 1 died" in (folder / "log.txt").read_text()
+    last = lines_of(folder / "metrics.jsonl")[-1]
+    assert last["remote/replaced"] == 1 and "recover/restarts" not in last and last["staleness/max"] > 0
+    assert len(ledger_of(folder)) == last["episodes/trained"] == 8 * 4
+    assert not psutil.wait_procs(own, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_launched_on_ray_has_its_pools_on_the_same_ray(ray, overrides):
+    whole, _ = trained(overrides, "local", "whole")
+    keys = items_of(overrides, "ray", "launched", "rollout.workers=1")
+    with started(keys, "launch", "ray", env=there(ray)) as (run, folder):
+        begun(folder, 1, run)
+        names = [one.name() for one in psutil.Process().children(recursive=True)]
+        said, _ = run.communicate(timeout=100)
+    assert run.returncode == 0 and names.count("gcs_server") == 1, said
+    assert {one["step"]: one["tensors"] for one in lines_of(folder / "weights.jsonl")} == whole
+
+
 @pytest.mark.slow
 def test_a_student_and_its_teacher_in_workers_of_ray_are_a_local_pair_to_the_bit(ray, overrides, models):
     own = ("reward=", "gconfig.n_samples=")
@@ -202,6 +251,16 @@ def test_a_dead_worker_of_a_frozen_model_is_replaced_and_another_one_ends_the_ru
             session.step()
 
 
+def ledger_of(folder):
+    """Epoch and place of the prompts that a run has trained on."""
+    with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
+        return ledger.execute("select epoch, place from prompts where trained order by epoch, place").fetchall()
+
+
+def distance(one, other):
+    return sum(float((one[name] - other[name]).double().square().sum()) for name in one) ** 0.5
+
+
 def lines_of(file):
     """The lines of a file of JSON."""
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -216,10 +275,10 @@ def begun(folder, step, command):
 
 
 @contextlib.contextmanager
-def started(items, **how):
-    """`tandem train` with these, in a process group of its own, and its run folder."""
+def started(items, *words, **how):
+    """`tandem train` (or ``words``) with these, in a process group of its own, and its run folder."""
     given = dict(item.split("=", 1) for item in items)
-    command = [sys.executable, "-m", "tandem", "train", *items]
+    command = [sys.executable, "-m", "tandem", *(words or ["train"]), *items]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True} | how
     with subprocess.Popen(command, **how) as run:
         try:

@@ -345,12 +345,15 @@ class Pools(Models):
 
     def _kill(self, pool: Pool, rank: int) -> None:
         """Kills a worker. A stopped process ignores Ray's orders; on this machine it is killed by a signal."""
-        log.warning("a worker of Ray, process %d, is silent: it is killed", pool.processes[rank])
+        process = pool.processes[rank]
         if pool.nodes[rank] == self.ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(OSError):
-                os.kill(pool.processes[rank], signal.SIGKILL)
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                return  # it is dead, and Ray is still starting another one
         else:
             self.ray.kill(pool.members[rank], no_restart=not pool.again)
+        log.warning("a worker of Ray, process %d, was silent: it is killed", process)
 
     def _lost(self, pool: Pool, key: str, how: str, cause: Exception | None) -> None:
         with self._lock:
@@ -379,7 +382,13 @@ class Pools(Models):
             self._head = Head(num_cpus=cpus, include_dashboard=False, _system_config=settings)
             address = self._head.join(self.ray)
         self._started = True
-        self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning")
+        try:
+            self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning")
+        except ConnectionError as error:
+            raise TandemError(
+                f"no Ray answers at {address} (RAY_ADDRESS), or not without its token, which RAY_AUTH_MODE=token shows: "
+                "correct it, or leave RAY_ADDRESS out for a Ray that ends with the run"
+            ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
 

@@ -34,8 +34,11 @@ class RankGroup:
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
-    def start(self, job: LaunchJob, place: Place, attempt: Path) -> None:
+    def start(self, job: LaunchJob, place: Place, attempt: Path, joins: bool) -> None:
+        """Starts the rank. ``joins``: what it does on Ray (`runner=ray`) is to be on this cluster."""
         environment = {ATTEMPT: str(attempt), HELD: "1", "PYTHONUNBUFFERED": "1"}
+        if joins:
+            environment["RAY_ADDRESS"] = _ray().get_runtime_context().gcs_address
         with (attempt / LOG.format(rank=place.first)).open("wb") as log:
             self._process = subprocess.Popen(
                 job.command(sys.executable),
@@ -118,12 +121,14 @@ class RayJob(Launcher):
         nodes = [node for node, _, _ in machines]
         _, address, port = machines[0]
         self._attempt = new_attempt(self._job)
+        joins = bool(self.options.address or os.environ.get("RAY_ADDRESS"))  # one made here may have no cores left
         ray.get(
             [
                 one.start.remote(
                     self._job,
                     Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), address, port),
                     self._attempt,
+                    joins,
                 )
                 for rank, (one, node) in enumerate(zip(self._actors, nodes, strict=True))
             ],
