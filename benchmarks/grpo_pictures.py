@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tandem.data.scenes import clevr_count
+from tandem.data.published import clevr_count
 from tandem.models.catalog import resolve
 
 TRL_SCRIPT = """
