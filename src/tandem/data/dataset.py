@@ -26,9 +26,6 @@ from tandem.data.table import Reading, Table
 MOST_ROWS = 10_000_000
 """A user's function that gives more than this, without `max_rows`, has no end: all rows are held in memory."""
 
-TOLD_S = 10.0
-"""Seconds between two lines that say how many rows have been computed."""
-
 
 class Dataset(Sequence[Row]):
     """Rows, and which of them make an epoch, in which order.
@@ -188,12 +185,14 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
 
 
 def _located(rows: Iterable[Row], path: str) -> list[RawRow]:
-    """Rows with their places; says on stderr how many there are while they take long to compute."""
-    read: list[RawRow] = []
+    return [RawRow(row, f"{path}, row {i}") for i, row in enumerate(with_progress(rows, path), 1)]
+
+
+def with_progress(rows: Iterable[Row], path: str, every_s: float = 10.0) -> Iterator[Row]:
+    """Passes ``rows`` on, and says on stderr every ``every_s`` seconds how many have been computed."""
     told = time.monotonic()
     for i, row in enumerate(rows, 1):
-        read.append(RawRow(row, f"{path}, row {i}"))
-        if time.monotonic() - told >= TOLD_S:
+        yield row
+        if time.monotonic() - told >= every_s:
             print(f"{path}: {i:,} rows …", file=sys.stderr, flush=True)
             told = time.monotonic()
-    return read
