@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tandem.config.errors import ConfigError
 from tandem.data.published import clevr_count
 from tandem.models.catalog import resolve
 
@@ -133,7 +134,10 @@ def main() -> None:
     parser.add_argument("--trl-micro-batch", type=int, default=32, help="samples of TRL's")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    model = Path(resolve(args.model)).resolve()
+    try:
+        model = resolve(args.model).resolve()
+    except ConfigError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as folder:
         file = write_rows(Path(folder), 64)
         result: dict[str, object] = {"tandem": ours(file, model, args)}

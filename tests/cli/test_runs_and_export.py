@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tandem.api.team import Team
 from tandem.cli.main import main
 from tandem.cli.running import resolve
+from tandem.cli.view import places_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
@@ -409,3 +410,20 @@ def test_a_models_folder_is_taken_where_a_run_has_the_same_name(tmp_path, monkey
         (folder / "config.json").write_text("{}")
     assert named_model("sums/one") == "sums/one"
     assert named_run("sums/one@1") == (Path("runs/sums/one"), "1")
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ([__file__], "is a file: a run is a folder, or EXPERIMENT/TRIAL of one below runs$"),
+        (["runs/adding/first/metrics.jsonl"], "is a file: a run is a folder, .*; did you mean runs/adding/first$"),
+        (["runs/adding/first@7"], "runs/adding/first has no samples of step 7; there are none of any step"),
+        (["~nobody-has-this/x"], "there is no run ~nobody-has-this/x"),
+        (["x" * 5000], "there is no run xxx"),
+        ([], "there is no folder runs here"),
+    ],
+)
+def test_the_viewer_says_what_it_wants_where_no_run_is_named(named, words, root, monkeypatch):
+    monkeypatch.chdir(root.parent if named else root)
+    with pytest.raises(ConfigError, match=words):
+        places_of(named)

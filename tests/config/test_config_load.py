@@ -219,7 +219,7 @@ def test_all_problems_are_told_at_once():
             ["actor.optimizer.lr is given twice", "run.yaml:2", "run.yaml:4"],
         ),
         ("? [a, b]\n: c\n", ["run.yaml:1: a key must be one word"]),
-        ("- 1\n", ["must hold keys and values"]),
+        ("- 1\n", ["must hold keys and values", "it holds a list"]),
     ],
 )
 def test_problems_of_a_file_name_its_line(tmp_path, text, words):
@@ -231,6 +231,9 @@ def test_problems_of_a_file_name_its_line(tmp_path, text, words):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no configuration file .*missing\.yaml"):
         load(file=tmp_path / "missing.yaml")
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    with pytest.raises(ConfigError, match=rf"{tmp_path} is a folder; give a YAML file, such as {tmp_path}/config\.yaml$"):
+        load(file=tmp_path)
 
 
 def test_an_empty_section_is_the_defaults(tmp_path):

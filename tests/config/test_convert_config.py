@@ -206,3 +206,22 @@ def test_what_cannot_be_read_or_known_is_refused(tmp_path):
         read_foreign("TRL", file)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_foreign("verl", tmp_path / "none.yaml")
+    file.write_text("a: " + "[" * 5000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_foreign("verl", file)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "value", "words"),
+    [
+        ("grpo", "per_device_train_batch_size", "many", "must be a number of at least 1, got 'many'"),
+        ("grpo", "num_generations", 0, "must be a number of at least 1, got 0"),
+        ("grpo", "loss_type", ["dapo"], "must be a word, got"),
+        ("sft", "max_steps", float("inf"), "must be a number, got inf"),
+        ("ppo", "data.train_batch_size", [8], "must be a number of at least 1, got"),
+        ("ppo", "actor.optim.betas", [0.9], "must be a list of two numbers"),
+    ],
+)
+def test_a_value_that_its_key_cannot_have_is_refused_by_name(trainer, key, value, words):
+    with pytest.raises(ConfigError, match=f"{key} {words}"):
+        convert(trainer, {key: value})

@@ -2,8 +2,10 @@
 
 import pytest
 
+from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES
+from tandem.data.dataset import load_dataset
 from tandem.data.known import KNOWN, benchmark_of, find_benchmark, locate, recognise
 
 
@@ -56,5 +58,7 @@ def test_a_known_name_is_a_folder_below_the_root_else_on_the_hub(tmp_path, monke
 def test_a_word_that_nobody_knows_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'svamp'"):
         locate("swamp", None)
+    with pytest.raises(ConfigError, match=r"no data set is called 'additon', and no file or folder in .* mean 'addition'"):
+        load_dataset(DatasetConfig(path="additon"))
     with pytest.raises(ConfigError, match="did you mean 'aime24'"):
         find_benchmark("aime25")

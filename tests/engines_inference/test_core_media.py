@@ -281,6 +281,6 @@ def test_a_medium_whose_file_is_another_s_fails_its_own_request_and_no_other(fol
     core, request = make_core(folder), asking(folder, QUESTION, [picture(1)])
     (file,) = (tmp_path / "media").iterdir()
     shutil.copy(file, file.with_name(f"{76:016x}.png"))
-    with pytest.raises(DataFailure, match=r"media_missing.* was changed"):
+    with pytest.raises(DataFailure, match=r"media_unreadable.* was changed"):
         core.add(0, replace(request, media=[number and -77 for number in request.media]))
     assert len(run(core, {1: request})[1].output_ids) == 8

@@ -27,6 +27,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tandem.engines.inference.serve.routes import ServedEngine
+from tandem.launch.local import EXIT_CONFIG
 from tandem.protocol.access import Access
 from tandem.protocol.server import Server
 from tandem.protocol.token_files import token_from
@@ -165,6 +166,8 @@ def test_a_server_whose_engine_was_killed_ends_and_says_so(folder, tmp_path):
     ("argv", "words"),
     [
         (["--port", "70000"], "--port"),
+        (["--host", ""], "--host is empty"),
+        (["--host", "a..b"], "cannot listen at a..b"),
         (["--threads", "0"], "--threads"),
         (["--request-timeout", "0"], "--request-timeout"),
         (["--max-completions", "0"], "--max-completions"),
@@ -175,7 +178,7 @@ def test_a_server_whose_engine_was_killed_ends_and_says_so(folder, tmp_path):
 )
 def test_values_that_cannot_be_are_refused(argv, words):
     with pytest.raises(ConfigError, match=words):
-        serving.check(parsed(serve, "m", *argv))
+        serving.check(parsed(serve, "m", "--port", "0", *argv))
 
 
 def test_a_media_host_is_a_name_as_urls_spell_it(capsys):
@@ -230,6 +233,15 @@ def test_elsewhere_everyone_needs_a_token(host):
 def test_the_two_tokens_must_differ(tmp_path):
     with pytest.raises(ConfigError, match="must differ"):
         access("--token-file", str(tmp_path / "t"), "--admin-token-file", str(tmp_path / "t"))
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_anything_is_made(tmp_path, capsys):
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken:
+        for where in ["--host", "192.0.2.1"], ["--port", str(taken.getsockname()[1])]:
+            for command in ["view", str(tmp_path)], ["serve", "no-such-model"], ["serve-reward", "m=no-such-model"]:
+                assert main([*command, *where, "--token-file", str(tmp_path / "token")]) == EXIT_CONFIG
+                assert "cannot listen at" in capsys.readouterr().err and not (tmp_path / "token").exists(), command
 
 
 def test_an_address_that_is_taken_is_said(folder):

@@ -163,6 +163,19 @@ def test_bodies_sounds_and_numbers_that_do_not_fit_are_refused(seeing, seeing_fo
         assert error["code"] == code and str(media_folder()) not in error["message"], error
 
 
+def test_a_damaged_file_of_the_store_is_logged_and_one_that_is_not_there_is_not(seeing, seeing_folder, caplog):
+    shown = picture(41)
+    request = of_chat(seeing_folder, shown)
+    data = (media_folder() / f"{-1 - shown.number:016x}.png").read_bytes()
+    (media_folder() / f"{76:016x}.png").write_bytes(data)
+    for number, logged in (-5, 0), (-77, 1):
+        body = {"input_ids": request.input_ids, "media": [number if n else 0 for n in request.media]}
+        error = seeing.json("POST", "/generate", body, status=400)["error"]
+        assert error["code"] == "media_missing" and str(media_folder()) not in error["message"], error
+        told = [record.getMessage() for record in caplog.records if record.name == "tandem.serve"]
+        assert len(told) == logged and all(f"{76:016x}.png was changed" in line for line in told), told
+
+
 def test_placeholders_of_one_picture_that_stand_apart_do_not_end_the_server(tmp_path):
     folder, shown = tiny_qwen_vl(tmp_path), picture(0, 48, 48)
     family = load_tokenizer(folder).media

@@ -149,13 +149,13 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tm
         ),
         ({"reward_funcs": "nosuch.py +"}, "reward"),
         ({"options": {"actor.optimizer": object()}}, "a object is no value of the configuration"),
-        ({"train_dataset": {"question": ["a"]}}, "row 0 is a str; give a list of dicts"),
-        ({"train_dataset": 5}, "train_dataset is a int; give a list of dicts"),
+        ({"train_dataset": {"question": ["a"]}}, "row 0 is of type str; give a list of dicts"),
+        ({"train_dataset": 5}, "train_dataset is of type int; give a list of dicts"),
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"reward_funcs": 3}, "reward_funcs: 3 is no function"),
-        ({"options": [1]}, "options is a list"),
+        ({"options": [1]}, "options is of type list"),
         ({"reward_funcs": []}, "reward_funcs is empty; give a function"),
-        ({"model": 3}, "model is a int; give a folder, a name, or a model of transformers"),
+        ({"model": 3}, "model is of type int; give a folder, a name, or a model of transformers"),
         ({"reward_funcs": "math", "reward_weights": [1, 2]}, "1 reward_funcs and 2 reward_weights"),
         ({"train_dataset": [{"question": object()}]}, "train_dataset: 'question' of row 0 cannot be written as JSON"),
         ({"learning_rate": 1e-5}, "learning_rate"),
@@ -163,8 +163,10 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tm
     ):
         with pytest.raises(ConfigError, match=says):
             made(**given)
-    with pytest.raises(ConfigError, match="overrides is a list; give a dict"):
+    with pytest.raises(ConfigError, match="overrides is of type list; give a dict"):
         tandem.train(None, ["total_train_steps=3"])
+    with pytest.raises(ConfigError, match="file is of type dict; give the name of a YAML file, and values as overrides="):
+        tandem.train({"total_train_steps": 3})
     with pytest.raises(ConfigError, match="call train"):
         made().model  # noqa: B018
     assert not list(tmp_path.rglob("run.json"))

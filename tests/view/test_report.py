@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tandem.cli.main import main
+from tandem.launch.local import EXIT_CONFIG
 from tandem.view import report as writing
 from tandem.view.routes import STATIC
 from tests.tracking.test_recorder import group, record, sample
@@ -112,3 +113,9 @@ def test_a_module_that_a_report_could_not_take_is_refused(tmp_path, text):
     (tmp_path / "dom.js").write_text("")
     with pytest.raises(AssertionError, match="imports or exports"):
         writing.bundle(tmp_path, "app.js")
+
+
+def test_a_report_of_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == EXIT_CONFIG
+    assert "there is no run in these folders" in capsys.readouterr().err and not (tmp_path / "a.html").exists()

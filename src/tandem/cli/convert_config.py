@@ -37,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if arguments.output.exists():
             raise ConfigError(f"{arguments.output} exists; give another name to -o, or remove it")
-        arguments.output.write_text(text, encoding="utf-8")
+        try:
+            arguments.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"-o {arguments.output} cannot be written: {error.strerror}") from error
         print("\n".join([f"{len(found.left)} keys are not translated:", *found.listed()]))
     guessed = f"read as {trainer} (--trainer); " if system == "TRL" and arguments.trainer is None else ""
     next_step = f"fill in what is commented out, then: {command} --dry-run"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.errors import ConfigError
 from tandem.protocol.access import Access, is_loopback
 from tandem.protocol.limits import STRANGERS_GIB
-from tandem.protocol.server import Application, Server
+from tandem.protocol.server import Application, Server, check_free
 from tandem.protocol.token_files import token_from
 
 if TYPE_CHECKING:
@@ -67,11 +67,14 @@ def media_bound(arguments: argparse.Namespace, stack: contextlib.ExitStack, *, r
 
 
 def check_address(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigError` for an address that cannot be."""
+    """Raises `ConfigError` for an address that cannot be, or is taken: before a token is made or a model is loaded."""
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port must be at least 0 and at most 65535, got {arguments.port}")
+    if not arguments.host:
+        raise ConfigError("--host is empty: give an address of this machine; 0.0.0.0 is all of them")
     if arguments.address_file is not None and not arguments.address_file.absolute().parent.is_dir():
         raise ConfigError(f"--address-file must be in a folder that exists, got {arguments.address_file}")
+    asyncio.run(check_free(arguments.host, arguments.port))
 
 
 def access_of(

@@ -61,6 +61,10 @@ def train(
     """
     if command not in TRAINING:
         raise ConfigError(f"there is no command {command!r}; {nearest_names(command, TRAINING)}")
+    if not isinstance(file, str | Path | None):
+        raise ConfigError(
+            f"file is of type {type(file).__name__}; give the name of a YAML file, and values as overrides={{…}}"
+        )
     if until is not None and until < 1:
         raise ConfigError(f"until={until}: the first step is 1")
     kind, items = TRAINING[command], items_of(dict(flat(_keys("overrides", overrides))))
@@ -89,7 +93,7 @@ def _checkpoint(folder: Path) -> Path | None:
 def _keys(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The keys that an argument gives. Raises `ConfigError` where it is no dict."""
     if not isinstance(given or {}, Mapping):
-        raise ConfigError(f'{name} is a {type(given).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
+        raise ConfigError(f'{name} is of type {type(given).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
     return given or {}
 
 
@@ -136,7 +140,9 @@ class Trainer:
             self.options["actor.path"] = model
         elif model is not None:
             if not hasattr(model, "save_pretrained"):
-                raise ConfigError(f"model is a {type(model).__name__}; give a folder, a name, or a model of transformers")
+                raise ConfigError(
+                    f"model is of type {type(model).__name__}; give a folder, a name, or a model of transformers"
+                )
             self._saved = model, processing_class or _tokenizer_of(model)
             self.options["actor.path"] = self._inputs / "model"
         for name, rows in (("train_dataset", train_dataset), ("valid_dataset", eval_dataset)):
@@ -179,11 +185,13 @@ class Trainer:
 
     def _rows(self, name: str, rows: Any) -> Path:
         if not isinstance(rows, Iterable):
-            raise ConfigError(f"{name} is a {type(rows).__name__}; give a list of dicts, one for each row")
+            raise ConfigError(f"{name} is of type {type(rows).__name__}; give a list of dicts, one for each row")
         lines = []
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise ConfigError(f"{name}: row {number} is a {type(row).__name__}; give a list of dicts, one for each row")
+                raise ConfigError(
+                    f"{name}: row {number} is of type {type(row).__name__}; give a list of dicts, one for each row"
+                )
             try:
                 lines.append(json.dumps(dict(row)) + "\n")
             except (TypeError, ValueError) as error:

@@ -74,7 +74,7 @@ def read_foreign(system: str, file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         shell = file.suffix in (".sh", ".bash")
         data = script_values(text) if shell else (json.loads if file.suffix == ".json" else yaml.safe_load)(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; give a YAML or JSON file, or a script (.sh)") from error
     if not isinstance(data, Mapping) or not data:
         raise ConfigError(f"{file} has no keys; give a YAML or JSON file of {system}, or a script (.sh) that starts it")
@@ -131,6 +131,22 @@ class Conversion:
             self.left[name] = f"what it stands for is not in this file{read}"
             return default
         return default if value is None else value
+
+    def number(self, name: str, least: int | None = None) -> Any:
+        """`read`, of a key that other numbers are made with. Raises `ConfigError`: no number, or below ``least``."""
+        value = self.read(name)
+        good = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
+        if not good or (least is not None and value is not None and value < least):
+            at_least = "" if least is None else f" of at least {least}"
+            raise ConfigError(f"{name} must be a number{at_least}, got {value!r}")
+        return value
+
+    def word(self, name: str) -> Any:
+        """`read`, of a key that is one of several words, or null. Raises `ConfigError`: it is no text."""
+        value = self.read(name)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} must be a word, got {value!r}")
+        return value
 
     def put(self, key: str, value: Any, *names: str, how: str = "") -> None:
         """Sets a key of ours; left out if it is the default and the file does not name it."""
@@ -219,7 +235,7 @@ def convert(trainer: str, given: Mapping[str, Any], processes: int = 1) -> Conve
     """Translates a file of ``trainer`` (a key of `TRAINERS`). ``processes``: of TRL, how many devices trained.
 
     Raises:
-        ConfigError: of TRL, the batch is no whole number of groups.
+        ConfigError: of TRL, the batch is no whole number of groups; a count is no number.
     """
     c = Conversion(trainer, given, processes)
     c.open["train_dataset.path"] = "FOLDER, FILE or hub name", "which columns are read: docs/data.md"
@@ -231,7 +247,7 @@ def convert(trainer: str, given: Mapping[str, Any], processes: int = 1) -> Conve
 
 
 def _trl(c: Conversion) -> None:
-    each, accumulate = c.read("per_device_train_batch_size"), c.read("gradient_accumulation_steps")
+    each, accumulate = c.number("per_device_train_batch_size", 1), c.number("gradient_accumulation_steps", 1)
     names, step, updates = ("per_device_train_batch_size", "gradient_accumulation_steps"), each * accumulate * c.processes, 1
     how = f"{each} × {accumulate} accumulated × {c.processes} processes (--processes)"
     if c.kind is TrainConfig:
@@ -239,7 +255,7 @@ def _trl(c: Conversion) -> None:
         (_trl_rloo if c.trainer == "rloo" else _trl_loss)(c)
         _truncated(c, "top_p", "top_k")
         if c.read("use_vllm"):
-            each = c.read("vllm_tensor_parallel_size") or 1
+            each = c.number("vllm_tensor_parallel_size", 1) or 1
             layout = f"vllm:d{max(1, c.processes // each)}t{each}"
             c.put("rollout.backend", layout, "use_vllm", how=f"{c.processes} devices, where vLLM is installed")
             c.idle("the place follows async_training", "vllm_mode")
@@ -250,7 +266,7 @@ def _trl(c: Conversion) -> None:
         kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
         c.given = {**c.given, "loss_type": kind} if "loss_type" in c.given else c.given
         c.copy("loss_type")
-    total = c.read("max_steps")
+    total = c.number("max_steps")
     if total > 0:
         c.idle("max_steps ends the run", "num_train_epochs")
         c.put("total_train_steps", math.ceil(total / updates), "max_steps", how=f"/ {updates} optimizer steps a batch")
@@ -259,7 +275,7 @@ def _trl(c: Conversion) -> None:
     if isinstance(kwargs, dict) and "min_lr_rate" in kwargs:
         c.put("actor.optimizer.min_lr_ratio", kwargs["min_lr_rate"], "lr_scheduler_kwargs")
     for strategy, name, key in (("save_strategy", "save_steps", "checkpoint"), ("eval_strategy", "eval_steps", "evaluate")):
-        kind, steps = c.read(strategy), c.read(name)
+        kind, steps = c.read(strategy), c.number(name)
         if kind == "steps" and steps and steps >= 1:
             c.put(f"{key}.every_steps", math.ceil(steps / updates), name, how=f"/ {updates} optimizer steps a batch")
         elif kind == "epoch":
@@ -273,9 +289,9 @@ def _trl(c: Conversion) -> None:
 
 def _trl_groups(c: Conversion, step: int, names: tuple[str, ...]) -> int:
     """Batch and mini-batches of `GRPOConfig`, from ``step`` completions of an optimizer step; optimizer steps a batch."""
-    n, once = c.read("num_generations"), step // c.read("gradient_accumulation_steps")
-    given, times = c.read("generation_batch_size"), c.read("steps_per_generation")
-    made = given or once * (times or c.read("gradient_accumulation_steps"))
+    n, once = c.number("num_generations", 1), step // c.number("gradient_accumulation_steps", 1)
+    given, times = c.number("generation_batch_size", 1), c.number("steps_per_generation", 1)
+    made = given or once * (times or c.number("gradient_accumulation_steps", 1))
     batch = max(made, step)
     if batch % n or batch % step:
         raise ConfigError(
@@ -287,13 +303,13 @@ def _trl_groups(c: Conversion, step: int, names: tuple[str, ...]) -> int:
     c.put("rollout.batch_size", batch // n, *names, "num_generations", how=f"{how}, {n} a prompt")
     c.put("actor.mini_batches", batch // step, *names, how=how)
     c.put("gconfig.n_samples", n, "num_generations")
-    passes = c.read("num_iterations")
+    passes = c.number("num_iterations", 1)
     c.put("actor.epochs_per_batch", passes, "num_iterations")
     return int(batch // step * passes)
 
 
 def _trl_loss(c: Conversion) -> None:
-    kind, low, high = c.read("loss_type"), c.read("epsilon"), c.read("epsilon_high")
+    kind, low, high = c.word("loss_type"), c.read("epsilon"), c.read("epsilon_high")
     names = ("epsilon", "epsilon_high")
     loss = LOSSES.get(kind, "gspo" if c.read("importance_sampling_level") == "sequence" else "ppo_clip")
     c.put("algorithm.policy_loss", loss, "loss_type", "importance_sampling_level")
@@ -317,7 +333,7 @@ def _trl_loss(c: Conversion) -> None:
     if c.read("multi_objective_aggregation") == "normalize_then_sum":
         c.put("algorithm.advantage", "gdpo", "multi_objective_aggregation")
         c.idle("gdpo normalises each reward", "scale_rewards")
-    if c.read("beta") > 0:
+    if c.number("beta") > 0:
         c.copy("beta", "use_bias_correction_kl")
         if c.read("sync_ref_model"):
             c.put("reference.refresh_every_steps", c.read("ref_model_sync_steps"), "ref_model_sync_steps")
@@ -326,11 +342,11 @@ def _trl_loss(c: Conversion) -> None:
     if (threshold := c.read("off_policy_mask_threshold")) is not None:
         c.put("algorithm.correction.reject", "negative_drift", "off_policy_mask_threshold")
         c.put("algorithm.correction.reject.threshold", threshold, "off_policy_mask_threshold")
-    share = c.read("top_entropy_quantile")
+    share = c.number("top_entropy_quantile")
     if share < 1:
         c.put("algorithm.token_filter", "top_entropy", "top_entropy_quantile")
         c.put("algorithm.token_filter.share", share, "top_entropy_quantile")
-    level, _, weight = c.read("vllm_importance_sampling_mode").partition("_")
+    level, _, weight = c.word("vllm_importance_sampling_mode").partition("_")
     if "vllm_importance_sampling_mode" in c.given:
         c.put("algorithm.correction.weight", weight, "vllm_importance_sampling_mode")
         c.put("algorithm.correction.level", level, "vllm_importance_sampling_mode")
@@ -347,21 +363,21 @@ def _trl_rloo(c: Conversion) -> None:
             if f.name not in ("beta", "reward_clip_range", "normalize_advantages", "mask_truncated_completions")
         ),
     )
-    if c.read("beta") > 0:
+    if c.number("beta") > 0:
         c.put("algorithm.kl.coefficient", c.read("beta"), "beta")
         c.put("algorithm.kl.where", "reward", "beta")
 
 
 def _truncated(c: Conversion, p: str, k: str) -> None:
-    if (c.read(p) or 1) < 1 or (c.read(k) or 0) > 0:
+    if (c.number(p) or 1) < 1 or (c.number(k) or 0) > 0:
         c.put("algorithm.allow_truncated_sampling", True, p, k)
     c.put("gconfig.top_p", c.read(p), p)
-    c.put("gconfig.top_k", max(c.read(k) or 0, 0), k)
+    c.put("gconfig.top_k", max(c.number(k) or 0, 0), k)
 
 
 def _warmup(c: Conversion, steps: str, ratio: str, total: int | None, updates: int) -> None:
     """``updates``: optimizer steps in one step of their schedule; here the schedule counts optimizer steps."""
-    count, share, key = c.read(steps) or 0, c.read(ratio) or 0, "actor.optimizer.warmup_steps"
+    count, share, key = c.number(steps) or 0, c.number(ratio) or 0, "actor.optimizer.warmup_steps"
     if 0 < count < 1:
         count, share = 0, count
     if count > 0:
@@ -374,37 +390,39 @@ def _warmup(c: Conversion, steps: str, ratio: str, total: int | None, updates: i
 
 def _sinks(c: Conversion, name: str) -> None:
     said = c.read(name) or []
-    names = said if isinstance(said, list) else [said]
+    names = [str(name) for name in (said if isinstance(said, list) else [said])]
     c.put("tracking.sinks", [n for n in names if n in ("wandb", "tensorboard", "trackio")], name)
     if not {"wandb", "trackio"} & set(names):
         c.idle("only wandb and trackio have projects", "project" if c.system == "TRL" else "trainer.project_name")
-    if other := [str(n) for n in names if n not in ("wandb", "tensorboard", "trackio", "console", "none")]:
+    if other := [n for n in names if n not in ("wandb", "tensorboard", "trackio", "console", "none")]:
         c.left[name] = f"{', '.join(other)}: tracking.sinks has wandb, tensorboard and trackio, and my_file.py:Name"
 
 
 def _verl(c: Conversion) -> None:
-    prompts, mini = c.read("data.train_batch_size"), c.read("actor.ppo_mini_batch_size")
-    number_of, passes = max(1, prompts // mini), c.read("actor.ppo_epochs")
+    prompts, mini = c.number("data.train_batch_size", 1), c.number("actor.ppo_mini_batch_size", 1)
+    number_of, passes = max(1, prompts // mini), c.number("actor.ppo_epochs", 1)
     c.put("rollout.batch_size", prompts, "data.train_batch_size")
     sizes = ("data.train_batch_size", "actor.ppo_mini_batch_size")
     c.put("actor.mini_batches", number_of, *sizes, how=f"{prompts} / {mini} prompts")
     c.put("actor.epochs_per_batch", passes, "actor.ppo_epochs")
     memory = ("actor.ppo_micro_batch_size", "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu")
     c.idle("memory only: actor.max_tokens_per_micro_batch is chosen by the plan", *memory, "actor.use_dynamic_bsz")
-    if isinstance(betas := c.read("actor.optim.betas"), list):
+    if (betas := c.read("actor.optim.betas")) is not None:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise ConfigError(f"actor.optim.betas must be a list of two numbers, got {betas!r}")
         for key, beta in zip(("beta1", "beta2"), betas, strict=True):
             c.put(f"actor.optimizer.{key}", beta, "actor.optim.betas")
     if prompts % mini:
         c.left["actor.ppo_mini_batch_size"] = (
             f"{prompts} is no multiple of {mini}: {number_of} mini-batches of equal size here"
         )
-    total = c.read("trainer.total_training_steps")
+    total = c.number("trainer.total_training_steps")
     if total:
         c.idle("total_training_steps ends the run", "trainer.total_epochs")
         c.put("total_train_steps", total, "trainer.total_training_steps")
     _warmup(c, "actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio", total, number_of * passes)
     _truncated(c, "rollout.top_p", "rollout.top_k")
-    longest = c.read("data.max_prompt_length") + c.read("data.max_response_length")
+    longest = c.number("data.max_prompt_length") + c.number("data.max_response_length")
     lengths = ("data.max_prompt_length", "data.max_response_length")
     c.put("rollout.engine.max_model_len", longest, *lengths, how="their sum")
     c.put("gconfig.max_new_tokens", c.read(lengths[1]), lengths[1])
@@ -434,7 +452,7 @@ def _verl_loss(c: Conversion) -> None:
     if kind != "gae":
         c.idle(f"no critic with adv_estimator={kind}", *(n for n in (*c.names, *c.given) if n.startswith("critic.")))
         c.idle("knobs of gae", "algorithm.gamma", "algorithm.lam", "trainer.critic_warmup")
-    mode, base = c.read("actor.policy_loss.loss_mode"), "algorithm.policy_loss"
+    mode, base = c.word("actor.policy_loss.loss_mode"), "algorithm.policy_loss"
     if mode not in LOSSES:
         c.left["actor.policy_loss.loss_mode"] = f"{mode} is no loss here; see tandem algorithms --parts"
         return
@@ -450,7 +468,7 @@ def _verl_loss(c: Conversion) -> None:
     read = {name for name, _ in knobs}
     for name, knob in knobs:
         most = 1.0 if (loss, knob) == ("cispo", "clip_low") else math.inf  # a ratio is never below 0
-        c.put(f"{base}.{knob}", min(c.read(name), most), name)
+        c.put(f"{base}.{knob}", min(c.number(name), most), name)
     if loss == "dppo":
         c.put(f"{base}.divergence", mode.removeprefix("dppo_"), "actor.policy_loss.loss_mode")
     others = {"actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio_c", "actor.tau_pos", "actor.tau_neg"} - read
@@ -484,7 +502,7 @@ def _verl_machines(c: Conversion) -> None:
     gpus = value_of(c.read("trainer.nnodes")), value_of(c.read("trainer.n_gpus_per_node"))
     names, engine = ("trainer.nnodes", "trainer.n_gpus_per_node"), c.read("rollout.name")
     if all(isinstance(n, int) for n in gpus):
-        together, each = math.prod(gpus), c.read("rollout.tensor_model_parallel_size")
+        together, each = math.prod(gpus), c.number("rollout.tensor_model_parallel_size", 1)
         c.put("actor.backend", f"fsdp:d{together}", *names, how="all GPUs; the result does not depend on it")
         if engine in ("vllm", "sglang") and isinstance(each, int):
             layout = f"{engine}:d{max(1, together // each)}t{each}"

@@ -1,5 +1,6 @@
 """YAML as a flat list of assignments, each with the place it stands at."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ def read_file(file: Path) -> list[Assignment]:
         ConfigError: no such file, not YAML (with the line), no mapping at the top, or a key given twice.
     """
     if not _is_file(file):
+        if os.path.isdir(file):
+            inside = f", such as {file / 'config.yaml'}" if os.path.isfile(file / "config.yaml") else ""
+            raise ConfigError(f"{file} is a folder; give a YAML file{inside}")
         raise ConfigError(f"there is no configuration file {file}; give a YAML file, or only key=value")
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
@@ -86,7 +90,8 @@ def read_file(file: Path) -> list[Assignment]:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     if node is None:
         return []
-    raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {type(node).__name__}")
+    what = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+    raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; it holds {what}")
 
 
 def _once(assignments: Iterator[Assignment]) -> list[Assignment]:

@@ -18,6 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.data.examples import Reader
 from tandem.data.files import ENDINGS, RawRow, read_file, read_folder
 from tandem.data.hub import hub_folders, read_hub
+from tandem.data.known import locate
 from tandem.data.media import RowMedia
 from tandem.data.procedural import PROCEDURAL, reasoning_gym
 from tandem.data.rows import Row, normalise
@@ -181,7 +182,7 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
         raise ConfigError(
             f"data set {path} does not exist; looked in {Path.cwd() if not local.is_absolute() else local.parent}"
         )
-    return _located(read_hub(path, split), path)
+    return _located(read_hub(locate(path, None)[0], split), path)
 
 
 def _located(rows: Iterable[Row], path: str) -> list[RawRow]:

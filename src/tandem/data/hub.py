@@ -45,7 +45,7 @@ def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
     Raises:
         ConfigError: the library is not installed; no such data set, configuration or split; the hub is out of reach.
     """
-    _need(f"data set {name}")
+    _need(f"there is no file or folder {name}, and a data set of the hub")
     import datasets  # noqa: PLC0415 optional library
 
     path, _, configuration = name.partition(":")

@@ -168,7 +168,7 @@ def locate(path: str, root: str | None) -> tuple[str, bool]:
         raise ConfigError(f"data_root={root} has no folder {known.name}; there are: {', '.join(sorted(folders)) or 'none'}")
     if "/" not in path and not Path(path).suffix:
         raise ConfigError(
-            f"no data set is called {path!r}; {nearest_names(path, [*KNOWN, *PROCEDURAL])}, reasoning_gym:NAME, "
-            "a folder, a file, and hub names (owner/name)"
+            f"no data set is called {path!r}, and no file or folder in {Path.cwd()}; "
+            f"{nearest_names(path, [*KNOWN, *PROCEDURAL])}, reasoning_gym:NAME, folders, files, and hub names (owner/name)"
         )
     return path, "/" in path

@@ -38,7 +38,16 @@ _ENDINGS: dict[MediaKind, str] = {"image": ".png", "audio": ".wav"}
 
 
 class MediaMissing(ConfigError):
-    """A medium is not in the media store of this process, or its file there is damaged."""
+    """A medium is not in the media store of this process."""
+
+    reason = "media_missing"
+    """The reason of the `DataFailure` that an episode ends with for it."""
+
+
+class MediaDamaged(MediaMissing):
+    """The file of a medium in the media store is damaged, or another's."""
+
+    reason = "media_unreadable"
 
 
 class _Held:
@@ -157,7 +166,7 @@ def _read(kind: MediaKind, number: int, read: Callable[[Path], np.ndarray]) -> n
         with _opening(number):
             data = read(file)
         if _number(kind, data) != number:
-            raise MediaMissing(f"{file} was changed since it was kept: remove it and start again, and it is made anew")
+            raise MediaDamaged(f"{file} was changed since it was kept: remove it and start again, and it is made anew")
         data.setflags(write=False)
         _HELD.add(file, data)
     return data
@@ -173,7 +182,7 @@ def _opening(number: int) -> Iterator[None]:
             "same folder: set TANDEM_MEDIA to one on a shared file system, and never empty it while a run may go on"
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError, wave.Error) as error:
-        raise MediaMissing(f"medium {number} in the media store {media_folder()} cannot be read: {error}") from error
+        raise MediaDamaged(f"medium {number} in the media store {media_folder()} cannot be read: {error}") from error
 
 
 def _whole(file: Path, num_samples: int) -> bool:

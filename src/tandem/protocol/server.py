@@ -174,11 +174,8 @@ class Server:
         self._application, self._access, self.routes = application, access, application.routes
         self.app = web.Application(middlewares=[self._middleware])
         self.app.on_response_prepare.append(self._sign)
-        self._shapes: dict[object, Callable[[Refusal], dict[str, Any]]] = {}
         for route in self.routes:
-            handler = self._handler(route)
-            self._shapes[handler] = route.refused
-            self.app.router.add_route(route.method, route.path, handler)
+            self.app.router.add_route(route.method, route.path, self._handler(route))
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
@@ -202,7 +199,7 @@ class Server:
         await runner.setup()
         watch = asyncio.create_task(self._application.watch())
         try:
-            listener = await self._listen(runner, host, port)
+            listener = await _bound(lambda: self._connection(runner), host, port)
             try:
                 yield listener.sockets[0].getsockname()[1]
                 self._application.drain()
@@ -215,13 +212,6 @@ class Server:
             await asyncio.gather(watch, return_exceptions=True)
             await self._application.close()
             await runner.cleanup()
-
-    async def _listen(self, runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.create_server(lambda: self._connection(runner), host, port, backlog=1024)
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
     def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:
         server = runner.server
@@ -268,11 +258,12 @@ class Server:
     async def _middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Whatever ends a request without an answer becomes one, in the shape of its route's refusals."""
+        """Whatever ends a request without an answer becomes one, in the shape of the refusals of a route that its path ends
+        with: also where the method is another, or an address before the path is wrong."""
 
         def refused(refusal: Refusal) -> web.Response:
-            body = self._shapes.get(request.match_info.handler, Refusal.body)(refusal)
-            return web.json_response(body, status=refusal.status, headers=refusal.headers)
+            shape = next((route.refused for route in self.routes if request.path.endswith(route.path)), Refusal.body)
+            return web.json_response(shape(refusal), status=refusal.status, headers=refusal.headers)
 
         try:
             self._access.check_place(request)
@@ -299,6 +290,18 @@ class Server:
         response.headers["Server"] = "tandem"
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers.update(self._application.headers())
+
+
+async def check_free(host: str, port: int) -> None:
+    """Raises `ConfigError` if the address is taken or not of this machine."""
+    (await _bound(asyncio.Protocol, host, port, start_serving=False)).close()
+
+
+async def _bound(protocol: Callable[[], asyncio.Protocol], host: str, port: int, **more: Any) -> asyncio.Server:
+    try:
+        return await asyncio.get_running_loop().create_server(protocol, host, port, backlog=1024, **more)
+    except (OSError, UnicodeError) as error:  # the second: a name that none can be
+        raise ConfigError(f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
 
 
 async def _close_listener(listener: asyncio.Server) -> None:

@@ -95,7 +95,11 @@ def run_names(root: Path) -> list[str]:
 
 def no_run(name: str) -> str:
     """Says that there is no such run, and which there are."""
-    place = Path(name).expanduser()
+    place = Path(os.path.expanduser(name))
+    if os.path.isfile(place):
+        runs = [str(folder) for folder in place.parents if os.path.isfile(folder / "run.json")]
+        near = f"; did you mean {runs[0]}" if runs else ""
+        return f"{name} is a file: a run is a folder, or EXPERIMENT/TRIAL of one below {RunConfig().root}{near}"
     root = place.parent.parent if len(place.parts) > 2 else Path(RunConfig().root)
     names = run_names(root)
     near = difflib.get_close_matches(f"{place.parent.name}/{place.name}", names, 1, 0.5)

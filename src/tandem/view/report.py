@@ -13,7 +13,7 @@ from tandem.config.errors import ConfigError
 from tandem.state.run_folder import now
 from tandem.view.questions import RunAnswers, bounded
 from tandem.view.routes import STATIC
-from tandem.view.runs import logs
+from tandem.view.runs import is_run, logs
 
 MOST_BYTES = 12 << 20
 """Bytes of answers; samples are left out from where they would be more."""
@@ -92,7 +92,7 @@ def _variable(name: str) -> str:
 def answers(questions: RunAnswers) -> dict[str, Any]:
     """The answers that the pages of a report ask for, by question; samples as far as there is room."""
     found = questions.runs.all()
-    if not found:
+    if not any(map(is_run, found.values())):
         raise ConfigError("there is no run in these folders")
     held, room = {_key("runs", {}): questions.ask("runs", {})}, MOST_BYTES
     for name, folder in found.items():

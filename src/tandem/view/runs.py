@@ -67,7 +67,7 @@ class Runs:
     def _below(place: Path) -> Iterator[Path]:
         """A folder that is named is a run, also an empty one, unless runs are below it."""
         with contextlib.suppress(OSError):
-            found = [folder for folder in run_folders(place) if _is_run(folder)]
+            found = [folder for folder in run_folders(place) if is_run(folder)]
             yield from found or ([place] if place.is_dir() and not any(map(Path.is_dir, place.iterdir())) else [])
 
     def folder(self, name: str) -> Path:
@@ -82,7 +82,7 @@ class Runs:
         return found
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """True also for a run whose files may not be read."""
     try:
         return existing_run(folder) is not None

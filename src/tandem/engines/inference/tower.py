@@ -59,7 +59,8 @@ class Tower:
         """Passes if each medium of a prompt has the tokens that its features replace.
 
         Raises:
-            DataFailure: ``media_mismatch``: it has not. ``media_missing``: the media store does not have the medium.
+            DataFailure: ``media_mismatch``: it has not. ``media_missing``: the media store does not have the medium;
+                ``media_unreadable``: its file there is damaged.
         """
         if not request.media:
             return
@@ -90,7 +91,7 @@ class Tower:
             if self._features.get(number) is None:
                 self._input(number)
         except store.MediaMissing as error:
-            raise DataFailure("media_missing", str(error)) from error
+            raise DataFailure(error.reason, str(error)) from error
         return medium
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:

@@ -139,12 +139,11 @@ class EngineService:
         try:
             yield
         except DataFailure as failure:
-            message = str(failure)
-            if failure.reason == "media_missing":  # names a folder of this machine, which is no client's to know
-                if "is not in the media store" not in message:
-                    LOG.warning("%s", message)
-                message = f"media_missing: {LACKING}"
-            raise Refusal(400, message, code=failure.reason) from failure
+            if failure.reason == "media_unreadable":
+                LOG.warning("%s", failure)
+            if failure.reason in ("media_missing", "media_unreadable"):  # names a folder, which is no client's to know
+                raise Refusal(400, f"media_missing: {LACKING}", code="media_missing") from failure
+            raise Refusal(400, str(failure), code=failure.reason) from failure
         except EngineDied as error:
             raise self.dead(error) from error
 

@@ -42,13 +42,13 @@ class ServerPrompts:
 
         Raises:
             DataFailure: ``media_mismatch``: they are not expanded as this model's processor does. ``media_missing``: the
-                media store does not have one.
+                media store does not have one. ``media_unreadable``: its file there is damaged.
         """
         try:
             made, shown = self._collapsed(list(ids), media)
             return made, [await asyncio.to_thread(_file, medium) for medium in shown]
         except store.MediaMissing as error:
-            raise DataFailure("media_missing", str(error)) from error
+            raise DataFailure(error.reason, str(error)) from error
 
     def _collapsed(self, ids: list[int], media: Sequence[int]) -> tuple[list[int], list[Medium]]:
         reader = reader_of(self._tokenizer)
