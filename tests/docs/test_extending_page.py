@@ -250,7 +250,7 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
             "asked for .verify_if_due of None: a role that this run does not have is None",
         ),
         ("def step(run):\n    return {}", "extend.step=wrong.py:step", "leaves out|returns the batch"),
-        ("", "extend.step=step", "extend.step=step: name what is in a file of yours, as my_file.py:Name"),
+        ("", "extend.step=step", "extend.step=step: name an object in a file of yours, as my_file.py:Name"),
         (
             "from tandem import ModelFamily\nfamily = ModelFamily('mine', like='llama')",
             "extend.model_family=wrong.py:family(size=1)",

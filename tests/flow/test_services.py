@@ -253,7 +253,7 @@ def test_an_async_function_is_a_service_with_knobs(mine):
         (["judge=FILE:Judge(word=1, w=2)", "sandbox=FILE:Sandbox", "reward=FILE:Mine"], r"no knob 'w'; did you mean 'word'"),
         (
             ["judge=FILE:Judge(sandbox=x)", "sandbox=FILE:Sandbox", "reward=FILE:Mine"],
-            r"sandbox is no knob, because it is given",
+            r"sandbox is no knob: the run passes it",
         ),
         (["tracking.sinks=[FILE:Lines(fiel=x)]"], r"no knob 'fiel'; did you mean 'file'"),
         (["reward=FILE:Mine(factor=much)"], r"factor must be a number, got 'much'"),

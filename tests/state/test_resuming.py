@@ -176,7 +176,7 @@ def test_no_run_is_made_shorter_than_what_is_kept_of_it(cut_off):
 
 def test_without_its_configuration_a_run_does_not_go_on(cut_off):
     (cut_off / "config.yaml").unlink()
-    with pytest.raises(RunFolderTaken, match=r"without config\.yaml nobody knows"):
+    with pytest.raises(RunFolderTaken, match=r"its config\.yaml is missing"):
         may_go_on(config())(cut_off)
 
 

@@ -34,7 +34,7 @@ REMEMBERED = {
     "publisher._history",
     "publisher._archive._kept",
     "rollout._pool._book._count",
-    "rollout.replay._kept",
+    "rollout.replay._entries",
     "rollout.replay.reused",
     "trainer.holder.masters",
     "trainer.optimizer._step",

@@ -89,6 +89,7 @@ def remax(rewards: torch.Tensor, group_id: torch.Tensor, greedy: torch.Tensor) -
 def opo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """A_i = r_i − Σ_g T_j·r_j / Σ_g T_j, the baseline of least variance."""
     group = group_statistics(rewards, group_id, in_statistics)
+    # the variance of a sample's gradient grows with its length, hence the weights
     weight = lengths.double() * in_statistics
     weighted = (rewards.double() * weight).masked_fill(~in_statistics, 0.0)
     baseline = group_sum(weighted, group_id) / group_sum(weight, group_id).clamp(min=1)
@@ -125,11 +126,13 @@ def gdpo(
     total = torch.zeros(len(group_id), dtype=torch.float64, device=group_id.device)
     spread = torch.zeros(len(group_id), dtype=torch.bool, device=group_id.device)
     for name, values in named_rewards.items():
+        # NaN means that the reward does not apply to the sample; 0 would pull the group's mean down
         known = in_statistics & ~values.isnan()
         group = group_statistics(values, group_id, known)
         scores = _centred(values, group) / (group.std + EPSILON)
         total += factor[name] * scores.masked_fill(values.isnan(), 0.0)
         spread |= group.has_spread
+    # a group without spread has score 0, which whitening would move by the batch's mean
     return whiten(total, in_statistics).masked_fill(~spread, 0.0).to(torch.float32)
 
 

@@ -17,6 +17,7 @@ def behaviour_ratio(
     """exp(proximal − rollout) ``[T]``, no gradient: of each token, or at level ``sequence`` its trajectory's product."""
     d = log_ratio(proximal.detach(), rollout, mask)
     if level == "sequence":
+        # each log-ratio is clamped already, but a thousand of them still overflow exp
         d = sum_by(d, sequence).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return d.exp()
 
@@ -45,6 +46,7 @@ def truncate(ratio: torch.Tensor, *, high: float = 2.0) -> torch.Tensor:
 )
 def mask_outside(ratio: torch.Tensor, *, low: float = 0.0, high: float = 5.0) -> torch.Tensor:
     """L_t × w where low ≤ w ≤ high, × 0 elsewhere: IcePop; with `high` alone, decoupled PPO."""
+    # 0 and not removed: the token stays in the denominators, so dropping tokens does not raise the step
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
@@ -111,5 +113,6 @@ def negative_drift(
     threshold: float = 0.5,
 ) -> torch.Tensor:
     """All but tokens with A < 0 whose trajectory has a mean of (rollout − policy) above the threshold."""
+    # good answers are kept however far the policy has moved from them: pulling towards them is safe
     drift = mean_by_sequence(log_ratio(rollout, policy.detach(), mask), mask, sequence)
     return ~((advantages < 0) & (drift > threshold))

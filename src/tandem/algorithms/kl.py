@@ -34,6 +34,7 @@ def k2(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio:
 def k3(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None) -> torch.Tensor:
     """exp(−d) − 1 + d, unbiased and never negative."""
     d = log_ratio(policy, reference, mask)
+    # expm1: near d = 0 the difference of exp(−d) and 1 would lose all digits of d²/2
     found = torch.expm1(-d) + d
     return found if ratio is None else ratio * found
 
@@ -44,6 +45,7 @@ def k3_plus(
 ) -> torch.Tensor:
     """Value of k3, gradient of k2."""
     second = k2(policy, reference, mask)
+    # the value of one, the gradient of the other: the first two terms cancel in value only
     found = second - second.detach() + k3(policy, reference, mask).detach()
     return found if ratio is None else ratio.detach() * found
 

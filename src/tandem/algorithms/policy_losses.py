@@ -61,7 +61,9 @@ def ppo_clip(
     ratio = log_ratio(policy, proximal, mask).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     bounded = ratio.clamp(max=two_sided) if two_sided else ratio
+    # the pessimistic branch: a clip may only remove an incentive, so the minimum is taken after the sign of A
     losses = -torch.minimum(bounded * advantages, clipped * advantages)
+    # with A < 0 the loss grows without bound in ρ, and one stale token could dominate the batch
     if dual_clip:
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
     metrics = {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
@@ -71,6 +73,7 @@ def ppo_clip(
 @POLICY_LOSSES.register("reinforce", proportional=True)
 def reinforce(policy: torch.Tensor, proximal: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Result:
     """L_t = −A·policy; from the second optimizer step of a batch on × sg[min(ρ, 2)]."""
+    # detached: the ratio is a weight here, and the gradient flows through `policy` alone
     ratio = log_ratio(policy.detach(), proximal, mask).exp()
     losses = -ratio.clamp(max=TRUNCATION) * advantages * policy.masked_fill(~mask, 0.0)
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio, "clip_fraction": (ratio > TRUNCATION).float()}
@@ -120,6 +123,7 @@ def sapo(
     """
     ratio = log_ratio(policy, proximal, mask).exp()
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    # 4/τ makes the gradient at ρ = 1 equal to −A, because σ' = 1/4 there
     losses = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach()}
 
@@ -150,6 +154,7 @@ def cpgd(
 
     The log-probability is clipped, not the ratio, and the drift pulls it back to the proximal policy.
     """
+    # masked first: NaN or −inf at an untrained token would survive a product with 0 in the backward pass
     inside = policy.masked_fill(~mask, 0.0)
     anchor = proximal.masked_fill(~mask, 0.0)
     clipped = torch.where(
@@ -158,5 +163,6 @@ def cpgd(
         torch.maximum(inside, anchor + math.log(1 - clip)),
     )
     ratio = log_ratio(policy.detach(), proximal, mask).exp()
+    # ρ − 1 is detached, so the drift is a force on the log-probability that vanishes at ρ = 1
     losses = -advantages * clipped + drift * (ratio - 1).clamp(max=drift_cap) * inside
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio, "clip_fraction": outside(ratio, clip, clip)}

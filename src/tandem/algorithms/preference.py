@@ -62,6 +62,7 @@ def dpo(
 ) -> Losses:
     """−(1 − ε)·log σ(βh) − ε·log σ(−βh), h = Δ_chosen − Δ_rejected, ε = label_smoothing."""
     better, worse = beta * (chosen - chosen_reference), beta * (rejected - rejected_reference)
+    # logsigmoid, not log of sigmoid: far from 0 the sigmoid rounds to 0 and its logarithm to −inf
     h = better - worse
     right, wrong = (torch.nn.functional.logsigmoid(x) for x in (h, -h))
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -158,6 +159,7 @@ def kto(
     """weight·(1 − σ(β(Δ − z))) of a desirable completion, weight·(1 − σ(β(z − Δ))) of another; z: mean Δ of mismatched
     completions, at least 0."""
     delta, z = policy - reference, torch.as_tensor(baseline).detach()
+    # z is detached: it is a reference point, and pushing it would change completions that nobody labelled
     gain = torch.where(desirable, delta - z, z - delta)
     weight = torch.where(desirable, desirable_weight, undesirable_weight).to(delta.dtype)
     score = beta * delta.detach()
@@ -176,6 +178,8 @@ def mismatch_baseline(policy: torch.Tensor, reference: torch.Tensor) -> torch.Te
 
 def _log_odds(mean_logprob: torch.Tensor) -> torch.Tensor:
     """lp − log(1 − e^lp), with the form of log(1 − e^x) that is exact on either side of −ln 2."""
+    # Both branches are computed and one is chosen. Each is clamped into its own range first, or the unused one would put NaN
+    # into the gradient.
     lp = mean_logprob.clamp(max=MOST_CERTAIN)
     near, far = lp.clamp(min=-math.log(2)), lp.clamp(max=-math.log(2))
     return lp - torch.where(lp > -math.log(2), torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))

@@ -76,12 +76,15 @@ def gae(
     trained_before = mask.long().cumsum(0) - begin[sequence]  # trained ones of the trajectory up to the token
     rewarded = trained_before > 0  # what is earned before the first of them is nobody's merit
     longest = int(sizes.max()) if count else 0
+    # Padded to [N, longest] of trained tokens: one loop over columns serves all trajectories. float64, because a long sum of
+    # small errors is fed back.
     rewards, critic = values.new_zeros(2, count, longest, dtype=torch.float64).unbind()
     rewards.index_put_((sequence[rewarded], trained_before[rewarded] - 1), token_rewards[rewarded].double(), accumulate=True)
     critic[owner, column] = values[tokens].double()
     following = bootstrap_value.double().masked_fill(~cut, 0.0)  # V after the token [N]
     running, advantages = torch.zeros_like(following), torch.zeros_like(rewards)
     for t in range(longest - 1, -1, -1):
+        # shorter trajectories begin later in this loop; their bootstrap value must survive until then
         here = t < sizes
         delta = rewards[:, t] + gamma * following - critic[:, t]
         running = torch.where(here, delta + gamma * lam * running, running)
@@ -90,6 +93,7 @@ def gae(
     found = torch.zeros_like(values, dtype=torch.float64)
     found[tokens] = advantages[owner, column]
     returns = (found + values.double()).masked_fill(~mask, 0.0)
+    # after the returns: the critic learns the unwhitened scale
     if whitened:
         found = whiten(found, mask & in_statistics[sample]).masked_fill(~mask, 0.0)
     return found.to(torch.float32), returns.to(torch.float32)
@@ -103,5 +107,6 @@ def _returns_to_go(token_rewards: torch.Tensor, sequence: torch.Tensor) -> torch
     until = earned.cumsum(0)  # over the whole batch, float64
     is_last = torch.ones_like(sequence, dtype=torch.bool)
     is_last[:-1] = sequence[1:] != sequence[:-1]
+    # One cumulative sum over the whole batch: a return is the sum at its sequence's end less the sum before the token.
     ends = until[is_last][torch.unique_consecutive(sequence, return_inverse=True)[1]]
     return ends - until + earned

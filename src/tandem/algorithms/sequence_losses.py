@@ -58,6 +58,7 @@ def gspo_token(
 
     For advantages that differ within a trajectory; with equal ones the gradient is that of `gspo`.
     """
+    # policy − sg[policy] is 0, so the factor is 1 with gradient ∇policy: each token gets its own
     inside = policy.masked_fill(~mask, 0.0)
     ratio = _sequence_ratio(policy.detach(), proximal, mask, sequence) * (inside - inside.detach()).exp()
     return _clipped(ratio, advantages, mask, clip_low, clip_high)
@@ -142,6 +143,7 @@ def vespo(
     positive = advantages >= 0
     power = torch.where(positive, power_positive, power_negative).to(logs.dtype)
     rate = torch.where(positive, rate_positive, rate_negative).to(logs.dtype)
+    # in log space: W^k alone overflows long before e^(−λW) would bring the product back
     weight = (rate + power * logs - rate * logs.exp()).exp()
     losses = -weight * advantages * policy.masked_fill(~mask, 0.0)
     return losses.masked_fill(~mask, 0.0), {"ratio": logs.exp(), "weight": weight}

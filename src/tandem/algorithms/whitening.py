@@ -14,6 +14,7 @@ def whiten(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     Exactly 0 where the entries that count are all equal, and where there are fewer than two.
     """
     inside = values[counted].double()
+    # compared exactly: the mean of equal values is rounded, and differences from it are no spread
     if len(inside) < 2 or bool(inside.max() == inside.min()):
         return torch.zeros_like(values, dtype=torch.float64)
     return (values.double() - inside.mean()) / (inside.var() + EPSILON).sqrt()

@@ -47,7 +47,7 @@ def own_object(spec: str, key: str) -> tuple[Term, Any]:
     """
     term = read_term(spec, key)
     if not term.is_file:
-        raise ConfigError(f"{key}={spec}: name what is in a file of yours, as my_file.py:Name")
+        raise ConfigError(f"{key}={spec}: name an object in a file of yours, as my_file.py:Name")
     return term, load_object(term.name)
 
 

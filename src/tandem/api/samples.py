@@ -1,4 +1,4 @@
-"""Samples and groups: what an episode makes."""
+"""Samples and groups: the results of episodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.api.requests import RequestTiming, StopReason
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One token sequence with its per-token facts; all tensors are ``[S]``. Position t speaks of token t."""
+    """One token sequence with facts about each token. All tensors are ``[S]``; position t describes token t."""
 
     input_ids: torch.Tensor
     """int64, prompt and completion."""
@@ -21,15 +21,16 @@ class Trajectory:
     """bool, true where the policy produced the token and is trained on it."""
 
     rollout_logprobs: torch.Tensor
-    """float32, means something where ``loss_mask`` is true."""
+    """float32, log-probabilities of the inference engine; valid where ``loss_mask`` is true."""
 
     versions: torch.Tensor
-    """int64, likewise; -1 elsewhere."""
+    """int64, the weight version that produced each token; −1 where ``loss_mask`` is false."""
 
     temperature: float = 1.0
     stop_reason: StopReason = StopReason.STOP
     token_rewards: torch.Tensor | None = None
-    """float32: what of the sample's reward is earned after which token. The rest is earned at the end; None: all of it."""
+    """float32, the reward that is earned at each token. The rest of the sample's reward is earned at its end; None: all of
+    it."""
 
     media: torch.Tensor | None = None
     """int64: the media number of each token, 0 for text, see `tandem.api.media`; None where the model reads text alone."""
@@ -42,7 +43,7 @@ class Trajectory:
             raise ValueError(f"a trajectory's tensors must all be [S], got {sizes}")
 
     def earning(self, tokens: Sequence[int], values: Sequence[float]) -> Trajectory:
-        """The trajectory whose ``tokens`` earn these rewards besides what they earn already."""
+        """Returns a copy in which the tokens at positions ``tokens`` earn ``values`` in addition."""
         earned = torch.zeros(len(self.input_ids)) if self.token_rewards is None else self.token_rewards.clone()
         return replace(self, token_rewards=earned.index_add(0, torch.tensor(tokens), torch.tensor(values)))
 
@@ -52,10 +53,10 @@ class Sample:
     """One answer: the unit of rewards and group statistics."""
 
     trajectories: tuple[Trajectory, ...]
-    """Usually one; several when the context was reset or rewritten on the way."""
+    """Usually one; several if the context was reset or rewritten during the episode."""
 
     reward: float
-    """All of it, what single tokens earn (`Trajectory.token_rewards`) included."""
+    """The whole reward, including rewards of single tokens (`Trajectory.token_rewards`)."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, where there are several."""
@@ -64,16 +65,16 @@ class Sample:
     """The values of these parts before weight and options, if they differ."""
 
     accuracy: float | None = None
-    """Correctness of the answer (0 to 1), before shaping; filters judge on it. None if it is unknown."""
+    """Correctness of the answer, 0 to 1, before shaping; filters use it. None: unknown."""
 
     answer: str | None = None
-    """The answer that the reward found in the completion; None where it found none, or looks for none."""
+    """The answer that the reward read from the completion; None if it read none, or looks for none."""
 
     extracted: bool | None = None
     """True if the reward found an answer; None if it looks for none."""
 
     own_reward: bool = False
-    """True: whoever made it has judged it, so that no term of the configured reward is added."""
+    """True: the workflow has judged this sample, so no term of the configured reward is added."""
 
     in_statistics: bool = True
     """False: its reward does not enter the group's mean and spread."""
@@ -82,21 +83,21 @@ class Sample:
     """False: it is not trained on and does not count in N."""
 
     greedy: bool = False
-    """True: the most probable answer, drawn as a baseline for the others of its group."""
+    """True: a greedy answer, the baseline of the group's other samples."""
 
     prompt_text: str = ""
     completion_text: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The whole conversation, the last reply included, for models that read it in their own tokens."""
+    """The whole conversation with the last reply, for models that read it in their own tokens."""
 
     conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
-    """The conversation behind each trajectory, where there are several; for the record."""
+    """The conversation of each trajectory if there are several; for the record."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Whatever the workflow wants averaged in the step's metrics."""
+    """Metrics from the workflow; the step reports their averages."""
 
     words: Mapping[str, str] = field(default_factory=dict)
-    """The words of judges about it, by the name of the reward; for the record."""
+    """The judges' remarks about the sample, by the reward's name; for the record."""
 
     timings: tuple[RequestTiming, ...] = field(default=(), compare=False)
     """Timings of its requests in order, if the engine knows them; for the record."""
@@ -113,7 +114,7 @@ class Group:
 
     samples: tuple[Sample, ...]
     group_id: int = -1
-    """Given by the executor; unique in the run."""
+    """Number of the group, unique in the run; the executor sets it."""
 
     source: str = ""
     """Name of the data set the prompt came from."""
@@ -122,10 +123,10 @@ class Group:
     """The row, for logs."""
 
     failures: tuple[str, ...] = ()
-    """Reasons of the samples that failed and are missing here."""
+    """Reasons of the failed samples, which are not in ``samples``."""
 
     failure_words: tuple[str, ...] = ()
-    """The message about each of them; for the record."""
+    """The message of each failed sample; for the record."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,10 @@ class Dropped:
     """The reason as metrics count it: ``filter/…``, ``deadline``, ``reward_timeout``, …"""
 
     words: str
-    """The message of the failure; empty where it has none."""
+    """The message of the failure; empty if there is none."""
 
     group: Group
-    """Its samples; none where the episode failed."""
+    """The prompt's samples; empty if the episode failed."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,10 @@ class Vote:
     """True for an answer that equals the majority."""
 
     ratio: float
-    """Share of all answers, unparsable ones included, that agree."""
+    """Share of the group's answers (unparsable ones count) that agree with the majority, 0 to 1."""
 
     right: tuple[bool, ...] | None = None
-    """True for an answer that equals the expected one; None if that is not known."""
+    """True for an answer that equals the expected one; None if the expected answer is unknown."""
 
     undecided: int = 0
-    """Comparisons that failed; the two answers were taken for different."""
+    """Number of failed comparisons; each counts as two different answers."""

@@ -1,4 +1,4 @@
-"""Rewards that need a model: the run holds the model, and asks for the scores of whole batches between rollout and update.
+"""Rewards that need a model. The run holds the model, and requests scores of whole batches between rollout and update.
 
 A cheap reward judges inside its episode (`tandem.api.workflow.RewardFn`). A `Score` cannot: its model shares the devices
 with the others, so it works in a stage of its own, ``score:<name>``, when the episodes of a batch have ended.
@@ -28,23 +28,24 @@ class FrozenModel:
     """Model folder, hub name, or built-in name."""
 
     head: Literal["lm", "scalar", "text"] = "lm"
-    """`lm` gives log-probabilities, `scalar` one number a token (the folder of a reward model), `text` writes."""
+    """`lm` gives log-probabilities, `scalar` one number per token (the folder of a reward model), `text` writes."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision; None takes the actor's."""
 
     class_label: str | int | None = None
-    """For `scalar`: the name or number of a class, of a classifier with several. The number a token is its log-odds."""
+    """For `scalar` with a classifier of several classes: name or number of a class. A token's number is then its log-odds.
+    """
 
     backend: str | None = None
-    """Its layout over ranks: ``fsdp:d1`` is the first one alone, ``fsdp:d1@1`` the second; None takes the actor's."""
+    """Its layout over ranks: ``fsdp:d1`` is the first rank alone, ``fsdp:d1@1`` the second; None takes the actor's."""
 
 
 class ScoreReader(Protocol):
     """Turns samples into the tokens of one model."""
 
     tokenizer: Any
-    """The model's own."""
+    """The model's own tokenizer."""
 
     same_tokens: bool
     """True if every token of the actor has the same number in this tokenizer."""
@@ -58,22 +59,22 @@ class ScoreReader(Protocol):
         ...
 
     def text(self, text: str) -> dict[str, Any]:
-        """Any text of yours, for a judge that answers a question: the same fields, ``loss_mask`` true on all tokens but the
-        first, for log-probabilities are computed where it is. Raises `DataFailure` if it is longer than the model's context.
-        """
+        """Tokenises any text, for a judge that answers a question. Same fields as `conversation`; ``loss_mask`` is true on
+        all tokens but the first, because log-probabilities are computed where it is. Raises `DataFailure` if the text is
+        longer than the model's context."""
         ...
 
     def steps(
         self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
     ) -> dict[str, Any]:
-        """Reads a reply made of steps as `conversation` does, with ``step_end [S]``: the last token of each step, or of the
-        ``marker`` that is put behind it in place of the separator. ``place``: with ``step_tokens`` too, the tokens of the
-        actor's last trajectory that end the steps, found by their characters."""
+        """Reads a reply made of steps as `conversation` does, and adds ``step_end [S]``: the last token of each step, or of
+        the ``marker`` that replaces the separator. ``place``: also adds ``step_tokens``, the tokens of the actor's last
+        trajectory at which the steps end, matched by characters."""
         ...
 
     def trajectory(self, sample: Sample) -> dict[str, Any]:
         """The sample's last trajectory, token for token, with ``rollout_logprobs [S]`` and its temperature. Raises
-        `ConfigError` if the model's tokens are others than the actor's."""
+        `ConfigError` if the model has other tokens than the actor."""
         ...
 
 
@@ -91,20 +92,20 @@ class Score(ABC):
     """
 
     model: FrozenModel
-    """The model that it asks for."""
+    """The model that it needs."""
 
     name: str = ""
     """Its name in metrics and stages; empty takes the one in the configuration."""
 
     per_step: bool = False
-    """True: each step has a reward of its own, on the token of the actor that ends it; `read` gives what `ScoreReader.steps`
-    gives with ``place``."""
+    """True: each step has a reward of its own, on the actor's token that ends it; `read` must return the fields of
+    `ScoreReader.steps` with ``place``."""
 
     def read(self, sample: Sample, row: Mapping[str, Any], reader: ScoreReader) -> Mapping[str, Any]:
-        """The sequence that the model reads for a sample: its conversation, unless you say otherwise.
+        """The sequence that the model reads for a sample; by default its conversation.
 
         Raises:
-            DataFailure: this sample cannot be judged; it leaves its group, counted under the reason.
+            DataFailure: this sample cannot be judged; it leaves its group, and is counted under the reason.
         """
         return reader.conversation(sample, row)
 
@@ -112,15 +113,16 @@ class Score(ABC):
     def score(self, batch: TensorDict, model: TrainEngine) -> torch.Tensor:
         """One score for each sequence of the packed batch, ``[N]``. Called on every rank with the same batch.
 
-        With `per_step` one for each token that is a ``step_end``, in their order.
+        With `per_step` one for each token that is a ``step_end``, in order.
         """
 
 
 class GroupScorer(Protocol):
-    """Gives finished groups the rewards that need a model."""
+    """Adds rewards that need a model to finished groups."""
 
     def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
-        """Groups → the same with more rewards, or why one cannot be trained on. Collective; rank 0 alone brings any."""
+        """Returns each group with further rewards, or the reason why it cannot be trained on. Collective; only rank 0 passes
+        groups."""
 
     def generate_again(self) -> None:
-        """More groups are generated: the engine must be awake. Collective."""
+        """Announces that more groups will be generated, for which the engine must be awake. Collective."""

@@ -1,4 +1,4 @@
-"""Makes the services of a run: each once, from its name and knobs, with what it asks for by argument name."""
+"""Makes the services of a run, each once, from its name and knobs; a service may request others by argument name."""
 
 import asyncio
 import contextlib
@@ -27,20 +27,21 @@ T = TypeVar("T")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 ONLY_BY_NAME = ("engine", "sandbox", "recorder", "services", "episode_timeout_s")
-"""Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
+"""Arguments that a factory gets only if it names them; `**rest` alone does not request them."""
 
 CLOSING_S = 10.0
-"""The longest that the end of a run waits for an asynchronous `close`."""
+"""Seconds that the end of a run waits for an asynchronous `close`."""
 
 LONGEST_CLOSING_S = 60.0
-"""The same of any other."""
+"""Seconds that the end of a run waits for any other `close`."""
 
 
 def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
-    """The class or function behind a name, registered or `my_file.py:Name`; imports it. ``key``: where it was written.
+    """Imports the class or function behind a name, registered or `my_file.py:Name`. ``key``: where the name was written.
 
     Raises:
-        ConfigError: there is none (tells the nearest), its file raises, or its library is missing (says what to install).
+        ConfigError: the name is unknown (the message names the nearest), its file raises, or its library is missing (the
+            message says what to install).
     """
     if Term(name).is_file:
         return cast(Callable[..., Any], load_object(name))
@@ -54,17 +55,17 @@ def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class FactoryArguments:
-    """The arguments that a factory takes; those of base classes too, where ``**rest`` hands them on."""
+    """The arguments that a factory takes, including those of base classes if it passes ``**rest`` on."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
     types: Mapping[str, Any]
     open: bool
-    """It takes arguments of any name."""
+    """True if it takes arguments of any name."""
 
 
 def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> FactoryArguments:
-    """Reads the signature, without the first ``skip`` arguments.
+    """Reads the signature of a factory, without its first ``skip`` arguments.
 
     Raises:
         ConfigError: it cannot be called, or has no signature.
@@ -83,7 +84,7 @@ def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> FactoryAr
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
-            raise ConfigError(f"{who} tells nobody which arguments it takes; write a class with an __init__") from None
+            raise ConfigError(f"{who} has no signature that can be read; write a class with an __init__") from None
         for parameter in parameters[1 if inspect.isclass(make) else skip :]:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 names.setdefault(parameter.name, parameter)
@@ -100,7 +101,7 @@ def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> FactoryAr
 
 
 def _kind(annotation: Any, default: Any) -> Any:
-    """The type that a knob is held to; None if it may be anything."""
+    """The type that a knob must have; None: any."""
     plain, _ = without_none(annotation)
     if plain in (bool, int, float, str) or get_origin(plain) is Literal:
         return annotation
@@ -110,14 +111,14 @@ def _kind(annotation: Any, default: Any) -> Any:
 
 
 def check_methods(who: str, factory: Callable[..., Any], lacks: Collection[str]) -> None:
-    """Passes if a class ``lacks`` no methods. ``who``: the key and its value, ``key=my_file.py:Name``.
+    """Checks that a class ``lacks`` no methods. ``who``: the key and its value, ``key=my_file.py:Name``.
 
     Raises:
-        ConfigError: it does; names the file, the class and the methods.
+        ConfigError: methods are missing; the message names the file, the class and the methods.
     """
     if lacks:
         file, _, name = who.partition("=")[2].rpartition(":")
-        base = next((one for one in getattr(factory, "__mro__", ())[1:] if set(lacks) <= set(dir(one))), None)
+        base = next((parent for parent in getattr(factory, "__mro__", ())[1:] if set(lacks) <= set(dir(parent))), None)
         whose = "" if base is None else f", which every {base.__name__} has"
         where = f" in {file}" if file else ""
         raise ConfigError(f"{who}: class {name}{where} has no method {', '.join(sorted(lacks))}{whose}; write it there")
@@ -126,20 +127,20 @@ def check_methods(who: str, factory: Callable[..., Any], lacks: Collection[str])
 def read_knobs(
     who: str, arguments: FactoryArguments, knobs: Mapping[str, Any], given: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The knobs as the arguments want them. ``given``: names that are no knobs, because the run gives them.
+    """Converts knobs to the types of the arguments. ``given``: names that the run provides, so that they cannot be knobs.
 
     Raises:
-        ConfigError: a knob that is not there (tells the nearest), or has another type.
+        ConfigError: a knob is unknown (the message names the nearest), or has another type.
     """
-    own = [name for name in arguments.names if name not in given]
+    knob_names = [name for name in arguments.names if name not in given]
     read = {}
     for name, value in knobs.items():
         if name in given and name in arguments.names:
-            raise ConfigError(f"{who}: {name} is no knob, because it is given to whoever asks for it by name; leave it out")
-        if name in given or (name not in own and not arguments.open):
-            words = nearest_names(name, own)
-            there = words if words.startswith("did") else f"it has: {', '.join(sorted(own)) or 'none'}"
-            raise ConfigError(f"{who} has no knob {name!r}; {there}")
+            raise ConfigError(f"{who}: {name} is no knob: the run passes it to every argument of this name; leave it out")
+        if name in given or (name not in knob_names and not arguments.open):
+            words = nearest_names(name, knob_names)
+            known = words if words.startswith("did") else f"it has: {', '.join(sorted(knob_names)) or 'none'}"
+            raise ConfigError(f"{who} has no knob {name!r}; {known}")
         read[name] = _as(arguments.types[name], value, who, name) if name in arguments.types else value
     return read
 
@@ -161,7 +162,7 @@ def _as(kind: Any, value: Any, who: str, name: str) -> Any:
 class PerEpisode:
     """A service that lives for one episode: ``async with environment() as world`` makes one, and closes it at the end.
 
-    Or it lives in worker processes, where it may block: then whoever runs it there keeps them in `shared`.
+    A service that blocks lives in worker processes instead; `shared` holds the object that runs these.
     """
 
     def __init__(
@@ -173,36 +174,37 @@ class PerEpisode:
         asked: Sequence[str] = (),
         lacks: Sequence[str] = (),
     ):
-        """``spec``: the class as a worker process loads it. ``asked``: the services that it is given. ``lacks``: methods of
-        an environment that it has not."""
+        """``spec``: the class as a worker process loads it. ``asked``: services that it requests. ``lacks``: methods of an
+        environment that it does not have."""
         self.make, self.name = make, name
-        self._spec, self._knobs, self._asked, self._lacks = spec, knobs, asked, lacks
+        self._spec, self._knobs, self._requested, self._lacks = spec, knobs, asked, lacks
         self._shared: Any = None
 
     def shared(self, make: Callable[[str, Mapping[str, Any]], T]) -> T:
-        """The object that ``make(spec, knobs)`` made at the first call, for all that ask. It is closed with the run.
+        """Returns ``make(spec, knobs)``, called once for all who call this. The object closes with the run.
 
         Raises:
-            ConfigError: the environment asks for services of the run, which cannot go to another process; or lacks a method.
+            ConfigError: the environment requests services of the run, which cannot go to another process; or lacks a method.
         """
         if self._lacks:
             raise ConfigError(f"environment={self.name} has no method {' and no '.join(map(repr, self._lacks))}; add it")
-        if self._asked:
+        if self._requested:
             raise ConfigError(
-                f"environment={self.name} asks for {', '.join(map(repr, self._asked))}, and runs in worker processes, which "
-                "have only its knobs; leave the argument out, or write a workflow of your own (docs/writing_a_workflow.md)"
+                f"environment={self.name} asks for {', '.join(map(repr, self._requested))}, and runs in worker "
+                "processes, which have only its knobs; leave the argument out, or write a workflow of your own "
+                "(docs/writing_a_workflow.md)"
             )
         if self._shared is None:
             self._shared = make(self._spec, self._knobs)
         return cast(T, self._shared)
 
     def close(self) -> None:
-        """Closes what is shared; idempotent."""
+        """Closes the shared object; idempotent."""
         if self._shared is not None:
             self._shared.close()
 
     def __call__(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """One for a block."""
+        """A block with an object of its own."""
         return self._block()
 
     @contextlib.asynccontextmanager
@@ -228,15 +230,14 @@ class Services:
     """
 
     def __init__(self, named: Mapping[str, str | None] | None = None, **given: Any):
-        """``named``: argument → the spelling of the service that is given under it, made when somebody first asks; None if
-        the configuration names none.
-        ``given``: argument → an object that is there."""
+        """``named``: argument → spelling of a service, which is made at its first request; None if the configuration names
+        none. ``given``: argument → an existing object."""
         self._named = tuple(named or ())
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
-        self._given = {"services": self, **given}
-        self._made: dict[str, Any] = {}
+        self._objects = {"services": self, **given}
+        self._shared_objects: dict[str, Any] = {}
         self.asked: set[str] = set()
-        """Names that some factory was given by now."""
+        """Names that some factory has requested so far."""
 
         self._asking: list[str] = []
         self._stack = contextlib.ExitStack()
@@ -244,11 +245,11 @@ class Services:
     def make(
         self, who: str, factory: Callable[..., Any], knobs: Mapping[str, Any], more: Mapping[str, Any] = NOTHING
     ) -> Any:
-        """Calls a factory with its knobs and with what it asks for by argument name. ``who``: it in words, for errors.
-        ``more``: objects that are there for this call only.
+        """Calls a factory with its knobs and the services that its arguments name. ``who``: its name in errors. ``more``:
+        further objects for this call only.
 
         Raises:
-            ConfigError: see `check`; or it raises.
+            ConfigError: see `check`; or the factory raises.
         """
         spec, arguments = who.partition("=")[2] or who, self.arguments(who, factory, knobs, more)
         with told_if_slow(spec):
@@ -263,14 +264,14 @@ class Services:
         *,
         skip: int = 0,
     ) -> dict[str, Any]:
-        """The arguments that `make` would call it with, but for the first ``skip``, which somebody else gives.
+        """The arguments with which `make` would call the factory, without the first ``skip``.
 
         Raises:
             ConfigError: see `check`.
         """
-        asked, read = self.check(who, factory, knobs, more, skip=skip)
-        self.asked.update(asked)
-        return {name: more[name] if name in more else self.get(name) for name in asked} | read
+        requested, read = self.check(who, factory, knobs, more, skip=skip)
+        self.asked.update(requested)
+        return {name: more[name] if name in more else self.get(name) for name in requested} | read
 
     def check(
         self,
@@ -281,40 +282,39 @@ class Services:
         *,
         skip: int = 0,
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """The names of the services that a factory asks for, and its knobs as it wants them. Makes nothing.
+        """The names of the services that a factory requests, and its converted knobs. Makes nothing.
 
         Raises:
-            ConfigError: it asks for what nobody has, or a knob is wrong.
+            ConfigError: it requests a service that does not exist, or a knob is wrong.
         """
         check_methods(who, factory, getattr(factory, "__abstractmethods__", ()))
         arguments = arguments_of(factory, who, skip)
-        there = [*more, *self._given, *self._terms]
-        names = {*there, *self._named}
+        available = [*more, *self._objects, *self._terms]
+        names = {*available, *self._named}
         read = read_knobs(who, arguments, knobs, names)
         for name in arguments.required:
-            if name in self._named and name not in there:
+            if name in self._named and name not in available:
                 raise ConfigError(f"{who} asks for {name!r}, and the configuration names none: set {name}=my_file.py:Name")
-            if name not in (*there, *knobs) and who.startswith("workflow=") and not Term(who.partition("=")[2]).is_file:
+            if name not in (*available, *knobs) and who.startswith("workflow=") and not Term(who.partition("=")[2]).is_file:
                 raise ConfigError(f"{who} needs {name!r}; set workflow_args.{name}=…")
-            if name not in (*there, *knobs):
+            if name not in (*available, *knobs):
                 others = f"; {nearest_names(name, names)}" if names else ""
                 raise ConfigError(
                     f"{who} asks for {name!r}, which nobody gives it{others}. Give {name!r} a default, or set it as a knob"
                 )
-        asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
-        return tuple(dict.fromkeys(asked)), read
+        requested = [name for name in available if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
+        return tuple(dict.fromkeys(requested)), read
 
     def given(self, name: str) -> Any:
-        """The object that is there under this name; None if there is none."""
-        return self._given.get(name)
+        """The existing object of this name; None if there is none."""
+        return self._objects.get(name)
 
     def get(self, name: str) -> Any:
-        """Gives what belongs to an argument's name. A service that the configuration names is made at the first call: an
-        ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`), after
-        one was made and closed on trial.
-        """
-        if name in self._given:
-            return self._given[name]
+        """Returns the service of an argument's name. A service of the configuration is made at the first call. An ``async
+        def`` is returned as it is, with its knobs. An environment is returned as a function that makes one (`PerEpisode`),
+        after one was made and closed on trial."""
+        if name in self._objects:
+            return self._objects[name]
         if name in self._asking:
             circle = " and ".join(self._asking[self._asking.index(name) :])
             raise ConfigError(f"{circle} ask for each other, so none can be made first; leave one of the arguments out")
@@ -324,7 +324,7 @@ class Services:
         self._asking.append(name)
         try:
             if inspect.iscoroutinefunction(factory):
-                self._given[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
+                self._objects[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
             elif kind == "environment":
                 make = partial(factory, **self.arguments(who, factory, knobs))
                 # one on trial: that none can be made is seen here, not by the episodes
@@ -332,37 +332,37 @@ class Services:
                     trial = in_user_code(term.name, make)
                 lacks = [name for name in ("reset", "step") if not callable(getattr(trial, name, None))]
                 _close(trial)
-                asked, own = self.check(who, factory, knobs)
+                requested, knob_values = self.check(who, factory, knobs)
                 spec = term.name if term.is_file else service_of(kind, term.registered, name).factory
-                self._given[name] = self.keep(PerEpisode(make, term.name, spec, own, asked, lacks))
+                self._objects[name] = self.keep(PerEpisode(make, term.name, spec, knob_values, requested, lacks))
             else:
-                self._given[name] = self.keep(self.make(who, factory, knobs))
+                self._objects[name] = self.keep(self.make(who, factory, knobs))
         finally:
             self._asking.pop()
-        return self._given[name]
+        return self._objects[name]
 
     def unused(self) -> tuple[str, ...]:
-        """Names of services that the configuration names and nobody asked for."""
-        return tuple(name for name in self._terms if name not in self._given)
+        """Services that the configuration names and no factory requested."""
+        return tuple(name for name in self._terms if name not in self._objects)
 
     def add(self, given: Mapping[str, Any]) -> None:
-        """From now on gives further objects to whoever asks for them by name; a name that is taken stays what it is."""
-        self._given = {name: one for name, one in given.items() if name not in self._named} | self._given
+        """Adds existing objects by name; a name that is taken keeps its object."""
+        self._objects = {name: one for name, one in given.items() if name not in self._named} | self._objects
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """The object that was made under this name, or is made now; it is closed with the others."""
-        if name not in self._made:
-            self._made[name] = self.keep(make())
-        return cast(T, self._made[name])
+        """The object of this name, made by ``make`` at the first call; it closes with the others."""
+        if name not in self._shared_objects:
+            self._shared_objects[name] = self.keep(make())
+        return cast(T, self._shared_objects[name])
 
     def keep(self, service: Any) -> Any:
-        """Closes it with the others, before those that were there earlier; returns it."""
+        """Lets a service close with the others, before those that were added earlier; returns it."""
         if hasattr(service, "close"):
             self._stack.callback(_close, service)
         return service
 
     def close(self) -> None:
-        """Closes all of them, the last one first, also if one fails to; idempotent."""
+        """Closes all services, the newest first, also if one fails to close; idempotent."""
         self._stack.close()
 
     def __enter__(self) -> "Services":
@@ -374,7 +374,8 @@ class Services:
 
 @contextlib.contextmanager
 def _logged(service: Any) -> Iterator[None]:
-    """A block that closes a service. What goes wrong is a warning: the work is done, and others are to be closed too."""
+    """A block that closes a service. An error becomes a warning: the run's work is done, and other services must close
+    too."""
     name = type(service).__name__
     try:
         yield
@@ -385,9 +386,8 @@ def _logged(service: Any) -> Iterator[None]:
 
 
 def _close(service: Any) -> None:
-    """Closes a service; what goes wrong is a warning. An ``async def close`` runs in a thread with a loop of its own,
-    because the caller may stand in a loop already (a notebook).
-    """
+    """Closes a service; an error becomes a warning. An ``async def close`` runs in a thread with an event loop of its own,
+    because the caller may be inside a loop already (a notebook)."""
 
     async def wait(ended: Awaitable[Any]) -> None:
         async with asyncio.timeout(CLOSING_S):

@@ -1,4 +1,4 @@
-"""Weight versions, and how an update is described on its way."""
+"""Weight versions, and the description of an update for its receivers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.api.lazy_torch import torch
 from tandem.api.weight_files import weight_files
 
 VALUE_FILE = "value_head.safetensors"
-"""The file of the second head of an actor that is a critic too, beside a language model that others open without it."""
+"""The file of the value head of an actor that is a critic too; the language model beside it opens without this file."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class WeightSource(ABC):
     """The receiving end of a channel. Picklable where the engine lives in another process."""
 
     is_private: ClassVar[bool] = False
-    """True if `tensors` yields memory of the receiver's own, which nobody else can write to."""
+    """True if `tensors` yields memory of the receiver's own, which nobody else writes to."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, tensor) for every tensor of the update, each valid until the next is asked for."""
 
     def received_on(self, device: torch.device) -> WeightSource:
-        """The same for an engine on ``device``, where tensors come that do not lie somewhere already."""
+        """The source for an engine on ``device``: tensors that must be moved or read arrive there."""
         return self
 
     def place(self) -> Mapping[str, Any] | None:
-        """In JSON's words, where a process without Tandem finds the tensors; None where only `tensors` knows.
+        """The place of the tensors as JSON, for a process without Tandem; None if only `tensors` can reach them.
 
         ``{"folder": path}``; or of a file to be mapped ``{"memory": path, "tensors": [[name, shape, dtype, offset], …]}``;
         or of memory on a GPU ``{"handles": [handle of a bucket, …], "tensors": [[name, shape, dtype, bucket, offset], …]}``.
@@ -57,7 +57,7 @@ class FolderSource(WeightSource):
     """A Hugging Face model folder on a disk that the engine's machine sees under the same path."""
 
     folder: Path
-    """Holds weights (`weight_files`), ``config.json`` and the tokenizer's files, so that any server can open it."""
+    """Folder with weights (`weight_files`), ``config.json`` and the tokenizer's files, so that any server can open it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, one file after another. Raises `OSError` if the folder is gone."""
@@ -70,7 +70,7 @@ class FolderSource(WeightSource):
                     yield name, opened.get_tensor(name)
 
     def place(self) -> Mapping[str, Any]:
-        """The folder."""
+        """The folder, as JSON."""
         return {"folder": str(self.folder.resolve())}
 
 
@@ -83,7 +83,7 @@ class Adapter:
 
     scaling: float
     dtype: torch.dtype
-    """To which the trainer rounds every W that is in the model's files."""
+    """Dtype to which the trainer rounds every W that is in the model's files."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class WeightUpdate:
     """Hugging Face name → hex digest of the bytes in the dtype that is delivered."""
 
     adapter: Adapter | None = None
-    """Set where the tensors are an adapter of the model that the engine was made with; None where they are all weights."""
+    """Set if the tensors are an adapter of the model that the engine was made with; None if they are all weights."""
 
     key: int | None = None
     """The key of the digests: keyed sums, 16 hex digits each; None: SHA-256."""

@@ -44,25 +44,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.parts and arguments.name is not None:
         raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
-    found: Any
+    data: Any
     text: Callable[[Any], Iterator[str]]
     if arguments.parts:
-        found, text = list(all_parts()), _parts_text
+        data, text = list(all_parts()), _parts_text
     elif arguments.name is None:
-        found, text = [about(name) for name in PRESETS], _listing
-        found = [{key: row[key] for key in ("name", "summary", "paper", "arxiv", "needs")} for row in found]
+        data, text = [about(name) for name in PRESETS], _listing
+        data = [{key: row[key] for key in ("name", "summary", "paper", "arxiv", "needs")} for row in data]
     else:
-        found, text = about(arguments.name, arguments.changes), _text
-    print(json.dumps(found, ensure_ascii=False) if arguments.json else "\n".join(text(found)))
+        data, text = about(arguments.name, arguments.changes), _text
+    print(json.dumps(data, ensure_ascii=False) if arguments.json else "\n".join(text(data)))
     return 0
 
 
 def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything about a preset with ``key=value`` changes, as plain data. ``asynchronous`` has the values that asynchronous
-    training changes, or the reason why it is refused; ``outside`` those that the preset sets outside of its section.
+    """Describes a preset with ``key=value`` changes, as plain data. ``asynchronous`` holds the values that asynchronous
+    training changes, or the reason (text) why it is refused. ``outside`` holds keys that the preset sets outside of
+    `algorithm`.
 
     Raises:
-        ConfigError: no such preset (tells the nearest), or changes that are refused.
+        ConfigError: the preset is unknown (the message names the nearest), or a change is refused.
     """
     if name not in PRESETS:
         for part in all_parts():
@@ -89,23 +90,24 @@ def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def preset_config(name: str, changes: Sequence[str] = ()) -> AlgorithmConfig:
-    """The section of a preset; a configuration is whole with data only, and which data does not matter here."""
+    """The `algorithm` section of a preset with changes. A configuration needs a data set to be valid, so one is filled
+    in."""
     items = ["train_dataset.path=addition", f"algorithm={name}", *changes]
     return load_config(TrainConfig, None, items).config.algorithm
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """The section as in a file: parts with their knobs, and values that are not at their defaults."""
+    """The `algorithm` section as YAML: parts with their knobs, and only values that differ from their defaults."""
     plain = plain_data(AlgorithmConfig())
-    found: dict[str, Any] = {}
+    section: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(value, Mapping):
-            found |= {key: value} if key != "preset" and value != plain[key] else {}
+            section |= {key: value} if key != "preset" and value != plain[key] else {}
         elif "name" in value:
-            found |= {key: value} if value["name"] != "none" else {}
+            section |= {key: value} if value["name"] != "none" else {}
         elif inner := {name: item for name, item in value.items() if item != plain[key][name]}:
-            found[key] = inner
-    words = yaml.safe_dump({"algorithm": found}, sort_keys=False, allow_unicode=True, width=WIDTH, default_flow_style=None)
+            section[key] = inner
+    words = yaml.safe_dump({"algorithm": section}, sort_keys=False, allow_unicode=True, width=WIDTH, default_flow_style=None)
     return words.rstrip()
 
 
@@ -138,7 +140,7 @@ def _needs(config: AlgorithmConfig) -> list[str]:
 
 
 def _with_knobs(config: AlgorithmConfig) -> dict[str, Any]:
-    """The section as plain data, where a component shows its knobs, also those at their defaults."""
+    """The section as plain data; each component shows all its knobs, also those at their defaults."""
     parts = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
     values = plain_data(config) | {part: _component(part, getattr(config, part)) for part in parts}
     return values | {"shaping": [_component("shaping", shaping) for shaping in config.shaping]}
@@ -167,8 +169,8 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     correction, kl = config.correction, config.kl
     if correction.weight != "none":
         weight = part_of("correction.weight", correction.weight)
-        given = {"low": correction.low, "high": correction.highest}
-        bounds = [f"{bound} = {value:g}" for bound, value in given.items() if bound in weight.knobs]
+        limits = {"low": correction.low, "high": correction.highest}
+        bounds = [f"{bound} = {value:g}" for bound, value in limits.items() if bound in weight.knobs]
         yield "correction", f"{weight.formula}; {', '.join(bounds)}, of each {correction.level}"
     if kl.coefficient > 0:
         what = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
@@ -180,7 +182,7 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 
 def _without_off(part: str, component: Component, text: str) -> str:
-    """Without the clauses `; with KNOB = …` of knobs that are off."""
+    """The formula without the clauses `; with KNOB = …` of knobs that are off."""
     knobs = _component(part, component)
     first, *clauses = text.split("; with ")
     return "; with ".join([first, *(clause for clause in clauses if knobs.get(clause.split(" ")[0]) != 0)])
@@ -198,8 +200,8 @@ def _asynchronous(name: str, changes: Sequence[str], config: AlgorithmConfig) ->
     return changed
 
 
-def _listing(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in found]
+def _listing(presets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in presets]
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
     yield from aligned(rows)
     more = "NAME says more, --parts lists what they are made of; tandem train FILE algorithm=NAME uses one."
@@ -219,29 +221,29 @@ def _parts_text(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from ("", *textwrap.wrap(NOTATION, WIDTH))
 
 
-def _text(found: Mapping[str, Any]) -> Iterator[str]:
-    link = f", https://arxiv.org/abs/{found['arxiv']}" if found["arxiv"] else ""
-    yield f"{found['name']}: {found['summary']}"
-    yield from _wrapped("paper", found["paper"] + link)
-    yield from _wrapped("needs", ", ".join(found["needs"]) or "nothing but the actor")
-    yield from _wrapped("when", found["when"])
-    yield from ("", shown(found["algorithm"]), "")
-    if found["outside"]:
-        yield from _wrapped("outside", " ".join(f"{key}={value}" for key, value in found["outside"].items()))
-    for part, formula in found["formulas"].items():
+def _text(preset: Mapping[str, Any]) -> Iterator[str]:
+    link = f", https://arxiv.org/abs/{preset['arxiv']}" if preset["arxiv"] else ""
+    yield f"{preset['name']}: {preset['summary']}"
+    yield from _wrapped("paper", preset["paper"] + link)
+    yield from _wrapped("needs", ", ".join(preset["needs"]) or "nothing but the actor")
+    yield from _wrapped("when", preset["when"])
+    yield from ("", shown(preset["algorithm"]), "")
+    if preset["outside"]:
+        yield from _wrapped("outside", " ".join(f"{key}={value}" for key, value in preset["outside"].items()))
+    for part, formula in preset["formulas"].items():
         yield from _wrapped(part, formula)
     yield from ("", *textwrap.wrap(NOTATION, WIDTH), "")
-    yield from _wrapped("asynchronous", f"training {asynchronous_words(found['asynchronous'])}")
+    yield from _wrapped("asynchronous", f"training {asynchronous_words(preset['asynchronous'])}")
     yield from ("", "watch")
-    for name, metric in found["metrics"].items():
+    for name, metric in preset["metrics"].items():
         yield from _wrapped(f"  {name}", f"{metric['meaning']} {metric['advice']}")
 
 
-def asynchronous_words(found: Mapping[str, Any] | str) -> str:
-    """``asynchronous`` of `about` in words."""
-    if isinstance(found, str):
-        return f"is refused: {found}"
-    return f"adds {' '.join(f'{key}={value}' for key, value in found.items())}" if found else "changes nothing"
+def asynchronous_words(change: Mapping[str, Any] | str) -> str:
+    """Says in words what asynchronous training changes, from the value ``asynchronous`` of `about`."""
+    if isinstance(change, str):
+        return f"is refused: {change}"
+    return f"adds {' '.join(f'{key}={value}' for key, value in change.items())}" if change else "changes nothing"
 
 
 def _wrapped(label: str, words: str) -> list[str]:

@@ -18,7 +18,7 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 
 READ = ("split", "prompt_column", "answer_column", "prompt_suffix")
-"""Keys of the data set that may be given."""
+"""Keys of the data set that the command line takes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def data_config(arguments: argparse.Namespace) -> DatasetConfig:
-    """The source of the rows.
+    """Reads the data set's configuration from the command line.
 
     Raises:
-        ConfigError: an unknown key, or a number that cannot be.
+        ConfigError: a key is unknown, or a number is out of range.
     """
     if arguments.rows < 1 or not arguments.timeout > 0:
         raise ConfigError(f"--rows must be at least 1 and --timeout above 0, got {arguments.rows} and {arguments.timeout:g}")

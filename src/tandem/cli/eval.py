@@ -159,7 +159,7 @@ def _follow(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} does not go with --follow, which evaluates as the run says")
     if files := [word for word in arguments.arguments if word.endswith((".yaml", ".yml")) and "=" not in word]:
-        raise ConfigError(f"--follow takes no file, and {files[0]} is one: the run's configuration says what is asked")
+        raise ConfigError(f"--follow takes no file, and {files[0]} is one: the run's configuration names the questions")
     name, overrides = split_arguments(arguments.arguments)
     if name is None:
         raise ConfigError("name the run to follow: tandem eval --follow RUN")

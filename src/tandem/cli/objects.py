@@ -78,23 +78,23 @@ def train(
     words += [f"--until={until}"] if until else []
     code = subprocess.run([sys.executable, "-P", "-m", "tandem", command, *words], check=False).returncode
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
-    found = existing_run(folder)
-    if code or found is None:
+    run = existing_run(folder)
+    if code or run is None:
         raise RankFailed(f"tandem {command} ended with exit status {code}; its words are above, and in {folder}/log.txt")
-    return Summary(folder, found.steps, found.metrics, _checkpoint(folder))
+    return Summary(folder, run.steps, run.metrics, _checkpoint(folder))
 
 
 def _checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a run; None if it has none."""
-    found = existing_run(folder)
-    return folder / "checkpoints" / found.checkpoints[-1] if found is not None and found.checkpoints else None
+    run = existing_run(folder)
+    return folder / "checkpoints" / run.checkpoints[-1] if run is not None and run.checkpoints else None
 
 
-def _keys(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _keys(name: str, keys: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The keys that an argument gives. Raises `ConfigError` where it is no dict."""
-    if not isinstance(given or {}, Mapping):
-        raise ConfigError(f'{name} is of type {type(given).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
-    return given or {}
+    if not isinstance(keys or {}, Mapping):
+        raise ConfigError(f'{name} is of type {type(keys).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
+    return keys or {}
 
 
 class Trainer:
@@ -129,7 +129,7 @@ class Trainer:
         usual = TRAINING[self.command].config()
         place = (usual.run.root, usual.experiment_name, usual.trial_name)
         names = ("run.root", "experiment_name", "trial_name")
-        root, experiment, trial = (str(self.options.get(name, own)) for name, own in zip(names, place, strict=True))
+        root, experiment, trial = (str(self.options.get(name, default)) for name, default in zip(names, place, strict=True))
         self._folder = run_path(root, experiment, trial)
         self._inputs = self._folder.with_name(trial + INPUTS).absolute()
         self._files: dict[Path, str] = {}
@@ -160,8 +160,8 @@ class Trainer:
             for path, text in self._files.items():
                 _write(path, text)
             if self._saved is not None:
-                for one in self._saved:
-                    one.save_pretrained(self._inputs / "model")
+                for part in self._saved:
+                    part.save_pretrained(self._inputs / "model")
             for path in (path for path in self._files if path.suffix == ".py"):
                 forget(path)
                 _check_loads(path)
@@ -205,12 +205,12 @@ class Trainer:
         self._files[self._inputs / name] = text
         return self._inputs / name
 
-    def _function(self, function: Any, taken: set[str]) -> str:
+    def _function(self, function: Any, names: set[str]) -> str:
         """The spelling of a function: a file that holds it as it is, closures and all."""
-        own = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
-        numbered = (f"{own}_{number}" for number in itertools.count(2))
-        name = next(one for one in itertools.chain([own], numbered) if one not in taken)
-        taken.add(name)
+        base = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
+        numbered = (f"{base}_{number}" for number in itertools.count(2))
+        name = next(candidate for candidate in itertools.chain([base], numbered) if candidate not in names)
+        names.add(name)
         try:
             pickled = base64.b64encode(cloudpickle.dumps(function)).decode()
         except Exception as error:  # boundary: whatever the user's function holds
@@ -254,9 +254,9 @@ class GRPOTrainer(Trainer):
     ):
         """``reward_funcs``: functions in Tandem's signature, TRL's or verl's, or what the key ``reward`` takes; several are
         added up, with ``reward_weights``. The rest: see `Trainer`."""
-        one = isinstance(reward_funcs, str) or not isinstance(reward_funcs, list | tuple)
-        self._functions = [] if reward_funcs is None else [reward_funcs] if one else list(reward_funcs)
-        if not one and not self._functions:
+        is_single = isinstance(reward_funcs, str) or not isinstance(reward_funcs, list | tuple)
+        self._functions = [] if reward_funcs is None else [reward_funcs] if is_single else list(reward_funcs)
+        if not is_single and not self._functions:
             raise ConfigError("reward_funcs is empty; give a function, or leave it out for the configuration's reward")
         self._weights = [1.0] * len(self._functions) if reward_weights is None else [float(x) for x in reward_weights]
         if len(self._weights) != len(self._functions):
@@ -264,11 +264,11 @@ class GRPOTrainer(Trainer):
         super().__init__(model, **more)
 
     def _rewards(self) -> None:
-        taken: set[str] = set()
-        for one in self._functions:
-            if not isinstance(one, str) and not callable(one):
-                raise ConfigError(f"reward_funcs: {one!r:.80} is no function, and no text such as 'math'")
-        texts = [one if isinstance(one, str) else self._function(one, taken) for one in self._functions]
+        names: set[str] = set()
+        for function in self._functions:
+            if not isinstance(function, str) and not callable(function):
+                raise ConfigError(f"reward_funcs: {function!r:.80} is no function, and no text such as 'math'")
+        texts = [function if isinstance(function, str) else self._function(function, names) for function in self._functions]
         terms = [text if weight == 1 else f"{weight!r}*{text}" for text, weight in zip(texts, self._weights, strict=True)]
         if terms:
             self.options["reward"] = " + ".join(terms)
@@ -312,7 +312,7 @@ def _text(key: str, value: Any) -> str:
                 return value
         return json.dumps(value)
     try:
-        return json.dumps(value, default=lambda one: one.item())  # numbers of numpy
+        return json.dumps(value, default=lambda number: number.item())  # numbers of numpy
     except (TypeError, ValueError, AttributeError):
         raise ConfigError(f"{key}: a {type(value).__name__} is no value of the configuration: {value!r:.80}") from None
 
@@ -338,9 +338,9 @@ def _is_plain(value: Any) -> bool:
 def _check_loads(path: Path) -> None:
     """Passes if a new process can load the function, as those that rewards run in must. Raises `ConfigError`."""
     try:
-        made = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=LOAD_S)
-        said = made.stderr.strip().rpartition("\n")[2] or f"the process ended with exit status {made.returncode}"
-        why = said if made.returncode else ""
+        process = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=LOAD_S)
+        message = process.stderr.strip().rpartition("\n")[2] or f"the process ended with exit status {process.returncode}"
+        why = message if process.returncode else ""
     except subprocess.TimeoutExpired:
         why = f"it took longer than {LOAD_S:g} s"
     if why:

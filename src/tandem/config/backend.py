@@ -1,4 +1,4 @@
-"""The layout of a model over ranks, as `actor.backend` names it."""
+"""The layout of a model over ranks, parsed from `actor.backend`."""
 
 import re
 from collections.abc import Iterator
@@ -19,50 +19,52 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks by what they divide among themselves.
+    """The division of a model and its batch over ranks.
 
-    Example: ``fsdp:d2t2`` is 4 ranks: 2 with other sequences, and of each of them 2 with a half of every matrix.
+    Example: ``fsdp:d2t2`` is 4 ranks in 2 pairs. Each pair trains on its own sequences; each rank of a pair has half of
+    every matrix.
     """
 
     data: int = 1
-    """Ranks that shard parameters, each with sequences of its own."""
+    """Number of ranks that shard parameters; each trains on its own sequences."""
 
     tensor: int = 1
-    """Ranks that share every matrix, with the same sequences."""
+    """Number of ranks that divide every matrix; all train on the same sequences."""
 
     context: int = 1
-    """Ranks that share the tokens of the same sequences; they shard parameters too."""
+    """Number of ranks that divide the tokens of the same sequences; they shard parameters too."""
 
     replicas: int = 1
-    """Copies of all the rest, each with sequences of its own."""
+    """Number of copies of the model over further ranks; each copy trains on its own sequences."""
 
     zero: int | None = None
-    """The stage of ZeRO, 1 to 3, where DeepSpeed spreads the model; None where FSDP2 does."""
+    """DeepSpeed's ZeRO stage, 1 to 3; None with FSDP2."""
 
     first: int = 0
-    """The first of the ranks that it sits on."""
+    """First rank of the run that this model uses."""
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks."""
         return self.batches * self.context * self.tensor
 
     @property
     def batches(self) -> int:
-        """Number of different micro-batches that are computed at a time."""
+        """Number of different micro-batches that are computed at the same time."""
         return self.data * self.replicas
 
     @property
     def shards(self) -> int:
-        """Pieces that a parameter, or a rank's part of it, is kept in."""
+        """Number of pieces into which a parameter (with tensor parallelism: a rank's part of it) is cut."""
         return self.data * self.context
 
 
 def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
-    """``fsdp:d2t2``, ``fsdp:d1@3`` (from rank 3 on) or ``deepspeed:zero2:d2`` → its layout; ``key`` is where it stands.
+    """Parses ``fsdp:d2t2``, ``fsdp:d1@3`` (from rank 3 on) or ``deepspeed:zero2:d2``. ``key``: the configuration key, for
+    errors.
 
     Raises:
-        ConfigError: it is none, or one that is not there; says what to write.
+        ConfigError: the text is no layout, or one that Tandem does not have; the message says what to write.
     """
     name, _, axes = backend.partition(":")
     if name == "deepspeed":
@@ -91,7 +93,7 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
 
 
 def _zero_layout(backend: str, rest: str, key: str) -> Layout:
-    """``zero2:d2`` → its layout."""
+    """Parses the part behind ``deepspeed:``, such as ``zero2:d2``."""
     found = re.fullmatch(r"zero([123]):d([1-9][0-9]{0,5})", rest)
     if found is not None:
         return Layout(data=int(found[2]), zero=int(found[1]))
@@ -103,8 +105,8 @@ def _zero_layout(backend: str, rest: str, key: str) -> Layout:
 
 
 def fewer_ranks_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
-    """Reasons why a model of this layout cannot sit on some of the actor's ranks, a message each. ``config``: the actor's.
-    ``written``: as in `layout_problems`."""
+    """Yields a message for each reason why a model of this layout cannot use a part of the actor's ranks. ``written``: the
+    key and the backend, ``critic.backend=…``. ``config``: the actor's section."""
     there = parse_layout(config.backend).ranks
     if layout.ranks > there:
         yield (
@@ -130,7 +132,8 @@ def fewer_ranks_problems(layout: Layout, written: str, config: "TrainEngineConfi
 
 
 def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
-    """Settings that do not go with a layout, a message each. ``written``: the key and the backend, ``actor.backend=…``."""
+    """Yields a message for each setting that does not work with a layout. ``written``: the key and the backend,
+    ``actor.backend=…``."""
     if layout.tensor > 1 and config.offload:
         yield (
             f"actor.offload=true does not work with {written}: ranks that share matrices (t) exchange gradients from "

@@ -1,4 +1,4 @@
-"""Rules that join several keys, and what follows from them."""
+"""Rules about several configuration keys, and settings that follow from them."""
 
 import math
 import re
@@ -46,11 +46,11 @@ GIVEN_TO_TEMPLATES = (
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )
-"""Arguments of the function that renders templates which are not the template's own, or are set by Tandem."""
+"""Arguments of the template renderer that are not the template's own, or that Tandem sets."""
 
 
 def check(config: BaseConfig, written: Container[str] = ()) -> None:
-    """Refuses what cannot work, all of it at once. ``written``: the keys that the user set himself.
+    """Refuses a configuration that cannot work, and reports all problems together. ``written``: the keys that the user set.
 
     Raises:
         ConfigError: each problem with its key, the value, the rule and the remedy.
@@ -145,7 +145,7 @@ def _common(config: BaseConfig) -> Iterator[str]:
 
 
 def _validation_split(config: BaseConfig) -> Iterator[str]:
-    """Validation rows that come from the training data must be another split of it."""
+    """Yields a message if validation rows would be training rows: both come from the same data, without different splits."""
     train, every = config.train_dataset, config.evaluate.every_steps
     for path in paths(train):
         if path.endswith(FILE_ENDINGS):
@@ -181,7 +181,7 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
 
 
 def _backends(config: BaseConfig) -> Iterator[str]:
-    """Checks the layout of each model: over all of the actor's ranks, or the first few of them."""
+    """Checks the layout of each model over the actor's ranks, all or the first few."""
     fits = False
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None)

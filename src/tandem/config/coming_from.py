@@ -1,4 +1,4 @@
-"""Names of other systems for what a key of ours sets: the tables of coming_from.md, read when somebody writes such a name.
+"""Other systems' names for Tandem's keys: the tables of coming_from.md, which are read when a user writes such a name.
 
 The page is data of the package; docs/coming_from.md is a copy, made by python -m tandem.config.coming_from.
 """
@@ -29,22 +29,22 @@ class ForeignName(NamedTuple):
     system: str
     name: str
     ours: tuple[str, ...]
-    """Our keys for it, some as ``key=value``; empty if there are none."""
+    """Tandem's keys for it, some as ``key=value``; empty if there are none."""
 
     differs: str
     """The difference in meaning."""
 
     default: str = ""
-    """The default there, as the page writes it: `off`, `1e-6`; empty if it is not told."""
+    """The other system's default as the page writes it: `off`, `1e-6`; empty if the page does not say."""
 
     values: tuple[tuple[str, str], ...] = ()
-    """Value there → value of our key, or ``key=value``."""
+    """The other system's value → value of Tandem's key, or ``key=value``."""
 
     alone: bool = True
-    """False if its row has other names for the same keys of ours, so that its value is not simply theirs."""
+    """False if other names in its row stand for the same keys, so that its value cannot be copied alone."""
 
     section: str = ""
-    """The class whose table it stands in, such as `SFTConfig`; empty in the table of the system."""
+    """The class whose table lists it, such as `SFTConfig`; empty in the system's main table."""
 
 
 @functools.cache
@@ -64,8 +64,8 @@ def foreign_names() -> tuple[ForeignName, ...]:
 
 
 def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignName]:
-    """The names of one row: the n-th of theirs is the n-th of ours if there are as many, else all of ours. One that begins
-    with a dot belongs to the section of the one before."""
+    """The names of one row. With equally many names on both sides the n-th stands for the n-th; otherwise each stands for
+    all. A name that begins with a dot belongs to the section of the name before it."""
     names, keys = _THEIRS.findall(theirs), tuple(_OURS.findall(ours))
     told = _LINK.sub(r"\1", differs).replace("`", "").replace("**", "").strip()
     alike, values = len(names) == len(keys), _VALUES.findall(differs)
@@ -79,9 +79,9 @@ def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignNa
 
 
 def hint(key: str, keys: Sequence[str]) -> str:
-    """Says whose name ``key`` is, which of ``keys`` it stands for, and the page that explains it; empty if it is nobody's.
+    """Says which system calls a key ``key``, which of ``keys`` it means, and where it is explained; empty if no system does.
 
-    A name that one of ``keys`` ends with too, or that everybody uses, is nobody's in particular.
+    Empty also for a name that every system uses, or that is the end of one of ``keys``.
     """
     own, there_are = {k.rpartition(".")[2] for k in keys} | OTHER_WORDS.keys(), set(keys)
     known = {k for f in foreign_names() for k in f.ours if _with_parent(k) & there_are}  # a knob's parent is its choice
@@ -105,7 +105,8 @@ def _with_parent(ours: str) -> set[str]:
 
 
 def _closeness(name: str, key: str, own: set[str]) -> int:
-    """The certainty that ``key`` is this name: the same, the same with more before it, or a part of it; 0: it is not."""
+    """Rates how surely ``key`` is this name: highest if equal, lower if the name is the end of ``key`` or ends with it; 0:
+    it is not."""
     if name == key and ("." in name or name not in own):
         return 1000
     if name.rpartition(".")[2] in own:

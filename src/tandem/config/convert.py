@@ -1,7 +1,7 @@
-"""A configuration of TRL or verl as one of ours: what has a meaning here, and the rest with the reason.
+"""Translates a configuration of TRL or verl into one of Tandem, and names each key that has no counterpart, with the reason.
 
-What a key means, its default and the words for its values are in the tables of `coming_from.md`. Numbers that are made from
-several keys are made here.
+The meaning, default and values of a key come from the tables of `coming_from.md`. Numbers that follow from several keys are
+computed here.
 """
 
 import json
@@ -29,13 +29,13 @@ TRAINERS: dict[str, tuple[str, type[BaseConfig], frozenset[str]]] = {
     "dpo": ("TRL", PreferenceConfig, frozenset({"label_smoothing", "precompute_ref_log_probs", "loss_weights"})),
     "ppo": ("verl", TrainConfig, frozenset()),
 }
-"""Trainer → the system, our configuration, and keys that only a file of this trainer has."""
+"""Trainer → (its system, Tandem's configuration class, keys that only a file of this trainer has)."""
 
 OPEN = (
     *("train_dataset.path", "train_dataset.split", "train_dataset.prompt_column", "valid_dataset.", "evaluate.", "reward"),
     *("actor.backend", "rollout.backend", "rollout.fleet.", "algorithm.correction."),
 )
-"""Our keys that are written as comments: the data, the reward and the machines are the user's."""
+"""Tandem keys that are written as comments, because only the user knows them: data, reward, machines."""
 
 LOSSES = {
     **{"vanilla": "ppo_clip", "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"},
@@ -52,20 +52,21 @@ _WORDS = {"on": True, "off": False, "none": None, "true": True, "false": False, 
 
 
 def value_of(text: Any) -> Any:
-    """The value that a text of theirs stands for: `on`, `1e-6`, `[a, b]`; other things stay as they are."""
+    """Parses a foreign value that is written as text, such as `on`, `1e-6`, `[a, b]`. Values of other types stay as they
+    are."""
     if not isinstance(text, str):
         return text
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        found = number(text) if text[:1] not in "[{-.0123456789" else yaml.safe_load(text)
+        value = number(text) if text[:1] not in "[{-.0123456789" else yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return number(found) if isinstance(found, str) else found
+    return number(value) if isinstance(value, str) else value
 
 
 def read_foreign(system: str, file: Path) -> dict[str, Any]:
-    """Their keys and values; those of verl are dotted, and without `actor_rollout_ref.`.
+    """Reads the keys and values of a foreign configuration. verl's keys have dots, and lose the prefix `actor_rollout_ref.`.
 
     Raises:
         ConfigError: the file cannot be read, or has no keys.
@@ -85,14 +86,14 @@ def read_foreign(system: str, file: Path) -> dict[str, Any]:
 
 
 def trainer_of(system: str, given: Mapping[str, Any]) -> str:
-    """The trainer whose keys a file has.
+    """Recognises the trainer by the keys of its file.
 
     Raises:
-        ConfigError: of TRL, the keys do not tell.
+        ConfigError: a TRL file fits no trainer, or several.
     """
     if system == "verl":
         return "ppo"
-    fits = [name for name, (_, _, own) in TRAINERS.items() if own & set(given)]
+    fits = [name for name, (_, _, keys) in TRAINERS.items() if keys & set(given)]
     fits = ["rloo"] if fits == ["grpo", "rloo"] else fits
     if len(fits) != 1:
         raise ConfigError("the keys do not say whose configuration this is; write --trainer grpo, rloo, sft or dpo")
@@ -100,30 +101,30 @@ def trainer_of(system: str, given: Mapping[str, Any]) -> str:
 
 
 class Conversion:
-    """One file on its way: their values, and what became of each."""
+    """The translation of one file: its values, and the result for each key."""
 
     def __init__(self, trainer: str, given: Mapping[str, Any], processes: int = 1) -> None:
         self.system, self.kind, _ = TRAINERS[trainer]
         self.trainer, self.given, self.processes = trainer, given, processes
-        mine = ("", f"{trainer.upper()}Config")
-        self.names = {f.name: f for f in foreign_names() if f.system == self.system and f.section in mine}
+        sections = ("", f"{trainer.upper()}Config")
+        self.names = {f.name: f for f in foreign_names() if f.system == self.system and f.section in sections}
         self.ours: dict[str, tuple[Any, str]] = {}
-        """Our key → value, and what it comes from."""
+        """Tandem key → (value, the foreign keys that it comes from)."""
 
         self.open: dict[str, tuple[Any, str]] = {}
-        """The same, of keys that the user fills in."""
+        """The same for keys that the user fills in (`OPEN`)."""
 
         self.left: dict[str, str] = {}
-        """Their key → reason why it is not translated."""
+        """Foreign key → reason why it is not translated."""
 
         self._read: set[str] = set()
-        self._told: set[str] = set()
+        self._translated: set[str] = set()
         config = load_config(self.kind, None, ["train_dataset.path=addition"]).config
         self._defaults = {key: plain_data(value) for key, value in leaves(config)}
         self._components = tuple(f"{key}." for key, value in leaves(config) if isinstance(value, Component))
 
     def read(self, name: str) -> Any:
-        """Their value or default; the caller sees to it that it is translated."""
+        """Returns the foreign value or its default, and counts the key as read: the caller must translate it."""
         self._read.add(name)
         value, default = self.given.get(name), value_of(self.names[name].default)
         if isinstance(value, str) and "$" in value:
@@ -149,22 +150,22 @@ class Conversion:
         return value
 
     def put(self, key: str, value: Any, *names: str, how: str = "") -> None:
-        """Sets a key of ours; left out if it is the default and the file does not name it."""
+        """Sets a Tandem key. A default value is left out, unless the file sets one of the foreign keys ``names``."""
         if not key.startswith(self._components) and key not in self._defaults:
             self.left |= {n: f"{key} is no key of this command here" for n in names if n in self.given}
         elif self._defaults.get(key) != value or not self.given.keys().isdisjoint(names):
             source = ", ".join(n if n in self.given else f"{n}: default of {self.system}" for n in names)
             target = self.open if key.startswith(OPEN) else self.ours
-            self._told |= set(names)
+            self._translated |= set(names)
             target[key] = value, f"{source}: {how}" if how else source
 
     def idle(self, why: str, *names: str) -> None:
-        """Their keys that do nothing in this file."""
+        """Records that foreign keys have no effect in this file, and ``why``."""
         self._read |= set(names)
         self.left |= {name: why for name in names if name in self.given}
 
     def copy(self, *names: str) -> None:
-        """Translates by the tables alone."""
+        """Translates the keys ``names`` one by one, by the tables of `coming_from.md`."""
         for name in names:
             self._copy(name, self._find(name))
 
@@ -192,25 +193,25 @@ class Conversion:
 
     def _put_word(self, name: str, foreign: ForeignName, value: Any) -> None:
         word = str(value).lower()
-        said = dict(foreign.values).get(word) if foreign.values else value if foreign.alone else None
-        assigns = bool(foreign.values) and "=" in str(said)
-        if said is None or not (assigns or foreign.alone):
+        target = dict(foreign.values).get(word) if foreign.values else value if foreign.alone else None
+        assigns = bool(foreign.values) and "=" in str(target)
+        if target is None or not (assigns or foreign.alone):
             self._leave(name, f"set by hand: {', '.join(foreign.ours)}. {foreign.differs}")
         elif not (name.endswith(("_steps", "_freq", "_samples")) and value <= 0):
-            for part in str(said).split() if assigns else [f"{foreign.ours[0]}="]:
+            for part in str(target).split() if assigns else [f"{foreign.ours[0]}="]:
                 key, _, text = part.partition("=")
-                self.put(key, value_of(text or said), name)
+                self.put(key, value_of(text or target), name)
 
     def finish(self) -> None:
-        """Translates whatever no rule has read."""
+        """Translates every key that no rule has read."""
         names = [n for n in self.given if n not in self._read]
         self.copy(*names, *(n for n, f in self.names.items() if f.default and n not in self._read | self.given.keys()))
 
-        for name in self.given.keys() - self._told - self.left.keys():
+        for name in self.given.keys() - self._translated - self.left.keys():
             self.left[name] = "with this value there is nothing to set"
 
     def text(self) -> str:
-        """The YAML file, what is not translated as comments at its end."""
+        """The YAML file; keys that are not translated are comments at its end."""
         lines = [f"# from a configuration of {self.system}, by tandem convert-config; # says where a value comes from"]
         lines += [f"{key}: {_shown(value)}  # {why}" for key, (value, why) in self.ours.items()]
         lines += ["", "# fill in and take the # away:"]
@@ -232,10 +233,10 @@ def _shown(value: Any) -> str:
 
 
 def convert(trainer: str, given: Mapping[str, Any], processes: int = 1) -> Conversion:
-    """Translates a file of ``trainer`` (a key of `TRAINERS`). ``processes``: of TRL, how many devices trained.
+    """Translates a file of ``trainer`` (a key of `TRAINERS`). ``processes``: number of devices that a TRL run trained on.
 
     Raises:
-        ConfigError: of TRL, the batch is no whole number of groups; a count is no number.
+        ConfigError: a TRL batch is not a whole number of groups, or a count is no number.
     """
     c = Conversion(trainer, given, processes)
     c.open["train_dataset.path"] = "FOLDER, FILE or hub name", "which columns are read: docs/data.md"
@@ -288,17 +289,18 @@ def _trl(c: Conversion) -> None:
 
 
 def _trl_groups(c: Conversion, step: int, names: tuple[str, ...]) -> int:
-    """Batch and mini-batches of `GRPOConfig`, from ``step`` completions of an optimizer step; optimizer steps a batch."""
+    """Sets batch and mini-batches from a `GRPOConfig`. ``step``: completions of one optimizer step. Returns the number of
+    optimizer steps in a batch."""
     n, once = c.number("num_generations", 1), step // c.number("gradient_accumulation_steps", 1)
-    given, times = c.number("generation_batch_size", 1), c.number("steps_per_generation", 1)
-    made = given or once * (times or c.number("gradient_accumulation_steps", 1))
-    batch = max(made, step)
+    batch_size, times = c.number("generation_batch_size", 1), c.number("steps_per_generation", 1)
+    completions = batch_size or once * (times or c.number("gradient_accumulation_steps", 1))
+    batch = max(completions, step)
     if batch % n or batch % step:
         raise ConfigError(
-            f"{made} completions are generated at once and {step} make an optimizer step with {c.processes} process(es): no "
-            f"whole groups of {n} or no whole steps; say on how many devices it ran, by --processes N"
+            f"{completions} completions are generated at once and {step} make an optimizer step with {c.processes} "
+            f"process(es): no whole groups of {n} or no whole steps; say on how many devices it ran, by --processes N"
         )
-    names = (*names, "steps_per_generation" if times else "generation_batch_size")[: 3 if given or times else 2]
+    names = (*names, "steps_per_generation" if times else "generation_batch_size")[: 3 if batch_size or times else 2]
     how = f"{batch} completions, {step} an optimizer step, {c.processes} processes (--processes)"
     c.put("rollout.batch_size", batch // n, *names, "num_generations", how=f"{how}, {n} a prompt")
     c.put("actor.mini_batches", batch // step, *names, how=how)
@@ -376,7 +378,8 @@ def _truncated(c: Conversion, p: str, k: str) -> None:
 
 
 def _warmup(c: Conversion, steps: str, ratio: str, total: int | None, updates: int) -> None:
-    """``updates``: optimizer steps in one step of their schedule; here the schedule counts optimizer steps."""
+    """Sets the warm-up. Tandem's schedule counts optimizer steps; ``updates`` is their number in one step of the foreign
+    schedule."""
     count, share, key = c.number(steps) or 0, c.number(ratio) or 0, "actor.optimizer.warmup_steps"
     if 0 < count < 1:
         count, share = 0, count
@@ -389,8 +392,8 @@ def _warmup(c: Conversion, steps: str, ratio: str, total: int | None, updates: i
 
 
 def _sinks(c: Conversion, name: str) -> None:
-    said = c.read(name) or []
-    names = [str(name) for name in (said if isinstance(said, list) else [said])]
+    reported = c.read(name) or []
+    names = [str(name) for name in (reported if isinstance(reported, list) else [reported])]
     c.put("tracking.sinks", [n for n in names if n in ("wandb", "tensorboard", "trackio")], name)
     if not {"wandb", "trackio"} & set(names):
         c.idle("only wandb and trackio have projects", "project" if c.system == "TRL" else "trainer.project_name")
@@ -481,18 +484,18 @@ def _verl_kl(c: Conversion) -> None:
     in_loss = ("actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type")
     in_reward = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     adaptive = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
-    taken = in_loss if c.read(in_loss[0]) else in_reward
+    chosen = in_loss if c.read(in_loss[0]) else in_reward
     for switch, weight, kind in (in_loss, in_reward):
-        if not c.read(switch) or (switch, weight, kind) != taken or not c.read(weight):
+        if not c.read(switch) or (switch, weight, kind) != chosen or not c.read(weight):
             c.idle("this penalty is off" if not c.read(switch) else "one penalty here, loss or reward", switch, weight, kind)
             continue
         c.put("algorithm.kl.coefficient", c.read(weight), weight)
-        c.put("algorithm.kl.where", "reward" if taken is in_reward else "loss", switch)
+        c.put("algorithm.kl.where", "reward" if chosen is in_reward else "loss", switch)
         if c.read(kind) in estimators:
             c.put("algorithm.kl.estimator", estimators[c.read(kind)], kind)
         else:
             c.left[kind] = f"{c.read(kind)} is no estimator here: k1, k2, k3, k3_plus"
-    if c.read("algorithm.kl_ctrl.type") == "adaptive" and taken is in_reward and c.read(in_reward[0]):
+    if c.read("algorithm.kl_ctrl.type") == "adaptive" and chosen is in_reward and c.read(in_reward[0]):
         c.copy(*adaptive)
     else:
         c.idle("the coefficient is fixed", *adaptive)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained of a model whose own weights stay as they are."""
+"""Low-rank adapters: small trained matrices beside weights that stay frozen."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,12 +36,13 @@ class LoRAConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor of an adapter's product."""
+        """The factor on an adapter's output, alpha / rank; 0 without adapters."""
         return 0.0 if self.rank is None else (2.0 if self.alpha is None else self.alpha / self.rank)
 
 
 def lora_problems(config: "BaseConfig", *, compares: bool) -> Iterator[str]:
-    """Rules for `actor.lora` and `critic.lora`. ``compares``: the loss compares log-probabilities of several passes."""
+    """Yields a message for each broken rule of `actor.lora` and `critic.lora`. ``compares``: True if the loss compares
+    log-probabilities of several passes."""
     for role in ("actor", "critic"):
         part: Any = getattr(config, role, None)
         if part is None:

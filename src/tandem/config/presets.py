@@ -1,4 +1,4 @@
-"""Algorithm presets as data, from presets.yaml: what `algorithm.preset=NAME` stands for, and what the docs say about it."""
+"""Algorithm presets, read from presets.yaml: the settings of `algorithm.preset=NAME`, and their documentation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ class Preset:
     """The values of the `algorithm` section that the preset sets."""
 
     asynchronous: Mapping[str, Any] | None
-    """Set in addition when training is asynchronous or replays: the behaviour correction. None: never asynchronous."""
+    """Settings that are added if training is asynchronous or replays: the behaviour correction. None: never asynchronous."""
 
     when: str
     """When to use it, one sentence."""
 
     text: str
-    """The idea, and when to use it, at length; Markdown, as the next two."""
+    """The idea, and when to use it, at length; Markdown, like the next two fields."""
 
     defaults: str
     """The source of each default."""
@@ -41,13 +41,13 @@ class Preset:
     """The paper's number, if it has one."""
 
     run: Mapping[str, Any] = field(default_factory=dict)
-    """The values that it sets outside of the `algorithm` section."""
+    """The values that the preset sets outside of the `algorithm` section."""
 
     refused: Sequence[str] = ()
-    """Changes that it is refused with."""
+    """Changes with which the preset is refused."""
 
     example: str = ""
-    """Keys that the addition example needs beside `algorithm=NAME`."""
+    """Keys that the addition example needs besides `algorithm=NAME`."""
 
 
 def _read() -> dict[str, Preset]:

@@ -1,4 +1,4 @@
-"""Rewards as YAML writes them, lists of terms and a recipe for each row, and the one text that they become."""
+"""Turns rewards as YAML writes them (a list of terms, or a recipe for each kind of row) into one text."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Recipes:
         """The reward of a row.
 
         Raises:
-            ConfigError: its column is missing, or names no recipe; tells the nearest.
+            ConfigError: the row lacks the column, or its value has no recipe; the message names the nearest.
         """
         column = self.column if self.column in row else f"tandem.{self.column}"  # `source`, unless the rows have one
         if column not in row:
@@ -46,7 +46,7 @@ def recipes_of(spec: str) -> Recipes | None:
     """The recipes of a reward that chooses by row; None for a sum, which judges all rows alike.
 
     Raises:
-        ConfigError: it begins as such a reward and cannot be read.
+        ConfigError: the text begins like recipes and cannot be read.
     """
     if not spec.strip().startswith("by("):
         return None
@@ -65,7 +65,7 @@ def recipes_of(spec: str) -> Recipes | None:
 
 
 def sums_of(spec: str) -> tuple[str, ...]:
-    """The sums that a reward chooses from; a sum is the only one of itself.
+    """All sums that a reward can choose; a plain sum is its only choice.
 
     Raises:
         ConfigError: see `recipes_of`.
@@ -75,7 +75,7 @@ def sums_of(spec: str) -> tuple[str, ...]:
 
 
 def sum_of(row: Mapping[str, Any], default: str) -> str:
-    """The sum that judges a row: by the reward of its data set, or else by ``default``.
+    """The sum that judges a row: by the reward of its data set, or by ``default`` if that has none.
 
     Raises:
         ConfigError: see `Recipes.of`.

@@ -1,4 +1,4 @@
-"""The one spelling of whatever is named with weights and knobs: ``math + 0.2*length(target_tokens=100)``."""
+"""The spelling of names with weights and knobs: ``math + 0.2*length(target_tokens=100)``."""
 
 import ast
 import math
@@ -22,12 +22,12 @@ same text (`tandem.config.recipes`)."""
 _FILE = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./:]*(?:-[\w./:]+)*)"""
 )
-"""A user's file or ``name:ID``; texts in quotes are passed over."""
+"""Matches a user's file or ``name:ID``; quoted texts are skipped."""
 
 _BARE = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?<=[(,])(?P<knob>\s*\w+\s*=\s*)(?P<value>[^\s'"(),\[\]{}]+)(?=\s*[,)])"""
 )
-"""A knob and its value without quotes; texts in quotes, which may hold a name with knobs, are passed over."""
+"""Matches a knob with an unquoted value; quoted texts, which may hold a name with knobs, are skipped."""
 
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -38,23 +38,24 @@ _GATE = re.compile(r"\s*([\w./:-]+)\s*(?:>\s*-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d
 
 @dataclass(frozen=True)
 class Options:
-    """The way in which a term enters the sum: what every term takes besides its own knobs, each empty unless it was set.
+    """The options that every term of a sum takes besides its own knobs; each is empty unless it was set.
 
     Example: ``judge(…, normalise=running, clip=[-3, 3], gate='format > 0.5')``
     """
 
     normalise: Normalise | None = None
-    """`running`: minus the mean and by the spread of all values so far; `group`: of those of its prompt."""
+    """Subtracts the mean and divides by the spread: `running` over all values so far, `group` over those of the same prompt.
+    """
 
     clip: tuple[float, float] | None = None
-    """Lowest and highest value, after `normalise` and before the weight."""
+    """Lowest and highest value; applied after `normalise` and before the weight."""
 
     gate: str | None = None
     """``NAME`` or ``NAME > NUMBER``: the term counts only where the term of that name gives more than the number, or 0."""
 
     @property
     def gate_name(self) -> str | None:
-        """The term that opens the gate; None without a gate."""
+        """Name of the term that opens the gate; None without a gate."""
         return None if self.gate is None else self.gate.partition(">")[0].strip()
 
     @property
@@ -73,34 +74,34 @@ class Term:
     weight: float = 1.0
     knobs: dict[str, Any] = field(default_factory=dict)
     options: Options = Options()
-    """The options of a term of a reward."""
+    """The options, for a term of a reward."""
 
     @property
     def is_file(self) -> bool:
-        """True if it is a user's file, and not something registered."""
+        """True if the name is a user's file, not a registered name."""
         return self.name.rpartition(":")[0].endswith(".py")
 
     @property
     def registered(self) -> str:
-        """The name under which it is registered: that of ``name:ID`` is ``name``."""
+        """The registered name: of ``name:ID`` it is ``name``."""
         return self.name.partition(":")[0]
 
     @property
     def spelling(self) -> str:
-        """It as text, without its weight."""
+        """The term as text, without its weight."""
         options = {name: value for name, value in asdict(self.options).items() if value is not None}
         knobs = ", ".join(f"{name}={value!r}" for name, value in (self.knobs | options).items())
         return f"{self.name}({knobs})" if knobs else self.name
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Its knobs, and the ``id`` of ``name:ID``."""
+        """The term's knobs, and the ``id`` of ``name:ID``."""
         ident = "" if self.is_file else self.name.partition(":")[2]
         return {"id": ident, **self.knobs} if ident else dict(self.knobs)
 
     @property
     def label(self) -> str:
-        """Its name in metrics: the knob ``name``, or the name without the file."""
+        """The term's name in metrics: its knob ``name``, or `short_name`."""
         return str(self.knobs.get("name") or self.short_name)
 
     @property
@@ -110,10 +111,11 @@ class Term:
 
 
 def read_term(spec: str, key: str) -> Term:
-    """A single name with its knobs, such as ``multi_turn(max_turns=5)``, written at the configuration key ``key``.
+    """Reads a single name with knobs, such as ``multi_turn(max_turns=5)``. ``key``: the configuration key where it was
+    written.
 
     Raises:
-        ConfigError: it cannot be read, or it is a sum.
+        ConfigError: the text cannot be read, or is a sum.
     """
     terms = read_terms(spec, key)
     if len(terms) != 1 or terms[0].weight != 1.0:
@@ -127,7 +129,7 @@ def sum_text(terms: Sequence[Term]) -> str:
 
 
 def spelled(name: str, knobs: Mapping[str, Any], key: str) -> str:
-    """The text for a name, which may have knobs already, with further ones.
+    """The text of a name (which may have knobs already) with further knobs.
 
     Raises:
         ConfigError: see `read_term`.
@@ -139,13 +141,13 @@ def spelled(name: str, knobs: Mapping[str, Any], key: str) -> str:
 
 
 def read_terms(spec: str, key: str = "reward") -> list[Term]:
-    """The terms of a sum of names.
+    """Reads a sum of names. ``key``: the configuration key where it was written, for errors.
 
     Example: ``0.7*model(path=runs/helpful/step_20) + 0.3*my_file.py:Polite(path=gpt2)``; the folder of a reward model alone
-    is ``model(path=FOLDER)``. ``key``: where it was written, for errors.
+    means ``model(path=FOLDER)``.
 
     Raises:
-        ConfigError: it cannot be read, a weight is no number, a name stands there twice, or an option cannot be as it is.
+        ConfigError: the text cannot be read, a weight is no number, a name occurs twice, or an option is invalid.
     """
     terms = parse_terms(spec, key)
     if key == "reward":
@@ -161,10 +163,10 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
 
 
 def parse_terms(spec: str, key: str = "reward") -> list[Term]:
-    """The terms as they are spelt, a part of a sum perhaps: options are knobs still, and names are not compared.
+    """Reads terms as they are spelt, for a part of a sum: options stay knobs, and names may occur twice.
 
     Raises:
-        ConfigError: it cannot be read, or a weight is no number.
+        ConfigError: the text cannot be read, or a weight is no number.
     """
     text = spec.strip()
     if re.fullmatch(r"[^(*]*\.py:\w+", text) and (not re.search(" [+-] ", text) or _is_file(text.rpartition(":")[0])):
@@ -196,10 +198,10 @@ def parse_terms(spec: str, key: str = "reward") -> list[Term]:
 
 
 def _with_options(term: Term) -> Term:
-    """The term of a reward whose knobs are its own; those that every term takes are its options.
+    """Moves the knobs that every term takes into the term's options.
 
     Raises:
-        ConfigError: an option has a value that it cannot have.
+        ConfigError: an option has an invalid value.
     """
     knobs, where = dict(term.knobs), f"reward {term.label!r}"
     normalise, clip, gate = (knobs.pop(name, None) for name in ("normalise", "clip", "gate"))
@@ -217,10 +219,10 @@ def _with_options(term: Term) -> Term:
 
 
 def _check_gates(terms: list[Term]) -> None:
-    """Passes if each gate names another term of the sum, and no two wait for each other.
+    """Checks that each gate names another term of the sum, and that no gates wait for each other.
 
     Raises:
-        ConfigError: tells the nearest name.
+        ConfigError: a gate is wrong; the message names the nearest term.
     """
     gates = {term.label: term.options.gate_name for term in terms}
     for name, gate in gates.items():
@@ -246,7 +248,7 @@ def _is_file(path: str) -> bool:
 
 
 def _quoted(match: re.Match[str]) -> str:
-    """A bare value of a knob as Python writes it: numbers as they are, everything else as a string."""
+    """Writes an unquoted value as Python does: numbers unchanged, everything else as a string."""
     knob, value = match["knob"], match["value"]
     if value is None:
         return match[0]

@@ -1,8 +1,8 @@
-"""From messages to tokens: which of them are learnt, exactly as they will be generated.
+"""Turns messages into tokens, exactly as generation will, and marks those that are learnt.
 
-A conversation is rendered turn by turn with the model's chat template, and each piece (what stands before a reply, the
-reply) is tokenised on its own: so the tokens are those that a chat at generation time sees and appends. A template with
-``{% generation %}`` marks says itself which characters are the assistant's.
+A conversation is rendered turn by turn with the model's chat template. Each piece (the text before a reply, the reply) is
+tokenised on its own, so the tokens equal those that a chat sees and appends while it generates. A template with ``{%
+generation %}`` marks says itself which characters are the assistant's.
 """
 
 import itertools
@@ -23,21 +23,21 @@ _MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 class Encoded(NamedTuple):
-    """Tokens ``[S]``, which of them are learnt ``[S]``, and their media numbers ``[S]``, or none for a model of text."""
+    """Tokens ``[S]``, the mask of learnt tokens ``[S]``, and their media numbers ``[S]`` (None for a text model)."""
 
     ids: list[int]
     mask: list[bool]
     media: list[int]
 
     def add(self, tokens: MediaTokens, learnt: bool) -> None:
-        """Goes on with these tokens."""
+        """Appends tokens."""
         self.ids.extend(tokens.ids)
         self.mask.extend([learnt] * len(tokens.ids))
         self.media.extend(tokens.media)
 
 
 class ChatEncoder:
-    """Messages → tokens of one model."""
+    """Turns messages into the tokens of one model."""
 
     def __init__(
         self,
@@ -48,17 +48,21 @@ class ChatEncoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         adds_end: bool = False,
     ):
-        """``system_prompt``: put before conversations that have none. ``max_length``: longer sequences are refused.
-        ``adds_end``: where the template puts no special token behind a reply, the tokenizer's ``eos_token`` is put there
-        and learnt.
+        """Makes an encoder for one tokenizer.
+
+        Args:
+            max_length: most tokens of a sequence; longer ones are refused.
+            system_prompt: put before conversations that have none.
+            adds_end: if the template puts no special token behind a reply, the tokenizer's ``eos_token`` is put there and
+                learnt.
 
         Raises:
-            ConfigError: it is to be added, and the tokenizer has none.
+            ConfigError: ``eos_token`` is needed, and the tokenizer has none.
         """
         self.tokenizer, self.max_length, self.system_prompt = tokenizer, max_length, system_prompt
         self._kwargs = dict(chat_template_kwargs or {})
         self._added: list[int] = []
-        """Tokens that are put behind each reply."""
+        """Tokens that are added behind each reply."""
 
         if adds_end and template_of(tokenizer).end is None:
             if tokenizer.eos_token_id is None:
@@ -70,17 +74,18 @@ class ChatEncoder:
         self._marked = bool(_MARKS.search(str(tokenizer.chat_template))) and not self._added
 
     def conversation(self, messages: Messages, train_from: int = 0, tools: Any = None) -> list[Encoded]:
-        """Every reply of the assistant from message ``train_from`` on is learnt, up to and with its end-of-turn token; one
-        with ``weight: 0`` is context. ``tools``: JSON schemas of those that the template shows to the model.
+        """Encodes a conversation in which every assistant reply from message ``train_from`` on is learnt, including its
+        end-of-turn token; a reply with ``weight: 0`` is context. ``tools``: JSON schemas that the template shows to the
+        model.
 
-        Usually one sequence. Where the template rewrites history (it drops the thinking of earlier turns, say) a reply
-        was generated behind another text than the final one shows: then it ends a sequence of its own, whose
-        context is what the model would have seen.
+        Usually one sequence. If the template rewrites history (it drops the thinking of earlier turns, say), a reply was
+        generated behind another text than the final one shows. Such a reply ends a sequence of its own, whose context is
+        what the model would have seen.
 
         Raises:
             DataFailure: no reply (`no_answer`), an empty one (`empty_completion`), too many tokens (`too_long`,
                 `prompt_too_long`), an image or sound that cannot be read (`media_…`), a template that does not put a reply
-                behind its prompt (`template_rewrites`) or does not take these messages (`template_refuses`).
+                behind its prompt (`template_rewrites`) or refuses these messages (`template_refuses`).
         """
         messages = read_for(self.tokenizer, messages)
         learnt = [i >= train_from and _is_learnt(message) for i, message in enumerate(messages)]
@@ -103,10 +108,10 @@ class ChatEncoder:
         return found
 
     def completion(self, prompt: Messages, completion: Messages, tools: Any = None) -> Encoded:
-        """One sequence whose prompt is context.
+        """Encodes one sequence whose prompt is context.
 
         Raises:
-            DataFailure: as `conversation`, also where the template rewrites history within the completion.
+            DataFailure: as `conversation`, also if the template rewrites history within the completion.
         """
         found = self.conversation([*prompt, *completion], len(prompt), tools)
         if len(found) > 1:
@@ -114,11 +119,11 @@ class ChatEncoder:
         return found[0]
 
     def steps(self, prompt: Messages, steps: Sequence[str], separator: str, marker: str = "") -> tuple[Encoded, list[int]]:
-        """A reply made of steps, and the positions of their last tokens. Every step is tokenised on its own, with the
-        ``marker`` that follows it.
+        """Encodes a reply made of steps; also returns the positions of the steps' last tokens. Each step is tokenised on its
+        own, with the ``marker`` that follows it.
 
         Raises:
-            DataFailure: as `conversation`, and where the template changes a step.
+            DataFailure: as `conversation`, and if the template changes a step.
         """
         prompt = read_for(self.tokenizer, prompt)
         texts = [step.strip() for step in steps]
@@ -144,7 +149,7 @@ class ChatEncoder:
         return encoded, ends
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text in which the template has put the special ones already."""
+        """Tokens of a text that already has its special tokens from the template."""
         return encode(self.tokenizer, text).ids
 
     def _by_turns(self, messages: Messages, learnt: Sequence[bool], options: Mapping[str, Any]) -> list[Encoded]:
@@ -166,7 +171,7 @@ class ChatEncoder:
         return found
 
     def _turn(self, messages: Messages, index: int, options: Mapping[str, Any]) -> tuple[str, str]:
-        """The conversation before the reply at ``index``, ready for it, and with it."""
+        """The text of the conversation before the reply at ``index``, ready for it, and the text with the reply."""
         before = render(self.tokenizer, messages[:index], add_generation_prompt=True, **options) if index else ""
         after = render(self.tokenizer, messages[: index + 1], **options)
         if not after.startswith(before):
@@ -174,7 +179,7 @@ class ChatEncoder:
         return before, after
 
     def _reply(self, text: str) -> tuple[MediaTokens, str]:
-        """The tokens of a reply that the model makes, and the white space behind them that the template adds."""
+        """The tokens of a reply that the model generates, and the white space that the template adds behind them."""
         reply, rest = self._spoken(text)
         return MediaTokens(reply, [0] * len(reply) if reader_of(self.tokenizer) is not None else []), rest
 

@@ -101,19 +101,19 @@ def find_recorded(name: str) -> list[Recorded]:
         if (place / SETTINGS).is_file():
             return [open_recorded(place)]
     if (run := named_run(name)) is None:
-        there = [path.parent.name for path in root.glob(f"*/{SETTINGS}")]
-        raise ConfigError(f"there is no evaluation {name}; {nearest_names(name, there)}. `tandem eval` makes one")
-    checkpoint, found = run.checkpoint.resolve(), []
+        names = [path.parent.name for path in root.glob(f"*/{SETTINGS}")]
+        raise ConfigError(f"there is no evaluation {name}; {nearest_names(name, names)}. `tandem eval` makes one")
+    checkpoint, evaluations = run.checkpoint.resolve(), []
     for path in sorted(root.glob(f"*/{SETTINGS}")):
         if Path(read_settings(path.parent)["config"].get("model", "")).resolve() == checkpoint:
             with contextlib.suppress(ConfigError):  # one that is not finished
-                found.append(open_recorded(path.parent))
-    if not found:
+                evaluations.append(open_recorded(path.parent))
+    if not evaluations:
         raise ConfigError(
             f"there is no finished evaluation of {checkpoint} below {root}: tandem eval {name} --data …, "
             "or name a step that was evaluated"
         )
-    return found
+    return evaluations
 
 
 def find_pair(first: str, second: str) -> tuple[Recorded, Recorded]:
@@ -132,8 +132,10 @@ def find_pair(first: str, second: str) -> tuple[Recorded, Recorded]:
             pairs.append(pair)
     if len(pairs) == 1:
         return pairs[0]
-    told = "; ".join(f"{one.path} and {other.path}" for one, other in pairs or every)
-    raise ConfigError(f"{len(pairs)} pairs of evaluations of {first} and {second} are of the same rows, name two of: {told}")
+    listed = "; ".join(f"{one.path} and {other.path}" for one, other in pairs or every)
+    raise ConfigError(
+        f"{len(pairs)} pairs of evaluations of {first} and {second} are of the same rows, name two of: {listed}"
+    )
 
 
 def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: float = 0.95) -> Comparison:
@@ -144,33 +146,41 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
     """
     check_same_rows(first, second)
     ks = [k for k in first.settings["config"]["k"] if k in second.settings["config"]["k"]]
-    found = []
+    compared = []
     for data in first.settings["data"]:
-        judged = [judged_by(one.answers[data], one.settings["config"].get("success")) for one in (first, second)]
+        judged = [
+            judged_by(evaluation.answers[data], evaluation.settings["config"].get("success"))
+            for evaluation in (first, second)
+        ]
         votes = first.settings["config"].get("success") is None
-        pair, rewards = [row_values(one, ks, votes=votes) for one in judged], [mean_rewards(one) for one in judged]
+        pair, rewards = (
+            [row_values(evaluation, ks, votes=votes) for evaluation in judged],
+            [mean_rewards(evaluation) for evaluation in judged],
+        )
         both = [row for row in rewards[0] if row in rewards[1]]  # those of which a sample was judged
         measures = {name: (pair[0][name], pair[1][name]) for name in pair[0] if name in pair[1]}
         if both:
             measures[REWARD] = [rewards[0][row] for row in both], [rewards[1][row] for row in both]
         for measure, values in measures.items():
-            found.append(_difference(data, measure, *values, first, second, seed, confidence))
-    if not found:
+            compared.append(_difference(data, measure, *values, first, second, seed, confidence))
+    if not compared:
         raise ConfigError("there is nothing to compare: no row has a sample that was judged in both")
-    one, other = ({**recorded.settings["config"], "files": recorded.settings["files"]} for recorded in (first, second))
-    changed = tuple(item for item in differences(one, other) if item[0] not in ("label", "out"))
+    first_settings, other = (
+        {**recorded.settings["config"], "files": recorded.settings["files"]} for recorded in (first, second)
+    )
+    changed = tuple(item for item in differences(first_settings, other) if item[0] not in ("label", "out"))
     alike = first.label == second.label
     names = (str(first.path), str(second.path)) if alike else (first.label, second.label)
-    return Comparison(names[0], names[1], tuple(found), changed)
+    return Comparison(names[0], names[1], tuple(compared), changed)
 
 
 def check_same_rows(first: Recorded, second: Recorded) -> None:
     """Raises `ConfigError` unless both asked the same rows of the same data sets."""
     rules = [recorded.settings["config"].get("success") for recorded in (first, second)]
     if len(set(rules)) > 1:
-        told = " and ".join(f"--success '{rule}'" if rule else "the reward alone" for rule in rules)
+        words = " and ".join(f"--success '{rule}'" if rule else "the reward alone" for rule in rules)
         raise ConfigError(
-            f"a sample is right by different rules ({told}); repeat the command of one of them with the rule of the other: "
+            f"a sample is right by different rules ({words}); repeat the command of one of them with the rule of the other: "
             "it is counted anew, and nothing is generated"
         )
     names = list(first.settings["data"]), list(second.settings["data"])
@@ -180,14 +190,14 @@ def check_same_rows(first: Recorded, second: Recorded) -> None:
             f"{', '.join(names[1])}; only the same rows can be compared"
         )
     for name in names[0]:
-        one, other = (recorded.settings["row_digests"][name].split() for recorded in (first, second))
-        if len(one) != len(other):
+        first_digests, second_digests = (recorded.settings["row_digests"][name].split() for recorded in (first, second))
+        if len(first_digests) != len(second_digests):
             raise ConfigError(
-                f"data set {name!r} has {len(one)} rows in {first.path} and {len(other)} in {second.path}; evaluate "
-                "the same rows (max_rows, split)"
+                f"data set {name!r} has {len(first_digests)} rows in {first.path} and {len(second_digests)} in "
+                f"{second.path}; evaluate the same rows (max_rows, split)"
             )
-        if one != other:
-            row = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+        if first_digests != second_digests:
+            row = next(i for i, pair in enumerate(zip(first_digests, second_digests, strict=True)) if pair[0] != pair[1])
             raise ConfigError(
                 f"data set {name!r} has other rows in {first.path} than in {second.path}, row {row} to begin with; only the "
                 "same questions with the same expected answers can be compared"
@@ -203,16 +213,18 @@ def check_same_rows(first: Recorded, second: Recorded) -> None:
 def _difference(
     data: str,
     measure: str,
-    one: Sequence[float],
-    other: Sequence[float],
+    first_values: Sequence[float],
+    second_values: Sequence[float],
     first: Recorded,
     second: Recorded,
     seed: int,
     confidence: float,
 ) -> Difference:
-    gaps = [b - a for a, b in zip(one, other, strict=True)]
+    gaps = [b - a for a, b in zip(first_values, second_values, strict=True)]
     low, high = percentiles(bootstrap_means(gaps, seed), confidence)
-    single = measure != REWARD and first.samples == second.samples == 1 and set(one) | set(other) <= {0.0, 1.0}
+    single = (
+        measure != REWARD and first.samples == second.samples == 1 and set(first_values) | set(second_values) <= {0.0, 1.0}
+    )
     only = (sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)) if single else (None, None)
     test: Test = mcnemar(*only) if only[0] is not None and only[1] is not None else sign_flip(gaps, seed)
     count = len(gaps)
@@ -220,8 +232,8 @@ def _difference(
         data=data,
         measure=measure,
         rows=count,
-        first=sum(one) / count,
-        second=sum(other) / count,
+        first=sum(first_values) / count,
+        second=sum(second_values) / count,
         difference=sum(gaps) / count,
         low=low,
         high=high,
@@ -234,34 +246,34 @@ def _difference(
 
 def describe(comparison: Comparison) -> str:
     lines = [["data", "measure", "rows", comparison.first, comparison.second, "difference", "p"]]
-    for one in comparison.differences:
-        if one.measure == REWARD:
-            gap = f"{one.difference:+.3g} [{one.low:+.3g}, {one.high:+.3g}]"
-            values = [f"{value:.4g}" for value in (one.first, one.second)]
+    for difference in comparison.differences:
+        if difference.measure == REWARD:
+            gap = f"{difference.difference:+.3g} [{difference.low:+.3g}, {difference.high:+.3g}]"
+            values = [f"{value:.4g}" for value in (difference.first, difference.second)]
         else:
-            gap = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
-            values = [f"{100 * value:.1f} %" for value in (one.first, one.second)]
-        lines.append([one.data, one.measure, str(one.rows), *values, gap, f"{one.p_value:.3g}"])
-    said = [aligned(lines)]
-    for one in comparison.differences:
-        if one.only_first is not None:
-            said.append(
-                f"{one.data}: {one.only_first} rows right only with {comparison.first}, {one.only_second} only with "
-                f"{comparison.second}."
+            gap = f"{100 * difference.difference:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
+            values = [f"{100 * value:.1f} %" for value in (difference.first, difference.second)]
+        lines.append([difference.data, difference.measure, str(difference.rows), *values, gap, f"{difference.p_value:.3g}"])
+    paragraphs = [aligned(lines)]
+    for difference in comparison.differences:
+        if difference.only_first is not None:
+            paragraphs.append(
+                f"{difference.data}: {difference.only_first} rows right only with {comparison.first}, "
+                f"{difference.only_second} only with {comparison.second}."
             )
-    tests = sorted({one.test for one in comparison.differences})
-    said.append(
+    tests = sorted({difference.test for difference in comparison.differences})
+    paragraphs.append(
         f"Differences in points, of rewards as they are; intervals: paired bootstrap over rows; p: {' or '.join(tests)}."
     )
-    clear = [one for one in comparison.differences if one.p_value < SIGNIFICANT]
+    clear = [difference for difference in comparison.differences if difference.p_value < SIGNIFICANT]
     if not clear:
-        said.append(f"No difference is significant at {SIGNIFICANT:g}.")
+        paragraphs.append(f"No difference is significant at {SIGNIFICANT:g}.")
     elif len(comparison.differences) > 1:
-        said.append(
+        paragraphs.append(
             f"{len(clear)} of {len(comparison.differences)} are below {SIGNIFICANT:g}; p is not corrected for their number."
         )
     if comparison.settings:
-        said.append(
+        paragraphs.append(
             "The evaluations differ in " + ", ".join(f"{key} ({a} / {b})" for key, a, b in comparison.settings) + "."
         )
-    return "\n".join(said)
+    return "\n".join(paragraphs)

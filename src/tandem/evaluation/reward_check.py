@@ -148,35 +148,37 @@ class Asker:
 
     def __init__(self, reward: RewardFn, deadline_s: float):
         self.reward, self.deadline_s = reward, deadline_s
-        self._count, self._said = 0, time.monotonic()
+        self._count, self._reported_at = 0, time.monotonic()
 
     async def call(self, number: int, row: Mapping[str, Any], what: str, answer: str) -> RewardCall:
         """One judgement; a failure is a value, and so is a call that never ends. Says now and then where it is."""
         self._count += 1
-        if time.monotonic() - self._said > SAY_EVERY_S:
-            self._said = time.monotonic()
+        if time.monotonic() - self._reported_at > SAY_EVERY_S:
+            self._reported_at = time.monotonic()
             print(f"{self._count} answers so far; now row {number + 1}, {what}", file=sys.stderr, flush=True)
         began = time.monotonic()
         ids = tuple(range(len(answer) // 4))  # four letters a token
-        said = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
+        messages = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
         try:
             prompt = _words(row["messages"][-1]["content"])
-            asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **said)
-            result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
+            judging = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **messages)
+            result = await asyncio.wait_for(judging, 2 * self.deadline_s + GRACE_S)
         except DataFailure as failure:
             return RewardCall(number, what, time.monotonic() - began, failed=failure.reason, words=str(failure))
         except TimeoutError:
             return RewardCall(number, what, time.monotonic() - began, failed="hangs")
         return RewardCall(number, what, time.monotonic() - began, result.value, result.accuracy)
 
-    async def one_by_one(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]], made: list[RewardCall]) -> None:
-        """Each after the other, so that times are those of the reward alone; adds them to ``made``."""
-        for one in asked:
-            made.append(await self.call(*one))
+    async def one_by_one(
+        self, questions: Iterable[tuple[int, Mapping[str, Any], str, str]], calls: list[RewardCall]
+    ) -> None:
+        """Each after the other, so that times are those of the reward alone; adds them to ``calls``."""
+        for question in questions:
+            calls.append(await self.call(*question))
 
-    async def all_at_once(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
+    async def all_at_once(self, questions: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
         """All at once."""
-        return list(await asyncio.gather(*(self.call(*one) for one in asked)))
+        return list(await asyncio.gather(*(self.call(*question) for question in questions)))
 
 
 def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s: float) -> RewardCheck:
@@ -186,15 +188,15 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
     if not fit:
         number, why = next(iter(unfit.items()))
         raise ConfigError(f"the reward can judge none of {len(rows)} rows; row {number + 1}: {why}")
-    known = [(number, row, str(row["answer"])) for number, row in fit if row.get("answer")]
-    others = [answer for _, _, answer in known[1:] + known[:1]]
+    references = [(number, row, str(row["answer"])) for number, row in fit if row.get("answer")]
+    others = [answer for _, _, answer in references[1:] + references[:1]]
     asker, result = Asker(reward, deadline_s), RewardCheck(len(rows), unfit, [], [], [], [], [], deadline_s, 0.0)
 
     async def ask() -> None:
-        true = [(number, row, "the reference", answer) for number, row, answer in known]
+        true = [(number, row, "the reference", answer) for number, row, answer in references]
         mixed = [
             (number, row, "the reference of another row", other)
-            for (number, row, answer), other in zip(known, others, strict=True)
+            for (number, row, answer), other in zip(references, others, strict=True)
             if other != answer
         ]
         await asker.one_by_one(true, result.references)
@@ -205,7 +207,9 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
         result.swapped += await asker.all_at_once(mixed)
         result.repeated += zip(result.swapped, await asker.all_at_once(mixed), strict=True)
         await asker.one_by_one(((*fit[0], what, answer) for what, answer in STALLS.items()), result.stalls)
-        result.forged += await asker.all_at_once((number, row, *one) for number, row in fit for one in forgeries(row))
+        result.forged += await asker.all_at_once(
+            (number, row, *forgery) for number, row in fit for forgery in forgeries(row)
+        )
 
     try:
         asyncio.run(ask())
@@ -236,25 +240,27 @@ def unfit_rows(reward: RewardFn, rows: Sequence[Mapping[str, Any]]) -> dict[int,
 
 def problems_of(result: RewardCheck) -> list[str]:
     """A sentence for each kind of problem."""
-    said = []
+    problems = []
     if result.unfit:
         number, why = next(iter(result.unfit.items()))
-        said.append(f"{len(result.unfit)} rows cannot be judged; row {number + 1}: {why}")
+        problems.append(f"{len(result.unfit)} rows cannot be judged; row {number + 1}: {why}")
     if not (result.references or result.problems):
-        said.append("no row has a reference answer, so nothing says that right answers are rewarded (answer_column)")
+        problems.append("no row has a reference answer, so nothing says that right answers are rewarded (answer_column)")
     if wrong := [call for call in result.references if not call.right]:
-        said.append(f"{len(wrong)} references are not right: {examples(wrong)}")
-    if different := [one for one, two in result.repeated if one.verdict != two.verdict]:
-        said.append(f"{len(different)} answers were judged differently the second time: {examples(different)}")
+        problems.append(f"{len(wrong)} references are not right: {examples(wrong)}")
+    if different := [first for first, second in result.repeated if first.verdict != second.verdict]:
+        problems.append(f"{len(different)} answers were judged differently the second time: {examples(different)}")
     late = result.deadline_s + GRACE_S
     slow = [*result.references, *result.stalls]
     if hanging := [call for call in slow if call.failed in ("hangs", "reward_timeout") or call.seconds > late]:
-        said.append(f"{len(hanging)} answers hang, or reach the deadline of {result.deadline_s:g} s: {examples(hanging)}")
+        problems.append(
+            f"{len(hanging)} answers hang, or reach the deadline of {result.deadline_s:g} s: {examples(hanging)}"
+        )
     if swapped := [call for call in result.swapped if call.right]:
-        said.append(f"{len(swapped)} references pass for another row: {examples(swapped)}")
+        problems.append(f"{len(swapped)} references pass for another row: {examples(swapped)}")
     if forged := [call for call in result.forged if call.right]:
-        said.append(f"{len(forged)} forged answers pass: {examples(forged)}")
-    return said
+        problems.append(f"{len(forged)} forged answers pass: {examples(forged)}")
+    return problems
 
 
 def examples(calls: Sequence[RewardCall]) -> str:
@@ -273,7 +279,7 @@ def report(result: RewardCheck) -> str:
     failed = Counter(call.failed for call in result.references if call.failed)
     reasons = "".join(f", {count} {reason}" for reason, count in failed.items())
     times, stalled = ([call.seconds for call in calls] or [0.0] for calls in (result.references, result.stalls))
-    same = sum(one.verdict == two.verdict for one, two in result.repeated)
+    same = sum(first.verdict == second.verdict for first, second in result.repeated)
     lines = [
         ("rows", f"{result.rows}, of which {len(result.unfit)} cannot be judged"),
         ("references", f"{right} of {len(result.references)} right{reasons}"),
@@ -284,7 +290,7 @@ def report(result: RewardCheck) -> str:
         ("another row's reference", f"{sum(call.right for call in result.swapped)} of {len(result.swapped)} pass"),
         ("forged answers", f"{sum(call.right for call in result.forged)} of {len(result.forged)} pass"),
     ]
-    said = [f"{name:<25}{text}" for name, text in lines]
-    return "\n".join([*said, "", *(f"problem: {problem}" for problem in result.problems or ())]).rstrip() + (
+    rows = [f"{name:<25}{text}" for name, text in lines]
+    return "\n".join([*rows, "", *(f"problem: {problem}" for problem in result.problems or ())]).rstrip() + (
         "" if result.problems else "\n\nNo problem was seen."
     )

@@ -127,7 +127,7 @@ def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | 
     Raises:
         ConfigError: anything about device, data, model, reward or workflow.
     """
-    asked = TrainConfig(
+    train_config = TrainConfig(
         reward=config.reward or TrainConfig.reward,
         reward_timeout_s=config.reward_timeout_s,
         workflow=config.workflow,
@@ -141,9 +141,9 @@ def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | 
         gconfig=config.gconfig,
     )
     questions = questions or open_questions(config)
-    rewards = plan_scores(asked, specs_of(questions))
-    check_names(asked, rewards)
-    partner = partner_of(asked)
+    rewards = plan_scores(train_config, specs_of(questions))
+    check_names(train_config, rewards)
+    partner = partner_of(train_config)
     machine = settle_machine(config, engines=1 if partner is None else 2)
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder, chats=True)
@@ -151,25 +151,25 @@ def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | 
     check_vocabulary(tokenizer, folder, rows)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
-    asked_rows = rows if workflow_of(asked).name in SERVICES["workflow"] else []
+    asked_rows = rows if workflow_of(train_config).name in SERVICES["workflow"] else []
     check_template_options(tokenizer, asked_rows, config.system_prompt, config.chat_template_kwargs)
     if partner is not None:
         load_tokenizer(describing(partner), chats=True)
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
     if rewards.scores:
-        check_scores(asked, rewards, tokenizer)
+        check_scores(train_config, rewards, tokenizer)
         check_models(rewards, machine.device, tokenizer, rows)
-    services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
+    services, asks = open_services(train_config, tokenizer), asks_for_reward(train_config)
     try:
         models = services.keep(EpisodeScores(rewards))
         services.add(models.rewards)
-        made = make_judges(questions, config.reward_timeout_s, rewards, services, asked=asks, awaited=models.rewards)
-        judges = services.keep(made)
-        workflow = make_workflow(asked, services, judges, config.gconfig)
-        refuse_unused(asked, services)
-        for one in questions:
-            print(one.name, one.reading.told(asked_columns_of(asked, judges)), file=sys.stderr, flush=True)
-        return Checked(machine, questions, services, workflow, judges, tokenizer, asked, rewards, models, partner)
+        new_judges = make_judges(questions, config.reward_timeout_s, rewards, services, asked=asks, awaited=models.rewards)
+        judges = services.keep(new_judges)
+        workflow = make_workflow(train_config, services, judges, config.gconfig)
+        refuse_unused(train_config, services)
+        for question in questions:
+            print(question.name, question.reading.told(asked_columns_of(train_config, judges)), file=sys.stderr, flush=True)
+        return Checked(machine, questions, services, workflow, judges, tokenizer, train_config, rewards, models, partner)
     except BaseException:
         services.close()
         raise
@@ -211,8 +211,8 @@ def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] 
         stack.callback(checked.services.close)
         model = resolve(config.model)
         torch.set_num_threads(machine.threads)
-        asked = settings(config, checked, model)
-        folder = stack.enter_context(EvaluationFolder.open(evaluation_path(config), asked))
+        recorded_settings = settings(config, checked, model)
+        folder = stack.enter_context(EvaluationFolder.open(evaluation_path(config), recorded_settings))
         answers = folder.recorded(waves)
         progress = ProgressLine(total, len(answers), success=config.success)
         if len(answers) < total:
@@ -234,7 +234,7 @@ def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] 
                 checked.models.start(scorer.roles, machine.device)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 for wave in left(waves, len(answers)):
-                    made = KeptSamples()
+                    sample_store = KeptSamples()
                     terms = AskingTerms(
                         config.seed,
                         config.episode_timeout_s,
@@ -242,17 +242,17 @@ def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] 
                         workflow.at_once,
                         together=config.deterministic,
                         ends_early=True,
-                        on_samples=None if scorer is None else made.keep,
+                        on_samples=None if scorer is None else sample_store.keep,
                     )
-                    found = ask(engine, loop, workflow, wave, terms, on_answer=progress.answered)
-                    found = found if scorer is None else made.scored(scorer, found)
-                    folder.append(found)
-                    answers += found
+                    wave_answers = ask(engine, loop, workflow, wave, terms, on_answer=progress.answered)
+                    wave_answers = wave_answers if scorer is None else sample_store.scored(scorer, wave_answers)
+                    folder.append(wave_answers)
+                    answers += wave_answers
         results, scores, average = conclude(answers, questions, config)
         folder.finish(results)
         lines = [table(scores, average), *notes(scores, answers), f"Results and samples: {folder.path}"]
         if progress.made:
-            kernels = asked["machine"]["kernels"]
+            kernels = recorded_settings["machine"]["kernels"]
             lines.append(progress.summary() + (f", with {KERNELS[kernels]}" if kernels else ""))
         judged = sum(answer.failed is None for answer in answers)
         return EvaluationResult(folder.path, results, "\n".join(lines), judged, answers)
@@ -297,8 +297,8 @@ def settle_cache(config: EvaluationConfig, device: str, engines: int) -> float |
 def tell_of_cache(config: EvaluationConfig, machine: EvaluationMachine) -> None:
     """A line, where the memory of this machine has decided."""
     if config.engine.kv_cache_gib is None and machine.kv_cache_gib not in (None, CACHE_GIB):
-        said = f"keys and values may take {machine.kv_cache_gib:g} GiB (engine.kv_cache_gib): a third of the memory that is"
-        print(f"{said} free", file=sys.stderr, flush=True)
+        words = f"keys and values may take {machine.kv_cache_gib:g} GiB (engine.kv_cache_gib): a third of the memory that is"
+        print(f"{words} free", file=sys.stderr, flush=True)
 
 
 def make_engine(config: EvaluationConfig, machine: EvaluationMachine, model: Path) -> InferenceEngine:
@@ -326,10 +326,12 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
     samples = config.gconfig.n_samples
     rows = max(1, config.wave_samples // samples)
     waves = []
-    for one in questions:
-        for start in range(0, len(one.rows), rows):
-            places = range(start, min(start + rows, len(one.rows)))
-            waves.append([Ask(one.name, row, sample, one.rows[row]) for row in places for sample in range(samples)])
+    for question in questions:
+        for start in range(0, len(question.rows), rows):
+            places = range(start, min(start + rows, len(question.rows)))
+            waves.append(
+                [Ask(question.name, row, sample, question.rows[row]) for row in places for sample in range(samples)]
+            )
     return waves
 
 
@@ -338,12 +340,15 @@ def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[st
     machine, questions, partner, paths = checked.machine, checked.questions, checked.partner, paths_of(checked.rewards)
     named = {name: spec for name in NAMED if (spec := getattr(config, name)) is not None}
     terms = [read_term(spec, key) for key, spec in {"workflow": config.workflow, **named}.items()]
-    specs = [*(term.name for term in terms), *(one.reward for one in questions)]
+    specs = [*(term.name for term in terms), *(question.reward for question in questions)]
     models = {name: fingerprint(resolve(path)) for name, path in paths.items()}
     return {
         "config": plain_data(config),
-        "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},
-        "row_digests": {one.name: " ".join(one.digests) for one in questions},
+        "data": {
+            question.name: {"rows": len(question.rows), "digest": question.digest, "reward": question.reward}
+            for question in questions
+        },
+        "row_digests": {question.name: " ".join(question.digests) for question in questions},
         "model_fingerprint": fingerprint(model),
         "partner_fingerprint": None if partner is None else fingerprint(resolve(partner)),
         **({"reward_fingerprints": models} if models else {}),
@@ -370,18 +375,18 @@ def conclude(
     answers: Sequence[Answer], questions: Sequence[Questions], config: EvaluationConfig
 ) -> tuple[dict[str, Any], dict[str, DataScores], dict[str, Estimate]]:
     """(`results.json`, scores by data set, means over data sets)."""
-    own = {one.name: [answer for answer in answers if answer.data == one.name] for one in questions}
+    by_data = {question.name: [answer for answer in answers if answer.data == question.name] for question in questions}
     scores = {
         name: score_data(
-            judged_by(found, config.success),
+            judged_by(data_answers, config.success),
             config.k,
             confidence=config.confidence,
             seed=config.seed,
             votes=config.success is None,
         )
-        for name, found in own.items()
+        for name, data_answers in by_data.items()
     }
-    average = mean_over_data(scores) if len(own) > 1 else {}
+    average = mean_over_data(scores) if len(by_data) > 1 else {}
     results = {
         "model": config.model,
         "label": config.label,
@@ -389,8 +394,8 @@ def conclude(
         "greedy": config.gconfig.greedy,
         "confidence": config.confidence,
         "success": config.success,
-        "data": {name: {"digest": one.digest, "judged_by": one.reward, **plain(scores[name])} for name, one in
-                 ((one.name, one) for one in questions)},
+        "data": {name: {"digest": question.digest, "judged_by": question.reward, **plain(scores[name])} for name, question in
+                 ((question.name, question) for question in questions)},
         "mean": {name: asdict(estimate) for name, estimate in average.items()},
     }  # fmt: skip
     return results, scores, average
@@ -398,13 +403,15 @@ def conclude(
 
 def mean_over_data(scores: Mapping[str, DataScores]) -> dict[str, Estimate]:
     """Each data set counts alike, whatever its size; measures that all of them have."""
-    found = {}
+    means = {}
     for name in next(iter(scores.values())).measures:
-        estimates = [one.measures[name] for one in scores.values() if name in one.measures]
+        estimates = [data_scores.measures[name] for data_scores in scores.values() if name in data_scores.measures]
         if len(estimates) == len(scores):
-            value = sum(one.value for one in estimates) / len(estimates)
-            found[name] = Estimate(value, *mean_interval([(one.value, one.low, one.high) for one in estimates]))
-    return found
+            value = sum(estimate.value for estimate in estimates) / len(estimates)
+            means[name] = Estimate(
+                value, *mean_interval([(estimate.value, estimate.low, estimate.high) for estimate in estimates])
+            )
+    return means
 
 
 def state_of(config: EvaluationConfig) -> str:

@@ -52,16 +52,16 @@ class DataScores:
 
 def by_row(answers: Iterable[Answer]) -> dict[int, list[Answer]]:
     """Row → its answers, both in order."""
-    found: dict[int, list[Answer]] = defaultdict(list)
+    rows: dict[int, list[Answer]] = defaultdict(list)
     for answer in answers:
-        found[answer.row].append(answer)
-    return {row: sorted(found[row], key=lambda answer: answer.sample) for row in sorted(found)}
+        rows[answer.row].append(answer)
+    return {row: sorted(rows[row], key=lambda answer: answer.sample) for row in sorted(rows)}
 
 
 def vote_key(answer: str) -> str:
     """The key that two ways to write one answer share: the exact value of a plain number, else the text less its form."""
-    found = read(answer)
-    return found.text if found.number is None else str(found.number)
+    reading = read(answer)
+    return reading.text if reading.number is None else str(reading.number)
 
 
 def score_of(answer: Answer) -> float | None:
@@ -79,25 +79,28 @@ def judged_by(answers: Sequence[Answer], success: str | None) -> Sequence[Answer
     Raises:
         ConfigError: it names something that an answer has not.
     """
-    found = SUCCESS.fullmatch(success or "")
-    return answers if found is None else [replace(answer, accuracy=_succeeds(answer, *found.groups())) for answer in answers]
+    rule = SUCCESS.fullmatch(success or "")
+    return answers if rule is None else [replace(answer, accuracy=_succeeds(answer, *rule.groups())) for answer in answers]
 
 
 def _succeeds(answer: Answer, name: str, relation: str, bound: str) -> float | None:
     if answer.failed is not None:
         return None
-    known = {**answer.metrics, **answer.rewards, "reward": answer.reward, "accuracy": answer.accuracy}
-    value = known.get(name)
+    figures = {**answer.metrics, **answer.rewards, "reward": answer.reward, "accuracy": answer.accuracy}
+    value = figures.get(name)
     if value is None:
-        there = [name for name, value in known.items() if value is not None]
-        raise ConfigError(f"success: an answer of {answer.data} has no {name!r}; {nearest_names(name, there)}")
+        names = [name for name, value in figures.items() if value is not None]
+        raise ConfigError(f"success: an answer of {answer.data} has no {name!r}; {nearest_names(name, names)}")
     return float(RELATIONS[relation](value, float(bound)))
 
 
 def mean_rewards(answers: Sequence[Answer]) -> dict[int, float]:
     """Row → mean reward of its samples; without rows of which no sample was judged."""
-    rewards = {row: [one.reward for one in found if one.reward is not None] for row, found in by_row(answers).items()}
-    return {row: mean(found) for row, found in rewards.items() if found}
+    rewards = {
+        row: [answer.reward for answer in row_answers if answer.reward is not None]
+        for row, row_answers in by_row(answers).items()
+    }
+    return {row: mean(row_rewards) for row, row_rewards in rewards.items() if row_rewards}
 
 
 def row_values(answers: Sequence[Answer], ks: Sequence[int], *, votes: bool = True) -> dict[str, list[float]]:
@@ -109,11 +112,11 @@ def row_values(answers: Sequence[Answer], ks: Sequence[int], *, votes: bool = Tr
     (`vote_key`); samples without an answer, or that failed, do not vote.
     """
     rows = by_row(answers)
-    scores = {row: [score_of(answer) for answer in found] for row, found in rows.items()}
-    if any(score is None for found in scores.values() for score in found):
+    scores = {row: [score_of(answer) for answer in row_answers] for row, row_answers in rows.items()}
+    if any(score is None for row_scores in scores.values() for score in row_scores):
         return {}
     values = {"accuracy": [sum(s or 0.0 for s in scores[row]) / len(scores[row]) for row in rows]}
-    fewest = min((len(found) for found in rows.values()), default=0)
+    fewest = min((len(row_answers) for row_answers in rows.values()), default=0)
     judged = [answer for answer in answers if answer.failed is None]
     votes = votes and bool(judged) and all(answer.extracted is not None for answer in judged)
     for k in (k for k in ks if k <= fewest):
@@ -147,24 +150,24 @@ def score_data(
     rows = by_row(answers)
     judged = [answer for answer in answers if answer.failed is None]
     looked = [answer.extracted for answer in judged if answer.extracted is not None]
-    own: dict[str, list[float]] = defaultdict(list)
+    by_metric: dict[str, list[float]] = defaultdict(list)
     for answer in judged:
         for name, value in answer.metrics.items():
-            own[name].append(value)
+            by_metric[name].append(value)
     measures = {}
     for name, values in row_values(answers, ks, votes=votes).items():
-        found: Interval = interval(values, confidence=confidence, seed=seed)
-        measures[name] = Estimate(mean(values), found.low, found.high, found.method)
+        bounds: Interval = interval(values, confidence=confidence, seed=seed)
+        measures[name] = Estimate(mean(values), bounds.low, bounds.high, bounds.method)
     return DataScores(
         rows=len(rows),
-        samples=max((len(found) for found in rows.values()), default=0),
+        samples=max((len(row_answers) for row_answers in rows.values()), default=0),
         reward=mean([answer.reward or 0.0 for answer in judged]),
         truncated=mean([float(answer.truncated) for answer in judged]),
         completion_length=mean([float(answer.tokens) for answer in judged]),
-        extraction_failed=mean([float(not found) for found in looked]) if looked else None,
+        extraction_failed=mean([float(not extracted) for extracted in looked]) if looked else None,
         failed=dict(sorted(Counter(answer.failed for answer in answers if answer.failed is not None).items())),
         measures=measures,
-        metrics={name: mean(values) for name, values in sorted(own.items())},
+        metrics={name: mean(values) for name, values in sorted(by_metric.items())},
     )
 
 
@@ -178,20 +181,20 @@ def metrics_of(answers: Sequence[Answer], n_samples: int) -> dict[str, float]:
     rows = by_row(answers)
     judged = [answer for answer in answers if answer.failed is None]
     looked = [answer.extracted for answer in judged if answer.extracted is not None]
-    found = {
+    figures = {
         "reward": mean([answer.reward or 0.0 for answer in judged]),
         "completion_length": mean([float(answer.tokens) for answer in judged]),
         "truncated": mean([float(answer.truncated) for answer in judged]),
         "failed": float(len({a.row for a in answers if a.failed is not None}) if rows else 0),
     }
     if looked:
-        found["extraction_failed"] = mean([float(not one) for one in looked])
-    found |= {name: mean(values) for name, values in row_values(answers, usual_k(n_samples)).items()}
+        figures["extraction_failed"] = mean([float(not extracted) for extracted in looked])
+    figures |= {name: mean(values) for name, values in row_values(answers, usual_k(n_samples)).items()}
     sources = dict.fromkeys(answer.data for answer in answers)
     for source in sources if len(sources) > 1 else ():
-        own = row_values([answer for answer in answers if answer.data == source], ())
-        found |= {f"accuracy/{source}": mean(values) for values in own.values()}
-    return {f"eval/{name}": value for name, value in found.items()}
+        by_k = row_values([answer for answer in answers if answer.data == source], ())
+        figures |= {f"accuracy/{source}": mean(values) for values in by_k.values()}
+    return {f"eval/{name}": value for name, value in figures.items()}
 
 
 def plain(scores: DataScores) -> dict[str, Any]:

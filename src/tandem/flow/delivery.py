@@ -1,4 +1,4 @@
-"""The delivery of a run's weights, and the proof of their arrival: channel, publisher, archive, verifier."""
+"""Builds the delivery of a run's weights and the proof of their arrival: channel, publisher, archive, verifier."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,17 +24,19 @@ from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher
 
 FOLDER = ".weights"
-"""In `run.root`, where servers read weights unless `rollout.weights.folder` says otherwise."""
+"""Folder in `run.root` from which servers read weights, unless `rollout.weights.folder` names another."""
 
 
 def weights_folder(config: TrainConfig) -> Path:
-    """The folder where servers of this machine read weights: another machine may not know which are in use here."""
+    """The folder from which this machine's servers read weights. Other machines have their own: they cannot know which
+    versions are in use here."""
     folder = Path(config.rollout.weights.folder or Path(config.run.root) / FOLDER).expanduser().absolute()
     return folder.with_name("-".join(filter(None, (folder.name, machines().folder))))
 
 
 def make_disk_channel(config: TrainConfig, model: Path) -> DiskChannel:
-    """The channel for servers that read from a folder. Keeps what may have to be scored again, and two at least."""
+    """The channel for servers that read from a folder. It keeps every version that may have to be scored again, and at least
+    two."""
     return DiskChannel(**_folder_terms(config, model))
 
 
@@ -45,8 +47,8 @@ def _folder_terms(config: TrainConfig, model: Path) -> dict[str, Any]:
 
 
 def make_channel(config: TrainConfig, process: Process, model: Path) -> WeightChannel | None:
-    """The user's channel, or that which `rollout.weights.channel` demands; None for what the engines read best, and on
-    ranks other than 0."""
+    """The user's channel, or that of `rollout.weights.channel`. None lets the engines choose; also None on ranks other than
+    0."""
     if not process.is_main:
         return None
     if config.extend.weight_channel is not None:
@@ -67,7 +69,7 @@ def make_channel(config: TrainConfig, process: Process, model: Path) -> WeightCh
 def make_proof(
     config: TrainConfig, process: Process, trainer: TrainEngine, model: Path
 ) -> tuple[VersionArchive | None, Verifier]:
-    """The archive of the versions that will be scored again, on rank 0, and the verifier that scores them. Collective.
+    """The archive of versions to be scored again (rank 0 only), and the verifier that scores them. Collective.
 
     Version 0 is the model's own folder.
     """
@@ -108,7 +110,7 @@ def make_publisher(
     run: str,
     archive: VersionArchive | None,
 ) -> WeightPublisher:
-    """Delivers the actor's weights. Collective."""
+    """Makes the publisher, which delivers the actor's weights. Collective."""
     return WeightPublisher(
         trainer,
         () if engine is None else (engine,),

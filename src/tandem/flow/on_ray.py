@@ -1,8 +1,8 @@
 """`runner=ray`: the roles of each pool live in actors of Ray, and the step calls them from here.
 
-A call returns at once with a reference for each field that the stage declares. What travels to a worker are the fields that
-its stage reads, by Ray's object store; the controller holds the batch that it collected, and reads of the rest only what is
-asked for. Order is that of `tandem.flow.order`, and a pool's calls run one at a time.
+A call returns at once, with a reference for each field that its stage declares. A worker receives the fields that its stage
+reads, through Ray's object store. The controller holds the batch that it collected, and reads other fields only on demand.
+`tandem.flow.order` decides the order; a pool's calls run one at a time.
 """
 
 import contextlib
@@ -41,21 +41,21 @@ from tandem.rollout.workers import RolloutWorkers
 log = logging.getLogger(__name__)
 
 READY_S = 600.0
-"""Seconds that the cluster may take to give the cores."""
+"""Seconds that the cluster may take to provide the cores."""
 
 CLOSE_S = 10.0
 BLAME_S = 4.0
-"""For the death of a rank to be noticed, behind the failure of another one that waited for it."""
+"""Seconds to wait for news of a rank's death after another rank failed, which may have waited for the dead one."""
 
 PING_S = 1.0
-"""Between two questions to each worker whether it lives."""
+"""Seconds between two pings of each worker."""
 
 REPLACED = 3
-"""Times that Ray starts the process of a model that never changes again."""
+"""Number of times that Ray restarts the process of a model that never changes."""
 
 ALONE = Place(0, 1, 1, 0, 1, "", 0)
 ROLLOUT = "rollout"
-"""The pool of the rollout workers."""
+"""Name of the rollout workers' pool."""
 
 MIB = 2**20
 
@@ -71,10 +71,10 @@ def _ray() -> Any:
 
 
 def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
-    """Passes if the roles of this run can be in workers of Ray.
+    """Checks that the roles of this run can be in workers of Ray.
 
     Raises:
-        ConfigError: they cannot; says why.
+        ConfigError: they cannot; the message says why.
     """
     _ray()
     why = {
@@ -87,42 +87,42 @@ def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
         ),
         "GPUs (device=cpu computes without them)": device != "cpu",
     }
-    if wrong := next((what for what, there in why.items() if there), None):
+    if wrong := next((what for what, applies in why.items() if applies), None):
         raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
 
 
 class _Actor:
-    """The part of an actor that all workers have."""
+    """The methods that all actors have."""
 
     open: Callable[[], None]
 
     def _go_on(self) -> None:
-        """Opens at once what one had that died, and whose place it takes."""
+        """Opens the models at once if this process replaces one that died."""
         with warnings.catch_warnings(action="ignore"):  # of Ray's about itself
             again = _ray().get_runtime_context().was_current_actor_reconstructed
         if again:
             self.enter(ALONE)
 
     def machine(self, folder: str) -> tuple[str, str, int]:
-        """The node's name in Ray, its address, and a free port there. ``folder``: to work in."""
+        """The node's name in Ray, its address, and a free port there. ``folder``: the working directory."""
         with contextlib.suppress(OSError):
             os.chdir(folder)
         ray = _ray()
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def enter(self, place: Place) -> int:
-        """Opens the models as the rank of this place; the number of the process."""
+        """Opens the models as the rank of this place; returns the process's number."""
         os.environ.pop(LAUNCHER, None)  # the controller's, whom nobody here follows
         os.environ.update(place.environment(0))
         self.open()
         return os.getpid()
 
     def alive(self) -> int:
-        """The number of the process; a thread of its own answers, also while a stage runs."""
+        """The process's number. A thread of its own answers, also while a stage runs."""
         return os.getpid()
 
     def idle(self) -> None:
-        """Nothing, once all calls of before have ended."""
+        """Returns once all earlier calls have ended."""
 
 
 class PoolActor(_Actor, PoolMember):
@@ -133,11 +133,11 @@ class PoolActor(_Actor, PoolMember):
         self._go_on()
 
     def asked(self) -> tuple[Any, ...]:
-        """Waits until something is asked of the inference engine."""
+        """Waits for the next call to the inference engine, and returns it."""
         return self.questions.get()
 
     def answer(self, number: int, answer: Any) -> None:
-        """The answer to that: what it returned, or its failure."""
+        """Delivers the result of call ``number``, or its failure."""
         self.engine.answer(number, answer)
 
 
@@ -151,14 +151,14 @@ class RolloutActor(_Actor, RolloutMember):
 
 @dataclass(frozen=True)
 class Away:
-    """Stands for a role that is in a worker."""
+    """A stand-in for a role that is in a worker."""
 
     name: str
     calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Its stages, for a script that calls them itself."""
+    """Name → stage, for a script that calls stages itself."""
 
     facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """Other attributes that a script may ask for, each made when it is."""
+    """Name → function that makes another attribute, when a script reads it."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.calls:
@@ -175,22 +175,22 @@ class Pool:
 
     group: Any
     again: bool
-    """True if Ray may start its process again, with the calls that it did not end: its model never changes."""
+    """True if Ray may restart its process and repeat unfinished calls, because its model never changes."""
 
     members: list[Any] = field(default_factory=list)
     processes: list[int] = field(default_factory=list)
-    """Empty until they have opened their models."""
+    """Process number of each member; empty until the models are opened."""
 
     nodes: list[str] = field(default_factory=list)
     last: list[Any] = field(default_factory=list)
     """The newest call of each member."""
 
     lost: WorkerDied | None = None
-    """Why a worker of it is gone."""
+    """The death of one of its workers; None: all live."""
 
 
 class Pools(Models):
-    """The workers of a run, and so its models: each pool writes its own."""
+    """The workers of a run, which hold its models; each pool writes its own."""
 
     def __init__(
         self, config: TrainConfig, plan: RunPlan, engine: InferenceEngine | None, tokenizer: PreTrainedTokenizerBase
@@ -199,7 +199,7 @@ class Pools(Models):
         self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
         self.of_role = pools_by_role(plan)
         self.roles = {role.name: Away(role.name) for role in plan.roles if role.name in self.of_role}
-        """Stand-ins here for the roles of the plan that are elsewhere."""
+        """Stand-ins for the roles of the plan that are in workers."""
 
         self.roles["publisher"].facts["history"] = self.history
         self.pools: dict[str, Pool] = {}
@@ -209,58 +209,58 @@ class Pools(Models):
         self._started, self._closing = False, threading.Event()
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
-        """Held where a pool is lost, or leaves: what is said of one that has left counts no more."""
+        """Guards the loss and the departure of pools: news of a pool that has left no longer counts."""
 
         self.when_lost: Callable[[Exception], None] = lambda error: None
-        """Hears of a worker that is gone, in a thread, so that nobody waits for what will not be used."""
+        """Called in a thread with the death of a worker, so that nobody waits for results that will not be used."""
 
         self.workers: RolloutWorkers | None = None
-        """The rollout workers; None: episodes run here."""
+        """The rollout workers; None: episodes run in this process."""
 
         self.replaced = 0
-        """Processes that have taken the place of others."""
+        """Number of processes that have replaced dead ones."""
         self.records = config.tracking.trajectories_per_step != 0
-        """True if batches are read when a step is done, to be written down."""
+        """True if batches are fetched at the end of a step, for the record."""
 
     @property
     def residents(self) -> dict[str, Any]:
-        """Stand-ins here for the models that are elsewhere."""
+        """Stand-ins for the models that are in workers."""
         return dict.fromkeys(homes_of(self._plan))
 
     def start(self, process: Process, steps: int, run: str) -> None:
-        """Starts an actor for each rank of each pool; they open their models at the same time.
+        """Starts an actor for each rank of each pool; all open their models at the same time.
 
         Raises:
-            WaitTimeout: the cluster does not give the cores.
+            WaitTimeout: the cluster does not provide the cores.
             TandemError: a model cannot be opened, or a worker died.
         """
         assert self._engine is not None, "the controller generates"
         parts = {name: part_of(self._plan, name) for name in dict.fromkeys(self.of_role.values())}
-        sizes = {name: max(len(one.ranks) for one in part.residents) for name, part in parts.items()}
+        sizes = {name: max(len(resident.ranks) for resident in part.residents) for name, part in parts.items()}
         players = self._config.rollout.workers
         self._connect(process.threads * sum(sizes.values()) + players)
         reads = self._engine.capabilities
         if not reads & {"shared_memory", "disk"}:
             reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
         for name, ranks in sizes.items():
-            told = (process.threads, steps, run, reads, self._engine.version)
-            self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *told)
+            common = (process.threads, steps, run, reads, self._engine.version)
+            self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *common)
         if players:
-            told = (1, *told[1:])
-            self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *told)
+            common = (1, *common[1:])
+            self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *common)
         # first: after a death while they open, `mend` opens them
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
         self._open(self._parts)
 
     def _open(self, names: Iterable[str]) -> None:
-        """Starts the workers of these pools, which open their models at the same time."""
+        """Starts the workers of these pools; all open their models at the same time."""
         for name in names:
             self._start(self._parts[name])
         entering = {name: self._enter(self.pools[name]) for name in names}
-        self.all([one for begun in entering.values() for one in begun], "the workers to open their models")
+        self.all([reference for begun in entering.values() for reference in begun], "the workers to open their models")
         for name, begun in entering.items():
-            self.pools[name].processes = [self.get(one) for one in begun]
+            self.pools[name].processes = [self.get(reference) for reference in begun]
             log.info("pool %s: process(es) %s", name, ", ".join(map(str, self.pools[name].processes)))
         if "actor" in entering:
             desk = (self.pools["actor"].members[0],)
@@ -269,14 +269,14 @@ class Pools(Models):
             self.workers = self._play(self.pools[ROLLOUT])
 
     def mend(self) -> None:
-        """After a worker is gone: the others end what was begun, and stay; a pool that has lost one gets new workers, whose
-        models are as at the start, until a checkpoint is loaded.
+        """Repairs the pools after a worker's death. Live pools end their calls and stay; a pool that lost a worker gets new
+        ones, with models as at the start, until a checkpoint is loaded.
 
         Raises:
-            WorkerDied: another one is gone meanwhile.
+            WorkerDied: another worker died meanwhile.
         """
         assert self._engine is not None, "the controller generates"
-        ending = {name: [one.idle.remote() for one in pool.members] for name, pool in self.pools.items()}
+        ending = {name: [member.idle.remote() for member in pool.members] for name, pool in self.pools.items()}
         with waiting("the workers that live to end what they do"):
             stays = {name for name, pool in self.pools.items() if pool.processes and not self._fails(ending[name])}
         with self._lock:
@@ -294,7 +294,7 @@ class Pools(Models):
         self.replaced += sum(self._parts[name].ranks for name in gone)
 
     def _fails(self, references: Sequence[Any]) -> bool:
-        """Waits for all of them, or for the first that fails."""
+        """Waits for all references, or for the first failure; True if one failed."""
         pending = list(references)
         while pending:
             done, pending = self.ray.wait(pending, num_returns=1)
@@ -310,23 +310,23 @@ class Pools(Models):
         self.ray.util.remove_placement_group(pool.group)
 
     def _watch(self) -> None:
-        """In a thread: asks each worker whether it lives. One that died is known at once, whatever the controller waits for;
-        one that does not answer for ``recover.silent_after_s`` is killed, and then it has died too."""
+        """Pings each worker, in a thread. A dead worker is known at once, whatever the controller waits for. A worker that
+        does not answer for ``recover.silent_after_s`` is killed, and then counts as dead."""
         patience = self._config.recover.silent_after_s or float("inf")
-        asked: dict[str, tuple[Any, float]] = {}
+        pings: dict[str, tuple[Any, float]] = {}
         while not self._closing.wait(PING_S):
-            there = {
+            watched = {
                 member._actor_id.hex(): (pool, rank, member)
                 for pool in list(self.pools.values())
                 if pool.processes and not pool.lost
                 for rank, member in enumerate(pool.members)
             }
-            asked = {key: asked.get(key) or (None, time.monotonic() + patience) for key in there}
-            for key, (pool, rank, member) in there.items():
-                reference, until = asked[key]
+            pings = {key: pings.get(key) or (None, time.monotonic() + patience) for key in watched}
+            for key, (pool, rank, member) in watched.items():
+                reference, until = pings[key]
                 if reference is None:
                     ask = member.alive.options(concurrency_group="watch", max_task_retries=0)
-                    asked[key] = ask.remote(), until
+                    pings[key] = ask.remote(), until
                 elif self.ray.wait([reference], timeout=0)[0]:
                     try:
                         self.noticed(pool, self.ray.get(reference), rank)
@@ -336,15 +336,15 @@ class Pools(Models):
                             until = time.monotonic() + READY_S  # Ray starts it again, and it opens its model
                         elif not isinstance(error, self.ray.exceptions.ActorUnavailableError):  # else it may answer yet
                             self._lost(pool, key, "died", error)
-                    asked[key] = None, until
+                    pings[key] = None, until
                 elif time.monotonic() > until:
                     self._kill(pool, rank)
-                    asked[key] = None, time.monotonic() + READY_S
+                    pings[key] = None, time.monotonic() + READY_S
                     if not pool.again:
                         self._lost(pool, key, f"did not answer for {patience:g} s (recover.silent_after_s)", None)
 
     def _kill(self, pool: Pool, rank: int) -> None:
-        """Also a process that is stopped, where it is on this machine: it takes no orders of Ray's."""
+        """Kills a worker. A stopped process ignores Ray's orders; on this machine it is killed by a signal."""
         log.warning("a worker of Ray, process %d, is silent: it is killed", pool.processes[rank])
         if pool.nodes[rank] == self.ray.get_runtime_context().get_node_id():
             with contextlib.suppress(OSError):
@@ -361,13 +361,13 @@ class Pools(Models):
             self.when_lost(pool.lost)
 
     def check(self) -> None:
-        """Raises `WorkerDied` if a worker is gone whose state is gone with it."""
+        """Raises `WorkerDied` if a worker died together with state that only it had."""
         for pool in self.pools.values():
             if pool.lost is not None:
                 raise pool.lost
 
     def _connect(self, cores: int) -> None:
-        """To the cluster of `RAY_ADDRESS`, or to one that is made here and ends with the run."""
+        """Connects to the cluster of `RAY_ADDRESS`, or to one that is started here and ends with the run."""
         if self.ray.is_initialized():
             return
         address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
@@ -384,9 +384,9 @@ class Pools(Models):
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
 
     def _start(self, part: PoolPart) -> None:
-        """The actors of a pool."""
+        """Starts the actors of a pool."""
         group = self.ray.util.placement_group([{"CPU": part.threads}] * part.ranks, strategy="PACK")
-        changes = any(one.changes for one in part_of(self._plan, part.pool).residents)
+        changes = any(resident.changes for resident in part_of(self._plan, part.pool).residents)
         again = part.pool == ROLLOUT or (part.ranks == 1 and not changes)
         pool = self.pools[part.pool] = Pool(group, again=again)
         with waiting("cores of the Ray cluster"):
@@ -405,7 +405,7 @@ class Pools(Models):
             self._names[member._actor_id.hex()] = f"{part.pool} (rank {rank} of {part.ranks})"
 
     def _enter(self, pool: Pool) -> list[Any]:
-        machines = self.all([one.machine.remote(os.getcwd()) for one in pool.members], "the workers to start")
+        machines = self.all([actor.machine.remote(os.getcwd()) for actor in pool.members], "the workers to start")
         nodes = pool.nodes = [node for node, *_ in machines]
         places = [
             Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), *machines[0][1:])
@@ -416,14 +416,15 @@ class Pools(Models):
         return [member.enter.remote(place) for member, place in zip(pool.members, places, strict=True)]
 
     def _play(self, pool: Pool) -> RolloutWorkers:
-        """Begins to listen to the rollout workers."""
+        """Starts listening to the rollout workers."""
 
         def sends(member: Any, method: str, group: str) -> Callable[[Any], None]:
             send = getattr(member, method).options(concurrency_group=group, max_task_retries=0)
             return lambda message: send.remote(pickle.dumps(message))
 
         workers = RolloutWorkers(
-            [sends(one, "take", "orders") for one in pool.members], [sends(one, "answer", "answers") for one in pool.members]
+            [sends(player, "take", "orders") for player in pool.members],
+            [sends(player, "answer", "answers") for player in pool.members],
         )
         for place, member in enumerate(pool.members, 1):
             listening = (workers, pool, place, member)
@@ -431,11 +432,11 @@ class Pools(Models):
         return workers
 
     def _listen(self, workers: RolloutWorkers, pool: Pool, place: int, member: Any) -> None:
-        """In a thread: hears what a rollout worker says, and what becomes of it."""
-        said = member.said.options(concurrency_group="desk", max_task_retries=0)
+        """Receives a rollout worker's messages, in a thread, and notices its death."""
+        messages = member.said.options(concurrency_group="desk", max_task_retries=0)
         while not self._closing.is_set():
             try:
-                for message in self.ray.get(said.remote()):
+                for message in self.ray.get(messages.remote()):
                     workers.heard(place, message)
             except self.ray.exceptions.RayError as error:
                 if self._closing.is_set() or pool not in self.pools.values():
@@ -455,42 +456,44 @@ class Pools(Models):
                 return
 
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:
-        """The number of samples and the metrics of the rewards of each rollout worker; one that died has lost them."""
-        found = []
+        """The number of judged samples and the reward metrics of each rollout worker. A worker that died has lost its
+        own."""
+        metrics = []
         for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
             with contextlib.suppress(self.ray.exceptions.RayError):
-                found.append(self.ray.get(member.judged.options(max_task_retries=0).remote()))
-        return found
+                metrics.append(self.ray.get(member.judged.options(max_task_retries=0).remote()))
+        return metrics
 
     def _serve(self, member: Any) -> None:
-        """In a thread: does what the publisher asks of the engine, which is here."""
-        asked, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
+        """Runs the publisher's calls to the engine, which is in this process; in a thread."""
+        next_call, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
         with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
             while not self._closing.is_set():
-                number, name, *arguments = self.ray.get(asked.remote())
+                number, name, *arguments = self.ray.get(next_call.remote())
                 try:
-                    found = getattr(self._engine, name)(*arguments)
+                    result = getattr(self._engine, name)(*arguments)
                 except Exception as error:  # boundary: the publisher decides what becomes of it
-                    found = Team().portable(error)
-                self.ray.get(answer.remote(number, found))
+                    result = Team().portable(error)
+                self.ray.get(answer.remote(number, result))
 
     def all(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Waits for all of them, which are ``what``; the first failure counts, also of one that others wait for."""
+        """Waits for all references. ``what``: their name in errors. The first failure is raised, also if it belongs to a
+        rank that others wait for."""
         pending = list(references)
         with waiting(what):
             while pending:
                 self.check()
                 done, pending = self.ray.wait(pending, num_returns=1, timeout=PING_S)
-                for one in done:
-                    self.get(one)
-        return [self.get(one) for one in references]
+                for reference in done:
+                    self.get(reference)
+        return [self.get(reference) for reference in references]
 
     def get(self, reference: Any) -> Any:
         """The result behind a reference.
 
         Raises:
-            TandemError: the worker's.
-            WorkerDied: a worker died, or its machine; says whose.
+            TandemError: the worker raised it.
+            WorkerDied: a worker or its machine died; the message says which.
         """
         failures = self.ray.exceptions
         try:
@@ -512,7 +515,7 @@ class Pools(Models):
             raise WorkerDied(f"the worker of {who} died") from error
 
     def _blame(self) -> None:
-        """After a failure in a worker: raises `WorkerDied` if another rank of a pool is gone, for whom it waited in vain."""
+        """Raises `WorkerDied` after a worker's failure if another rank of a pool is dead, for which it waited in vain."""
         several = any(len(pool.members) > 1 for name, pool in self.pools.items() if name != ROLLOUT)
         until = time.monotonic() + (BLAME_S if several else 0.0)
         self.check()
@@ -521,7 +524,7 @@ class Pools(Models):
             self.check()
 
     def noticed(self, pool: Pool, process: int, rank: int = 0) -> None:
-        """This process answered: counts it where it has taken the place of one that died."""
+        """Notes the process number of a rank, and counts the process if it replaced one that died."""
         with self._lock:
             before, pool.processes[rank] = pool.processes[rank], process
             self.replaced += before != process
@@ -529,19 +532,19 @@ class Pools(Models):
             log.warning("process %d of a model on Ray died; process %d has taken its place", before, process)
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        """Has every worker that has models do it."""
+        """Calls a method on every worker that has models."""
         members = [member for name, pool in self.pools.items() if name != ROLLOUT for member in pool.members]
-        return self.all([getattr(one, method).remote(*arguments) for one in members], f"the workers: {method}")
+        return self.all([getattr(actor, method).remote(*arguments) for actor in members], f"the workers: {method}")
 
     def save(self, folder: Path) -> None:
         self.everywhere("save", folder)
 
     def moved(self) -> dict[str, float]:
-        first, *_ = self.all([one.moved.remote() for one in self.pools["actor"].members], "the actor's workers: moved")
+        first, *_ = self.all([member.moved.remote() for member in self.pools["actor"].members], "the actor's workers: moved")
         return dict(first)
 
     def digests(self, team: Team) -> dict[str, str]:
-        return {name: digest for found in self.everywhere("digests") for name, digest in found.items()}
+        return {name: digest for of_worker in self.everywhere("digests") for name, digest in of_worker.items()}
 
     def save_tokenizer(self, folder: Path) -> None:
         super().save_tokenizer(folder)
@@ -549,7 +552,7 @@ class Pools(Models):
             save_classifier_tokenizer(self.tokenizer, folder / FOLDER)
 
     def late_writer(self, states: Mapping[str, Any]) -> None:
-        """Training waits for each save."""
+        """Has no background writer (None): with workers, training waits for each save."""
 
     def write(self, folder: Path) -> None:
         """Implements `Elsewhere.write`."""
@@ -570,7 +573,7 @@ class Pools(Models):
             self._watcher.join(CLOSE_S)
         members = [member for pool in self.pools.values() for member in pool.members]
         if members:
-            self.ray.wait([one.close.remote() for one in members], num_returns=len(members), timeout=CLOSE_S)
+            self.ray.wait([actor.close.remote() for actor in members], num_returns=len(members), timeout=CLOSE_S)
         for pool in self.pools.values():
             self._drop(pool)
         self.pools = {}

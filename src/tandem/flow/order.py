@@ -58,6 +58,7 @@ class Order(Generic[T]):
     def states(self, stage: Stage) -> tuple[set[State], set[State]]:
         """The states that a stage reads, and those that it writes: one that delivers writes only those of the last model."""
         awake = [self._memory.get(name, name) for name in stage.awake]
+        # it reads the trainer's weights and changes only the receiver's
         taking = awake[-1:] if stage.declared.kind == "deliver" else awake
         reads = {State(name, what) for name in awake for what in stage.declared.reads_state}
         return reads, {State(name, what) for name in taking for what in stage.declared.writes_state}
@@ -65,6 +66,7 @@ class Order(Generic[T]):
     def before(self, stage: Stage) -> list[T]:
         """The calls that this stage waits for."""
         reads, writes = self.states(stage)
+        # A reader waits for the last writer; a writer also for the readers since, or they would see its values.
         found = [self._wrote[state] for state in sorted(reads | writes) if state in self._wrote]
         return found + [call for state in sorted(writes) for call in self._read.get(state, ())]
 
@@ -75,6 +77,7 @@ class Order(Generic[T]):
             self._read.setdefault(state, []).append(call)
         for state in writes:
             self._wrote[state] = call
+            # older readers are behind this write: whoever waits for it waits for them
             self._read[state] = []
 
 

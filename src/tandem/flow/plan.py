@@ -198,12 +198,12 @@ class RunPlan:
     @property
     def staged(self) -> tuple[PlannedScore, ...]:
         """The rewards of models that come when the episodes have ended."""
-        return tuple(one for one in self.scores if not one.in_episodes)
+        return tuple(score for score in self.scores if not score.in_episodes)
 
     @property
     def awaited(self) -> tuple[str, ...]:
         """Names of the rewards of models that the workflow awaits in the middle of an episode."""
-        return tuple(one.name for one in self.scores if one.in_episodes)
+        return tuple(score.name for score in self.scores if score.in_episodes)
 
     @property
     def later(self) -> tuple[RewardTerm, ...]:
@@ -262,8 +262,8 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     actor, critic, kl = config.actor, config.critic, config.algorithm.kl
     parts = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
     refuse(part_problems(config))  # again, now that the records of functions in files are known
-    asked = parts.credit.advantage.asked
-    values = _has_critic(config, asked)
+    fields = parts.credit.advantage.asked
+    values = _has_critic(config, fields)
     head: Head = "both" if critic.shared else "lm"
     counts: dict[str, Any] = {"mini_batches": actor.mini_batches, "epochs": actor.epochs_per_batch}
     residents = [Resident("actor", actor, head, trained=True, own=config.extend.train_engine, **counts)]
@@ -281,7 +281,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     judges = [resident.name for resident in frozen if resident.in_episodes]
     generating = ("engine", *(resident.name for resident in partner), *judges)
     constraint = config.constraint.cost
-    stepwise = [one.name for one in scores if one.score.per_step]
+    stepwise = [planned.name for planned in scores if planned.score.per_step]
     advantage = config.algorithm.advantage.name
     check_rewards(config.reward, constraint, sums, stepwise, advantage, of_tokens=parts.credit.of_tokens)
     names = {resident.name for resident in residents}
@@ -309,7 +309,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         roles,
         generating,
         every,
-        greedy_baseline="greedy" in asked,
+        greedy_baseline="greedy" in fields,
         scores=scores,
         sums=sums,
         reward=config.reward,
@@ -318,12 +318,12 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
 
 
 def _traced(
-    config: BaseConfig, step: Step, roles: list[Role], asked: tuple[str, ...], residents: tuple[Resident, ...], **more: Any
+    config: BaseConfig, step: Step, roles: list[Role], models: tuple[str, ...], residents: tuple[Resident, ...], **more: Any
 ) -> RunPlan:
-    """The plan whose stages are the trace of a step, and what follows it. ``asked``: what an evaluation needs awake."""
+    """The plan whose stages are the trace of a step, and what follows it. ``models``: residents that evaluations need."""
     trained = tuple(resident.name for resident in residents if resident.trained)
     changing = tuple(resident.name for resident in residents if resident.changes)
-    after = tuple(_following(config, trained, asked, changing))
+    after = tuple(_following(config, trained, models, changing))
     stages = (*trace(step, roles), *(role.stage(call) for role in after for call in role.calls))
     return RunPlan(residents, stages, (*roles, *after), step, **more)
 
@@ -334,9 +334,9 @@ def _by(step: Step, plan: RunPlan) -> RunPlan:
     roles = [role for role in plan.roles if role.name not in {stage.role for stage in after}]
     traced = tuple(trace(step, roles))
     names = [stage.name for stage in traced]
-    left_out = [one for one in plan.stages if one.kind not in ("score", "keep") and one.name not in names]
+    left_out = [item for item in plan.stages if item.kind not in ("score", "keep") and item.name not in names]
     _refuse_left_out(left_out, "stages that the script's step leaves out")
-    if max(names.index(one.name) for one in traced if one.kind == "update") > names.index("publish"):
+    if max(names.index(item.name) for item in traced if item.kind == "update") > names.index("publish"):
         raise TraceError("the step publishes weights before it has made them: call publisher.publish() after the updates")
     return dataclasses.replace(plan, stages=(*traced, *after), step=step)
 
@@ -398,12 +398,12 @@ def plan_scores(config: TrainConfig, specs: Sequence[str]) -> RunPlan:
 
 
 def _scoring(scores: Iterable[PlannedScore]) -> Iterator[Stage]:
-    for one in scores:
-        if not one.in_episodes:
-            yield score_stage(one.stage, one.name, one.resident)
+    for score in scores:
+        if not score.in_episodes:
+            yield score_stage(score.stage, score.name, score.resident)
 
 
-def _scores(config: TrainConfig, specs: Iterable[str], taken: set[str]) -> Scores:
+def _scores(config: TrainConfig, specs: Iterable[str], names: set[str]) -> Scores:
     """The rewards that need a model, the models that they need, and the terms of each sum under their names in metrics.
 
     Raises:
@@ -417,29 +417,29 @@ def _scores(config: TrainConfig, specs: Iterable[str], taken: set[str]) -> Score
         plain = {term.label for term in sums[spec] if term.score is None}
         if both := plain & scores.keys():
             raise _name_taken(spec, min(both))
-        taken = taken | plain
-        for one in sums[spec]:
-            name, term, score = one.label, one.term, one.score
+        names = names | plain
+        for term_score in sums[spec]:
+            name, term, score = term_score.label, term_score.term, term_score.score
             if score is None:
                 continue
             same = scores.get(name)
             if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):
-                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: one})
+                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: term_score})
                 continue
-            if name in taken | {"engine", "rollout", "verifier", "publisher"}:
+            if name in names | {"engine", "rollout", "verifier", "publisher"}:
                 raise _name_taken(spec, name)
-            taken = taken | {name}
-            wanted = score.model
-            if wanted not in residents:
-                residents[wanted] = _judge(config.actor, name, wanted)
-            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: one})
+            names = names | {name}
+            model = score.model
+            if model not in residents:
+                residents[model] = _judge(config.actor, name, model)
+            scores[name] = PlannedScore(name, term, score, residents[model].name, {spec: term_score})
     ordered, ranks = _gates_first(scores), generating_ranks(config)
     midway = awaited(workflow_of(config), ordered)
-    ordered = tuple(dataclasses.replace(one, in_episodes=one.name in midway) for one in ordered)
+    ordered = tuple(dataclasses.replace(planned, in_episodes=planned.name in midway) for planned in ordered)
     for spec, terms in sums.items():
         sums[spec] = tuple(dataclasses.replace(term, awaited=term.label in midway) for term in terms)
-    asked = {one.resident for one in ordered if one.in_episodes}
-    return ordered, [_placed(one, ranks, one.name in asked) for one in residents.values()], sums
+    in_episodes = {planned.resident for planned in ordered if planned.in_episodes}
+    return ordered, [_placed(resident, ranks, resident.name in in_episodes) for resident in residents.values()], sums
 
 
 def _placed(resident: Resident, ranks: tuple[int, ...], in_episodes: bool) -> Resident:
@@ -461,18 +461,18 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
     ordered: dict[str, PlannedScore] = {}
     begun: set[str] = set()
 
-    def add(one: PlannedScore) -> None:
-        if one.name in begun:  # in two sums they may open each other's gates
+    def add(score: PlannedScore) -> None:
+        if score.name in begun:  # in two sums they may open each other's gates
             return
-        begun.add(one.name)
-        gates = {term.options.gate_name for term in one.rewards.values()}
+        begun.add(score.name)
+        gates = {term.options.gate_name for term in score.rewards.values()}
         for name in scores:
             if name in gates:
                 add(scores[name])
-        ordered[one.name] = one
+        ordered[score.name] = score
 
-    for one in scores.values():
-        add(one)
+    for score in scores.values():
+        add(score)
     return tuple(ordered.values())
 
 
@@ -481,17 +481,17 @@ def _penalty(warmup: int) -> Role:
     return Role("constraint", CONSTRAINT, when={"follow": f"λ rests in the first {warmup} steps"} if warmup else {})
 
 
-def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
+def _judge(actor: TrainEngineConfig, name: str, model: FrozenModel) -> Resident:
     """The model that a reward asks for. One that writes sits on each rank that generates, in an engine that reads
     its weights itself."""
-    engine = _frozen(actor, wanted)
-    if wanted.head == "text":
+    engine = _frozen(actor, model)
+    if model.head == "text":
         return Resident(name, dataclasses.replace(engine, backend="fsdp:d1", offload=False), "text")
-    key = "actor.backend" if wanted.backend is None else f"reward {name!r}: backend"
-    if wanted.backend is not None:
-        layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
+    key = "actor.backend" if model.backend is None else f"reward {name!r}: backend"
+    if model.backend is not None:
+        layout, written = parse_layout(model.backend, key), f"{key}={model.backend}"
         refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
-    return with_adapter(Resident(name, engine, wanted.head, key=key, class_label=wanted.class_label))
+    return with_adapter(Resident(name, engine, model.head, key=key, class_label=model.class_label))
 
 
 def _partner(config: TrainConfig) -> list[Resident]:
@@ -532,8 +532,8 @@ def _preference(config: PreferenceConfig) -> RunPlan:
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
     kind = config.supervision if isinstance(config, RewardModelConfig) else None
-    own = config.extend.train_engine
-    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True, own=own)
+    train_engine = config.extend.train_engine
+    actor = Resident("actor", config.actor, "lm" if kind is None else "scalar", trained=True, own=train_engine)
     learner = Role("learner", LANGUAGE_MODEL if kind is None else REWARD_MODEL[kind], ("actor",))
     roles = [Role("batches", NEXT_BATCH), learner]
     return _traced(config, learn_from_rows, roles, ("actor",), (actor,), paired=kind in ("pairs", "safety"))
@@ -546,54 +546,54 @@ def _verification(config: TrainConfig) -> Iterator[Role]:
 
 
 def _following(
-    config: BaseConfig, trained: tuple[str, ...], asked: tuple[str, ...], changing: tuple[str, ...]
+    config: BaseConfig, trained: tuple[str, ...], models: tuple[str, ...], changing: tuple[str, ...]
 ) -> Iterator[Role]:
-    """The roles that are called after a step. ``trained`` and ``changing``: residents; ``asked``: those that an evaluation
+    """The roles that are called after a step. ``trained`` and ``changing``: residents; ``models``: those that an evaluation
     needs."""
     if config.deterministic:
         yield Role("recorder", RECORDER, trained)
     every, wish = evaluates_every(config), config.checkpoint
     if every is not None:
-        yield Role("evaluator", EVALUATOR, asked, when={"evaluate": f"before step 1, every {every} steps, at the end"})
+        yield Role("evaluator", EVALUATOR, models, when={"evaluate": f"before step 1, every {every} steps, at the end"})
     if wish.every_steps is not None or wish.at_end:
         whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
         yield Role("saver", SAVER, changing, when={"save": ", ".join(filter(None, whens))})
 
 
-def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:
+def _has_critic(config: TrainConfig, fields: tuple[str, ...]) -> bool:
     """True if the advantage, registered or of a file, asks for values."""
-    if "values" not in asked and config.critic != CriticConfig():
+    if "values" not in fields and config.critic != CriticConfig():
         raise ConfigError(
             f"critic.* is not used, because algorithm.advantage={config.algorithm.advantage.name} asks for no values; use "
             "algorithm=ppo, or leave the critic's keys out"
         )
-    return "values" in asked
+    return "values" in fields
 
 
 def _critic(config: TrainConfig) -> Resident:
-    actor, own = config.actor, config.critic
+    actor, critic = config.actor, config.critic
     return Resident(
         "critic",
-        overlay(TrainEngineConfig, own, actor, freeze=()),
+        overlay(TrainEngineConfig, critic, actor, freeze=()),
         "scalar",
         True,
         key_of(config, "critic", "backend"),
-        mini_batches=either(own, actor, "mini_batches"),
-        epochs=either(own, actor, "epochs_per_batch"),
+        mini_batches=either(critic, actor, "mini_batches"),
+        epochs=either(critic, actor, "epochs_per_batch"),
     )
 
 
 def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
     """The frozen policy: the base of an actor with adapters if `reference` says nothing else, otherwise a model."""
-    own = config.reference
-    base_of = "actor" if config.actor.lora.rank is not None and own == type(own)() else None
-    every = own.refresh_every_steps if isinstance(own, ReferenceConfig) else None
-    key, engine = key_of(config, "reference", "backend"), _frozen(config.actor, own)
+    reference = config.reference
+    base_of = "actor" if config.actor.lora.rank is not None and reference == type(reference)() else None
+    every = reference.refresh_every_steps if isinstance(reference, ReferenceConfig) else None
+    key, engine = key_of(config, "reference", "backend"), _frozen(config.actor, reference)
     if every is not None:
         engine = dataclasses.replace(engine, freeze=config.actor.freeze)  # it takes over what the actor trains
     return Resident("reference", engine, key=key, base_of=base_of, refresh_every_steps=every)
 
 
-def _frozen(actor: TrainEngineConfig, own: object) -> TrainEngineConfig:
+def _frozen(actor: TrainEngineConfig, section: object) -> TrainEngineConfig:
     """A model that nobody trains, which never has adapters; what it leaves open is the actor's."""
-    return overlay(TrainEngineConfig, own, actor, lora=LoRAConfig(), freeze=())
+    return overlay(TrainEngineConfig, section, actor, lora=LoRAConfig(), freeze=())

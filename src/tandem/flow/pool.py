@@ -42,26 +42,28 @@ def homes_of(plan: RunPlan) -> dict[str, str]:
     """The pool of each model in a training engine: the one in whose memory it is; a reference that takes over the actor's
     weights is with it. What generates is with the controller."""
     memory = memory_of(plan.residents)
-    there = (one for one in plan.residents if one.engine is not None and one.head != "text")
-    return {one.name: "actor" if one.refresh_every_steps else memory[one.name] for one in there}
+    residents = (resident for resident in plan.residents if resident.engine is not None and resident.head != "text")
+    return {resident.name: "actor" if resident.refresh_every_steps else memory[resident.name] for resident in residents}
 
 
 def pools_by_role(plan: RunPlan) -> dict[str, str]:
     """The pool of each role that has one, and of each reward's model."""
     homes = homes_of(plan)
-    scores = {one.name: homes[one.resident] for one in plan.scores if one.resident in homes}
+    scores = {score.name: homes[score.resident] for score in plan.scores if score.resident in homes}
     return {role: homes.get(pool, pool) for role, pool in pools_of(plan).items() if pool != CONTROLLER} | scores
 
 
 def part_of(plan: RunPlan, pool: str) -> RunPlan:
     """The plan with the models of a pool alone, whose ranks are counted from 0 in it."""
     homes = homes_of(plan)
-    mine = tuple(
-        replace(one, engine=replace(one.engine, backend=one.engine.backend.partition("@")[0]))
-        for one in plan.residents
-        if one.engine is not None and homes.get(one.name) == pool
+    residents = tuple(
+        replace(resident, engine=replace(resident.engine, backend=resident.engine.backend.partition("@")[0]))
+        for resident in plan.residents
+        if resident.engine is not None and homes.get(resident.name) == pool
     )
-    return replace(plan, residents=mine, scores=tuple(one for one in plan.scores if homes.get(one.resident) == pool))
+    return replace(
+        plan, residents=residents, scores=tuple(score for score in plan.scores if homes.get(score.resident) == pool)
+    )
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ class PoolMember:
         self.questions: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         """Calls of the controller's engine: number, name and arguments."""
 
-        told = (part.capabilities, part.version, part.config.rollout.wait_timeout_s)
-        self.engine = AskedEngine(lambda _, number, asked: self.questions.put((number, *asked)), *told)
+        facts = (part.capabilities, part.version, part.config.rollout.wait_timeout_s)
+        self.engine = AskedEngine(lambda _, number, call: self.questions.put((number, *call)), *facts)
 
     def open(self) -> None:
         """Opens the models; the environment says which rank this is. Collective over the pool."""
@@ -117,12 +119,12 @@ class PoolMember:
         actor = replace(part.config.actor, backend=f"fsdp:d{part.ranks}")
         process = start_process(replace(part.config, actor=actor, **_as_ranks(part)))
         folder = resolve(part.config.actor.path)
-        told = (part.steps, part.run, folder, load_tokenizer(folder), self.engine if process.is_main else None)
+        common = (part.steps, part.run, folder, load_tokenizer(folder), self.engine if process.is_main else None)
         residency = Residency(None, Path(), PhaseTimer(), open_model, process.team)
-        opened = open_roles(part.config, plan, process, *told, residency, self._stack, part_of(plan, part.pool))
+        opened = open_roles(part.config, plan, process, *common, residency, self._stack, part_of(plan, part.pool))
         self.roles, self.team = opened.objects | opened.scores, process.team
         trainer, critic = getattr(self.roles.get("actor"), "engine", None), self.roles.get("critic")
-        self.models = Models(trainer, critic if isinstance(critic, Critic) else None, told[3])
+        self.models = Models(trainer, critic if isinstance(critic, Critic) else None, common[3])
         parts = {"trainer": trainer, **self.roles, f"random of {part.pool}": RandomStates(process.device, process.team)}
         self._saved = {name: parts[name] for name in (*SAVED, *parts) if isinstance(parts.get(name), Stateful)}
 
@@ -138,13 +140,13 @@ class PoolMember:
         for name, value in zip(names or (), values, strict=False):
             batch |= {} if value is None or name in batch else {name: value}
         at, began = time.time(), time.monotonic()
-        given = () if names is None else (TensorDict(batch, batch_size=[]),)
-        found = getattr(self.roles[role], call)(*given, *plain, **named)
-        if isinstance(found, torch.Tensor):  # the scores of a reward's model
-            found = dict(zip(added, (found,), strict=True))
-        fields = [found[name] if name in found.keys() else None for name in added]
+        inputs = () if names is None else (TensorDict(batch, batch_size=[]),)
+        result = getattr(self.roles[role], call)(*inputs, *plain, **named)
+        if isinstance(result, torch.Tensor):  # the scores of a reward's model
+            result = dict(zip(added, (result,), strict=True))
+        fields = [result[name] if name in result.keys() else None for name in added]
         cost = Spent(os.getpid(), at, time.monotonic() - began, _bytes(batch.values()), _bytes(fields))
-        output = ({} if added else found, cost)
+        output = ({} if added else result, cost)
         return (output, *fields) if added and self.team.main else output
 
     def save(self, folder: Path) -> None:
@@ -174,8 +176,8 @@ class PoolMember:
 
     def history(self) -> dict[int, WeightVersion]:
         """The versions published so far."""
-        found: dict[int, WeightVersion] = self.roles["publisher"].history
-        return found
+        versions: dict[int, WeightVersion] = self.roles["publisher"].history
+        return versions
 
     def close(self) -> None:
         """Gives back what others would miss."""
@@ -187,8 +189,8 @@ class RolloutMember:
 
     def __init__(self, part: PoolPart):
         self.part, config = part, part.config
-        told = (part.capabilities, part.version)
-        self.worker = EpisodeWorker(config.rollout, *told, seed=config.seed, deterministic=config.deterministic)
+        facts = (part.capabilities, part.version)
+        self.worker = EpisodeWorker(config.rollout, *facts, seed=config.seed, deterministic=config.deterministic)
 
     def open(self) -> None:
         """Makes the workflow, with its rewards, tools and environments."""
@@ -210,11 +212,11 @@ class RolloutMember:
 
     def said(self) -> list[bytes]:
         """Waits until there is something for the controller, and gives all that there is."""
-        found = [self.worker.said.get()]
+        messages = [self.worker.said.get()]
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self.worker.said.get_nowait())
-        return found
+                messages.append(self.worker.said.get_nowait())
+        return messages
 
     def judged(self) -> tuple[int, dict[str, float]]:
         """The number of samples judged since the last call, and the metrics of the rewards."""

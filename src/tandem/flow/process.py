@@ -155,7 +155,7 @@ def start_process(config: BaseConfig) -> Process:
     if config.recover.max_restarts and not has_launcher():
         raise ConfigError(
             f"recover.max_restarts={config.recover.max_restarts} is for a command that starts its ranks itself (tandem "
-            "train, sft …); leave it out, and give it to whoever starts them: torchrun --max-restarts"
+            "train, sft …); leave it out, and give it to the command that starts them: torchrun --max-restarts"
         )
     others: list[OtherMachines] = []
     follow_launcher(lambda: {**activity(), "spins": cuda, **(others[0].words() if others else {})})

@@ -43,9 +43,9 @@ class RayConductor(LocalConductor):
             _, scores = self._begin(stage, ("score",), list(arguments[0].items()), (), {})
             self._finish()
             return self._pools.get(scores)
-        batch = next((one for one in (*arguments, *named.values()) if isinstance(one, Promised)), None)
-        plain = [one for one in arguments if one is not batch]
-        plain_named = {name: one for name, one in named.items() if one is not batch}
+        batch = next((argument for argument in (*arguments, *named.values()) if isinstance(argument, Promised)), None)
+        plain = [argument for argument in arguments if argument is not batch]
+        plain_named = {name: argument for name, argument in named.items() if argument is not batch}
         fields = None if batch is None else list(batch.read_by(stage.declared))
         added = added_by(stage.declared)
         metrics, *outputs = self._begin(stage, added, fields, plain, plain_named)
@@ -56,8 +56,8 @@ class RayConductor(LocalConductor):
     def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Calls it here, when all that was begun is done. Of a batch the object store has the fields from then on."""
         self._finish()
-        found = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
-        return self._laid(found) if stage.kind == "collect" else found
+        output = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
+        return self._laid(output) if stage.kind == "collect" else output
 
     def _laid(self, batch: TensorDict) -> Promised:
         """The batch, from now on in the object store."""
@@ -65,11 +65,11 @@ class RayConductor(LocalConductor):
 
     def now(self, stage: Stage, *arguments: Any, **named: Any) -> Any:
         """Calls a stage in its pool for a script that has a loop of its own, and so gets whole batches and metrics."""
-        given = [self._laid(one) if isinstance(one, TensorDict) else one for one in arguments]
-        found = self.run(stage, None, *given, **named)
+        inputs = [self._laid(argument) if isinstance(argument, TensorDict) else argument for argument in arguments]
+        output = self.run(stage, None, *inputs, **named)
         self._finish()
         self._costs.clear()
-        return self.value(found)
+        return self.value(output)
 
     def _begin(
         self, stage: Stage, added: Sequence[str], fields: Sequence[tuple[str, Any]] | None, plain: Any, named: Any
@@ -78,15 +78,15 @@ class RayConductor(LocalConductor):
         is to follow, and for the one before it in its pool."""
         pool = self._pools.pools[self._pools.of_role[stage.role]]
         names = None if fields is None else [name for name, _ in fields]
-        values, earlier = [one for _, one in fields or ()], self._order.before(stage)
+        values, earlier = [value for _, value in fields or ()], self._order.before(stage)
         outputs = []
         for rank, member in enumerate(pool.members):
             returns = 1 if rank else 1 + len(added)
             waits = [*earlier, *pool.last[rank : rank + 1]]
             begin = member.run.options(num_returns=returns)
-            found = begin.remote(stage.role, stage.call, added, names, plain, named, *values, *waits)
-            outputs.append(found if returns > 1 else [found])
-        pool.last = [one[0] for one in outputs]
+            reference = begin.remote(stage.role, stage.call, added, names, plain, named, *values, *waits)
+            outputs.append(reference if returns > 1 else [reference])
+        pool.last = [references[0] for references in outputs]
         self._order.add(stage, pool.last[0])
         self._begun.append((stage, pool, pool.last))
         return list(outputs[0])
@@ -98,24 +98,24 @@ class RayConductor(LocalConductor):
         return self._metrics(promised) if isinstance(promised, dict) else promised
 
     def _metrics(self, promised: Mapping[Any, Any]) -> dict[str, float]:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, value in promised.items():
-            found |= {name: value} if isinstance(name, str) else self._pools.get(name)[0]
-        return found
+            values |= {name: value} if isinstance(name, str) else self._pools.get(name)[0]
+        return values
 
     def _finish(self) -> None:
         """Waits for all calls that were begun; the first failure counts, also of one that others wait for."""
         begun, self._begun, self._order = self._begun, [], Order(self._memory)
-        pending = [one for _, _, outputs in begun for one in outputs]
+        pending = [reference for _, _, outputs in begun for reference in outputs]
         for stage, pool, outputs in begun:
             began = time.monotonic()
             with self._around(stage), waiting(f"{stage.name}, in a worker on Ray"):
-                while any(one in pending for one in outputs):
+                while any(reference in pending for reference in outputs):
                     self._pools.check()
                     done, pending = self._pools.ray.wait(pending, num_returns=1, timeout=PING_S)
-                    for one in done:
-                        self._pools.get(one)
-            costs = [self._pools.get(one)[1] for one in outputs]
+                    for reference in done:
+                        self._pools.get(reference)
+            costs = [self._pools.get(reference)[1] for reference in outputs]
             self._pools.noticed(pool, costs[0].process)
             self._costs.append((stage, costs, time.monotonic() - began))
 
@@ -128,12 +128,12 @@ class RayConductor(LocalConductor):
         self._finish()
         calls, self._costs = self._costs, []
         self.calls = calls
-        found = self._metrics(metrics)
-        found["remote/read_mib"] = sum(cost.read_bytes for _, costs, _ in calls for cost in costs) / MIB
-        found["remote/added_mib"] = sum(costs[0].added_bytes for _, costs, _ in calls) / MIB
-        found["remote/wait_s"] = sum(waited for *_, waited in calls)
-        found["remote/replaced"] = float(self._pools.replaced)
+        totals = self._metrics(metrics)
+        totals["remote/read_mib"] = sum(cost.read_bytes for _, costs, _ in calls for cost in costs) / MIB
+        totals["remote/added_mib"] = sum(costs[0].added_bytes for _, costs, _ in calls) / MIB
+        totals["remote/wait_s"] = sum(waited for *_, waited in calls)
+        totals["remote/replaced"] = float(self._pools.replaced)
         for stage, costs, _ in calls:
             name = "remote/busy_s/" + stage.name.replace(": ", "_").replace(" ", "_")
-            found[name] = found.get(name, 0.0) + costs[0].seconds
-        return batch, found
+            totals[name] = totals.get(name, 0.0) + costs[0].seconds
+        return batch, totals

@@ -1,4 +1,4 @@
-"""Puts parts of the models to sleep and wakes them, as the plan of a run says. Nobody else does."""
+"""Puts parts of the models to sleep and wakes them, as the plan of a run says; the only place that does."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tandem.flow.writing import WritingModel
 
 START = "start"
-"""The name under which moves are counted while the models are opened."""
+"""Stage name under which moves at the opening of models are counted."""
 
 TOTALS = (
     "memory/moved_gib",
@@ -31,7 +31,7 @@ TOTALS = (
     "time/switch_s",
     "time/switch_optimizer_s",
 )
-"""Metrics that are sums over the stages."""
+"""Metrics that are sums over all stages."""
 
 REMEDY = (
     "Lower actor.max_tokens_per_micro_batch, spread the model over more GPUs (actor.backend), set memory_limit_gib so that "
@@ -41,23 +41,23 @@ REMEDY = (
 
 @dataclass
 class _Switch:
-    """The moves before a stage."""
+    """Time and bytes of the moves before a stage."""
 
     moved: int = 0
     delivered: int = 0
-    """The bytes that were delivered again: by the plan, so of all ranks that share a memory."""
+    """Bytes of weights delivered again; the plan's figure, so for all ranks that share a memory."""
 
     seconds: float = 0.0
     optimizer_moved: int = 0
-    """The bytes of optimizer state among ``moved``."""
+    """Bytes of optimizer state among ``moved``."""
 
     optimizer_s: float = 0.0
 
 
 class Residency:
-    """Holds what is awake within `memory_limit_gib`. Without a budget, or if everything fits, it does nothing.
+    """Keeps the awake parts within `memory_limit_gib`. Without a limit, or if everything fits, it does nothing.
 
-    On several ranks each makes the same calls and comes to the same decisions, for they follow from the plan alone.
+    Several ranks make the same calls and reach the same decisions, because these follow from the plan alone.
     """
 
     def __init__(
@@ -70,8 +70,14 @@ class Residency:
         *,
         idle_timeout_s: float = 600.0,
     ):
-        """``scratch``: a folder for what sleeps on disk. ``open_model``: opens what `open` is given. ``team``: all ranks;
-        None: this one. ``idle_timeout_s``: for the inference engine to end what was cancelled, before it sleeps."""
+        """Prepares the moves of a plan.
+
+        Args:
+            scratch: folder for parts that sleep on disk.
+            open_model: opens a model, with the arguments of `open`.
+            team: all ranks; None: this one.
+            idle_timeout_s: time that the inference engine has to end cancelled requests before it sleeps.
+        """
         self._team = team or Team.alone()
         self.plan = plan if plan is not None and plan.sleeps else None
         return_freed_memory(None if self.plan is None else self.plan.limit)
@@ -84,18 +90,18 @@ class Residency:
         self._switches: dict[str, _Switch] = {}
         self._switch = self._switches.setdefault(START, _Switch())
         self._cache_bytes = 0
-        """Bytes of this rank's GPU that servers gave back when their cache fell asleep, and take again."""
+        """Bytes of this rank's GPU that servers release when their cache sleeps, and take again."""
 
     def add_engine(self, engine: InferenceEngine | None) -> None:
-        """The inference engine; None on ranks that have none."""
+        """Sets the inference engine; None on ranks without one."""
         self._engine = engine
 
     def deliver_by(self, deliver_again: Callable[[], None]) -> None:
-        """``deliver_again``: brings the weights that the inference engine served back to it. Collective."""
+        """Sets the function that delivers the served weights to the inference engine again. Collective."""
         self._deliver_again = deliver_again
 
     def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
-        """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
+        """Makes room for a model and opens it by `open_model`. Under a limit it sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
         trunk = None if resident.trunk_of is None else self._models[resident.trunk_of]
         sleeps = self.plan is not None and part in self.plan.parts
@@ -112,12 +118,12 @@ class Residency:
         return engine
 
     def add(self, name: str, model: "WritingModel") -> "WritingModel":
-        """Lets a judge that writes sleep and wake with the others; it is asleep now."""
+        """Adds a judge that writes, which sleeps and wakes with the other models; it is asleep now."""
         self._models[name] = model
         return model
 
     def enter(self, name: str) -> None:
-        """Before a stage: what it needs wakes, and what has to make room for it sleeps. Collective."""
+        """Wakes what a stage needs, and puts to sleep what must make room. Call before the stage. Collective."""
         if self.plan is None:
             return
         switch = self._switch = self._switches.setdefault(name, _Switch())
@@ -138,12 +144,12 @@ class Residency:
 
     @contextlib.contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """A block around a stage that makes weights anew, which will be given back one by one."""
+        """A block around a stage that makes weights again, which are released one by one."""
         with mapped_blocks() if self.plan is not None and self.plan.stage(name).gives else contextlib.nullcontext():
             yield
 
     def awake_for(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, which first wakes what the stage of this name needs; for a script, which calls it itself."""
+        """Wraps ``work`` so that it first wakes what the stage ``name`` needs; for scripts that call stages themselves."""
 
         @functools.wraps(work)
         def woken(*arguments: Any, **named: Any) -> Any:
@@ -154,9 +160,8 @@ class Residency:
         return woken
 
     def metrics(self) -> dict[str, float]:
-        """Seconds and bytes since the last call, by stage, and of optimizer state alone; empty without a budget that
-        anything must sleep for. Seconds are those of the slowest rank, bytes those of all ranks, or of the busiest GPU.
-        Collective."""
+        """Seconds and bytes of moves since the last call, by stage, and of optimizer state alone; empty if nothing needs to
+        sleep. Seconds are those of the slowest rank, bytes those of all ranks or of the busiest GPU. Collective."""
         if self.plan is None:
             return {}
         own, self._switches = self._switches, {}
@@ -174,7 +179,7 @@ class Residency:
         return found
 
     def _do(self, moves: Moves) -> None:
-        """Sleeps first, so that there is room for what wakes."""
+        """Makes the moves: parts go to sleep first, so that there is room for those that wake."""
         if any(part.resident == ENGINE for part in moves.sleep):
             self._sleep_engine(tuple(part for part in moves.sleep if part.resident == ENGINE))
         for part in moves.sleep:
@@ -193,7 +198,7 @@ class Residency:
                     self._engine.wake((part.what,))  # type: ignore[union-attr, arg-type]
 
     def _give_all_back(self) -> None:
-        """Every rank gives back what it keeps, before servers on the devices of all ranks take memory."""
+        """Makes every rank release its unused memory before servers on these devices take theirs."""
         with self._team.together():
             give_back()
 
@@ -204,7 +209,7 @@ class Residency:
 
     @contextlib.contextmanager
     def _counted(self, part: Part) -> Iterator[list[int]]:
-        """A block that moves a part, and puts the bytes into the list."""
+        """A block that moves a part and appends the bytes to the list."""
         moved: list[int] = []
         began = time.perf_counter()
         yield moved
@@ -227,7 +232,7 @@ class Residency:
             self._cache_bytes = given - sum(self.plan.parts[part].num_bytes for part in parts if part.what == "weights")
 
     def _wait_until_idle(self, engine: InferenceEngine) -> None:
-        """Requests that were cancelled, or drawn beside those that were needed, may still be under way."""
+        """Waits until the engine is idle: cancelled requests, or extra ones, may still be under way."""
 
         def idle() -> bool:
             counts = engine.statistics()
@@ -242,5 +247,5 @@ class Residency:
 
 
 def free_cache(engine: InferenceEngine) -> None:
-    """Gives back the cache of an engine that has answered everything; it takes one again with the next request."""
+    """Releases the cache of an idle engine, which allocates it again at its next request."""
     engine.sleep(("kv_cache",))

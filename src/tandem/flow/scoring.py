@@ -49,9 +49,9 @@ def last_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, repl
     Raises:
         DataFailure: these tokens say something else.
     """
-    made = (trajectory.versions >= 0).tolist()
-    end = max((place + 1 for place, own in enumerate(made) if own), default=0)
-    first = max((place + 1 for place, own in enumerate(made[:end]) if not own), default=0)
+    generated = (trajectory.versions >= 0).tolist()
+    end = max((place + 1 for place, is_generated in enumerate(generated) if is_generated), default=0)
+    first = max((place + 1 for place, is_generated in enumerate(generated[:end]) if not is_generated), default=0)
     ids = trajectory.input_ids[first:end].tolist()
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
     begin = text.find(reply)
@@ -60,11 +60,11 @@ def last_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, repl
 
     def written(count: int) -> int:
         """Characters of the text that stand once so many tokens are there; one that is cut in two does not."""
-        said = str(tokenizer.decode(ids[:count], skip_special_tokens=True))
-        whole = next((part for part in (said, said.rstrip("\ufffd")) if text.startswith(part)), None)
+        decoded = str(tokenizer.decode(ids[:count], skip_special_tokens=True))
+        whole = next((part for part in (decoded, decoded.rstrip("\ufffd")) if text.startswith(part)), None)
         if whole is not None:
             return len(whole)
-        return next((place for place, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), len(text))
+        return next((place for place, (a, b) in enumerate(zip(decoded, text, strict=False)) if a != b), len(text))
 
     counts = [bisect.bisect_left(range(len(ids)), begin + end, key=written) for end in ends]
     return [first + max(count, 1) - 1 for count in counts]
@@ -205,8 +205,8 @@ class ScoreRole:
         """
         names, wrong = ("input_ids", "loss_mask", "temperature"), ""
         if not isinstance(sequence, Mapping) or not set(names) <= set(sequence):
-            given = sorted(sequence) if isinstance(sequence, Mapping) else type(sequence).__name__
-            wrong = f"must give a dict of at least {', '.join(names)}, as the methods of reader do; it gave {given}"
+            returned = sorted(sequence) if isinstance(sequence, Mapping) else type(sequence).__name__
+            wrong = f"must give a dict of at least {', '.join(names)}, as the methods of reader do; it gave {returned}"
         elif not 0 < len(sequence["input_ids"]) == len(sequence["loss_mask"]):
             sizes = [len(sequence[name]) for name in names[:2]]
             wrong = f"must give input_ids and loss_mask of one length above 0; it gave {sizes[0]} and {sizes[1]}"
@@ -230,8 +230,10 @@ class ScoreRole:
         per_step = planned.score.per_step
         count, what = (int(batch["step_end"].sum()), "step") if per_step else (num_sequences(batch), "sequence")
         if not isinstance(values, torch.Tensor) or values.shape != (count,):
-            given = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise UserCodeFailed(f"reward {planned.name!r} must give one score for each {what}, [{count}]; it gave {given}")
+            returned = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise UserCodeFailed(
+                f"reward {planned.name!r} must give one score for each {what}, [{count}]; it gave {returned}"
+            )
         return values.detach().float().cpu()
 
     def _called(self, samples: int, function: Callable[..., T], **named: Any) -> T:
@@ -274,8 +276,8 @@ class ModelGroupScorer:
         with self.team.together():
             for i, group in enumerate(groups):
                 judged[i] = [
-                    one if one.own_reward else Scored(one, i, self.plan.sum_of(group.data), group.data)
-                    for one in group.samples
+                    sample if sample.own_reward else Scored(sample, i, self.plan.sum_of(group.data), group.data)
+                    for sample in group.samples
                 ]
         for planned in self.plan.staged:
             stage = self.plan.stage(planned.stage)
@@ -284,9 +286,9 @@ class ModelGroupScorer:
                 continue  # evaluation judges each sample by itself
             self._add(planned, stage, judged)
         with self.team.together():
-            scored = [one for samples in judged for one in samples if isinstance(one, Scored)]
+            scored = [sample for samples in judged for sample in samples if isinstance(sample, Scored)]
             added = iter(self.reward.add(scored, training=training))
-            whole = [[next(added) if isinstance(one, Scored) else one for one in samples] for samples in judged]
+            whole = [[next(added) if isinstance(sample, Scored) else sample for sample in samples] for samples in judged]
         return [self._whole(group, samples) for group, samples in zip(groups, whole, strict=True)]
 
     def close(self) -> None:
@@ -307,43 +309,43 @@ class ModelGroupScorer:
         if isinstance(role, WritingRole):
             self._write(planned, role, stage, judged)
             return
-        asked: list[Scored] = []
+        pending: list[Scored] = []
         sequences: list[Mapping[str, Any]] = []
 
         def read() -> int:
             for samples in judged:
-                for j, one in _asked(planned, samples).items():
-                    sequence = role.read(one.sample, one.row)
+                for j, entry in _asked(planned, samples).items():
+                    sequence = role.read(entry.sample, entry.row)
                     if isinstance(sequence, DataFailure):
                         samples[j] = sequence
                     else:
-                        asked.append(one)
+                        pending.append(entry)
                         if planned.score.per_step:
-                            one.tokens[planned.name] = list(sequence["step_tokens"])
+                            entry.tokens[planned.name] = list(sequence["step_tokens"])
                         sequences.append({name: value for name, value in sequence.items() if name != "step_tokens"})
             return len(sequences)
 
         if not self.team.share(read):
             return
         values = iter(self.conductor.run(stage, role, self.team.share(lambda: pack(sequences))).tolist())
-        for one in asked:  # ranks other than 0 have asked nothing
-            count = len(one.tokens[planned.name]) if planned.score.per_step else 1
-            one.values[planned.name] = list(islice(values, count))
+        for entry in pending:  # ranks other than 0 have asked nothing
+            count = len(entry.tokens[planned.name]) if planned.score.per_step else 1
+            entry.values[planned.name] = list(islice(values, count))
 
     def _write(
         self, planned: PlannedScore, role: WritingRole, stage: Stage, judged: list[list[Scored | DataFailure | Sample]]
     ) -> None:
         """Takes what a judge writes of samples, which rank 0 alone has."""
         with self.team.together():
-            asked = [_asked(planned, samples, together=role.written.compares) for samples in judged]
-        scored = [list(some.values()) for some in asked if some]
-        groups = [Group(tuple(one.sample for one in some), data=some[0].row) for some in scored]
+            pending = [_asked(planned, samples, together=role.written.compares) for samples in judged]
+        scored = [list(some.values()) for some in pending if some]
+        groups = [Group(tuple(entry.sample for entry in some), data=some[0].row) for some in scored]
         if not self.team.share(lambda: len(groups)):
             return
         verdicts = iter(self.conductor.run(stage, role, groups))
-        for samples, some in zip(judged, asked, strict=True):
-            for (j, one), verdict in zip(some.items(), next(verdicts) if some else (), strict=True):
-                samples[j] = _with_verdict(one, planned.name, verdict)
+        for samples, some in zip(judged, pending, strict=True):
+            for (j, entry), verdict in zip(some.items(), next(verdicts) if some else (), strict=True):
+                samples[j] = _with_verdict(entry, planned.name, verdict)
 
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))
@@ -372,19 +374,19 @@ def _asked(
     Raises:
         ConfigError: another reward has given one of them a part of that name.
     """
-    standing = {j: one for j, one in enumerate(samples) if isinstance(one, Scored) and one.reward in planned.rewards}
-    counting = {j: one for j, one in standing.items() if is_open(planned.rewards[one.reward].options, one.raw)}
-    if any(planned.name in one.sample.rewards for one in counting.values()):
+    standing = {j: entry for j, entry in enumerate(samples) if isinstance(entry, Scored) and entry.reward in planned.rewards}
+    counting = {j: entry for j, entry in standing.items() if is_open(planned.rewards[entry.reward].options, entry.raw)}
+    if any(planned.name in entry.sample.rewards for entry in counting.values()):
         raise ConfigError(
             f"two rewards are called {planned.name!r}: a model's, and a part of another reward; rename one of them"
         )
     return standing if together and counting else counting
 
 
-def _with_verdict(one: Scored, name: str, verdict: Judged) -> Scored | DataFailure:
+def _with_verdict(entry: Scored, name: str, verdict: Judged) -> Scored | DataFailure:
     if isinstance(verdict.value, DataFailure):
         return verdict.value
-    one.values[name] = [verdict.value]
+    entry.values[name] = [verdict.value]
     if verdict.words:
-        one.sample = replace(one.sample, words={**one.sample.words, name: verdict.words})
-    return one
+        entry.sample = replace(entry.sample, words={**entry.sample.words, name: verdict.words})
+    return entry

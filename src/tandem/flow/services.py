@@ -158,27 +158,27 @@ def check_rows(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
             row, whichever it is, names no recipe.
     """
     unfit: dict[str, list[str]] = {}
-    asked: Counter[str] = Counter()
+    num_rows: Counter[str] = Counter()
     every = len(rows) // MOST_ROWS_ASKED + 1
     for number, row in enumerate(rows if reward.vote is None else (), 1):
         source, where = row[SOURCE], row.get(WHERE) or f"row {number}"
         try:
             reward.of(row)
-            if source in asked and number % every:
+            if source in num_rows and number % every:
                 continue
         except ConfigError as error:
             raise ConfigError(f"{where} (data set {source!r}): {error}") from error
-        asked[source] += 1
+        num_rows[source] += 1
         try:
             reward.check_row(row)
         except ConfigError as error:
             unfit.setdefault(source, []).append(f"{where}: {error}")
-    for source, found in unfit.items():
-        if len(found) == asked[source]:
-            raise ConfigError(f"none of {len(found)} rows of data set {source!r} can be judged; the first is {found[0]}")
+    for source, reasons in unfit.items():
+        if len(reasons) == num_rows[source]:
+            raise ConfigError(f"none of {len(reasons)} rows of data set {source!r} can be judged; the first is {reasons[0]}")
     if unfit:
-        counts = (f"{len(found)} of {asked[source]} rows of data set {source!r}" for source, found in unfit.items())
-        first = "; ".join(words for found in unfit.values() for words in found[:ROWS_SHOWN])
+        counts = (f"{len(reasons)} of {num_rows[source]} rows of data set {source!r}" for source, reasons in unfit.items())
+        first = "; ".join(words for reasons in unfit.values() for words in reasons[:ROWS_SHOWN])
         log.warning("%s cannot be judged and will be dropped when drawn. The first: %s", ", ".join(counts), first)
 
 
@@ -238,11 +238,13 @@ def changed_reward_of(config: TrainConfig, plan: RunPlan, parts: EpisodeParts) -
     """
     present = parts.reward
     before = present.sums[present.default]
-    made = {term.term.spelling: before.judges[term.label] for term in before.terms if term.label in before.judges}
+    present_judges = {term.term.spelling: before.judges[term.label] for term in before.terms if term.label in before.judges}
     try:
-        default = _maker(config, parts.services, parts.models.rewards)(config.reward, plan.sums[config.reward], made=made)
+        default = _maker(config, parts.services, parts.models.rewards)(
+            config.reward, plan.sums[config.reward], made=present_judges
+        )
     except BaseException:
-        close_new(present, made.values())
+        close_new(present, present_judges.values())
         raise
     named = {spec: present.sums[spec] for spec in rewards_of(config) if spec != config.reward}
     return Reward(config.reward, {config.reward: default, **named}, present.vote)
@@ -263,9 +265,9 @@ def refuse_only_groups(spec: str, reward: Sum) -> None:
 
 def close_new(present: Reward, judges: Iterable[Judge]) -> None:
     """Closes those of the terms that the present reward does not have."""
-    there = {id(judge) for judge in present.judges}
+    present_ids = {id(judge) for judge in present.judges}
     for judge in judges:
-        if id(judge) not in there:
+        if id(judge) not in present_ids:
             judge.close()
 
 
@@ -280,20 +282,20 @@ def check_names(config: TrainConfig, plan: RunPlan | None = None) -> None:
     make, skip = _workflow_factory(config)
     services, key = Services({name: getattr(config, name) for name in NAMED}), f"workflow={term.name}"
     if is_agent(make):
-        knobs, own = _knobs_of_agent(make, term.arguments)
-        asked, _ = services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS, *awaited))
-        if "partner" in asked:
+        knobs, agent_knobs = _knobs_of_agent(make, term.arguments)
+        requested, _ = services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS, *awaited))
+        if "partner" in requested:
             raise ConfigError(
                 f"{key} is an agent over HTTP and asks for 'partner', which needs the episode's engine; write a workflow "
                 "with `async def arun_episode(self, engine, data)` (docs/recipes/two_models.md)"
             )
-        asked, _ = services.check(key, AgentWorkflow, own, (*GIVEN, "own_agent", "own_arguments"))
+        requested, _ = services.check(key, AgentWorkflow, agent_knobs, (*GIVEN, "own_agent", "own_arguments"))
     else:
-        asked, _ = services.check(key, make, term.arguments, (*GIVEN, *awaited), skip=skip)
-    taken = {*asked, *(("chat_template_kwargs",) if "recorder" in asked else ())}
-    if plan is not None and all(term.label in taken.intersection(awaited) for terms in plan.sums.values() for term in terms):
-        taken.add("reward")  # the workflow asks for all of its terms
-    _refuse_ignored(config, taken)
+        requested, _ = services.check(key, make, term.arguments, (*GIVEN, *awaited), skip=skip)
+    used = {*requested, *(("chat_template_kwargs",) if "recorder" in requested else ())}
+    if plan is not None and all(term.label in used.intersection(awaited) for terms in plan.sums.values() for term in terms):
+        used.add("reward")  # the workflow asks for all of its terms
+    _refuse_ignored(config, used)
     check_sinks(config.tracking)
 
 
@@ -313,10 +315,10 @@ def reads_reward(config: TrainConfig) -> ReadsReward:
     Raises:
         ConfigError: it says something else than `RolloutWorkflow.reads_reward` knows.
     """
-    found = getattr(_workflow_factory(config)[0], "reads_reward", RolloutWorkflow.reads_reward)
-    if found not in get_args(ReadsReward):
-        raise ConfigError(f"workflow={config.workflow}: reads_reward must be one of {get_args(ReadsReward)}, got {found!r}")
-    return cast(ReadsReward, found)
+    value = getattr(_workflow_factory(config)[0], "reads_reward", RolloutWorkflow.reads_reward)
+    if value not in get_args(ReadsReward):
+        raise ConfigError(f"workflow={config.workflow}: reads_reward must be one of {get_args(ReadsReward)}, got {value!r}")
+    return cast(ReadsReward, value)
 
 
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
@@ -347,12 +349,12 @@ def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
 
 def _knobs_of_agent(function: Callable[..., Any], knobs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The knobs of an agent's function, and those of the workflow that runs it."""
-    taken = inspect.signature(function).parameters
-    own = {name: value for name, value in knobs.items() if name in AGENT_KNOBS and name not in taken}
-    return {name: value for name, value in knobs.items() if name not in own}, own
+    parameters = inspect.signature(function).parameters
+    agent_knobs = {name: value for name, value in knobs.items() if name in AGENT_KNOBS and name not in parameters}
+    return {name: value for name, value in knobs.items() if name not in agent_knobs}, agent_knobs
 
 
-def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
+def _refuse_ignored(config: TrainConfig, used: Collection[str]) -> None:
     """Keys that reach a workflow through an argument count only where it takes that argument."""
     default, sampling = TrainConfig(), GenerationConfig()
     keys = ("system_prompt", "chat_template_kwargs", "reward")
@@ -361,7 +363,7 @@ def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
     set_ += [(f"reward={source.reward} of a source", "reward") for source in sources if source.reward is not None]
     set_ += [(f"gconfig.{n}", "gconfig") for n in SAMPLING if getattr(config.gconfig, n) != getattr(sampling, n)]
     for key, argument in set_:
-        if argument not in taken:
+        if argument not in used:
             how = "add the argument, or" if workflow_of(config).is_file else "so"
             why = " (its rewards are its own; reward=null takes back what a file says)" if argument == "reward" else ""
             raise ConfigError(
@@ -389,15 +391,15 @@ def make_workflow(
     """
     term = workflow_of(config)
     make, skip = _workflow_factory(config)
-    key, given = f"workflow={term.name}", _settings(config) | {"reward": reward, "gconfig": gconfig}
+    key, objects = f"workflow={term.name}", _settings(config) | {"reward": reward, "gconfig": gconfig}
     if is_agent(make):
-        knobs, own = _knobs_of_agent(make, term.arguments)
-        more = given | dict.fromkeys(AGENT_ARGUMENTS)  # filled in by each episode
-        given |= {"own_agent": make, "own_arguments": services.arguments(key, make, knobs, more)}
-        return cast(RolloutWorkflow, services.make(key, AgentWorkflow, own, given))
+        knobs, agent_knobs = _knobs_of_agent(make, term.arguments)
+        more = objects | dict.fromkeys(AGENT_ARGUMENTS)  # filled in by each episode
+        objects |= {"own_agent": make, "own_arguments": services.arguments(key, make, knobs, more)}
+        return cast(RolloutWorkflow, services.make(key, AgentWorkflow, agent_knobs, objects))
     if skip:
-        return FunctionWorkflow(make, services.arguments(key, make, term.arguments, given, skip=skip))
-    workflow = services.make(key, make, term.arguments, given)
+        return FunctionWorkflow(make, services.arguments(key, make, term.arguments, objects, skip=skip))
+    workflow = services.make(key, make, term.arguments, objects)
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(
             f"{key} made a {type(workflow).__name__}, which is no workflow; derive the class from tandem.ChatWorkflow, or "
@@ -415,7 +417,7 @@ def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: Reward, whole: 
     Raises:
         ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
     """
-    if not any(one.compares(term) for one in reward.sums.values() for term in one.terms):
+    if not any(reward_sum.compares(term) for reward_sum in reward.sums.values() for term in reward_sum.terms):
         return
     why = f"reward={config.reward} has a term that compares the samples of a prompt"
     if plan.greedy_baseline:
@@ -434,7 +436,7 @@ def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: Reward) ->
     Raises:
         ConfigError: one does.
     """
-    together = {name for one in reward.sums.values() for name in one.together}
+    together = {name for reward_sum in reward.sums.values() for name in reward_sum.together}
     needed = (name for term in plan.later for name in (term.label, term.options.gate_name))
     name = next((name for name in needed if name in together), None)
     if name is not None:
@@ -471,28 +473,28 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
     algorithm, gconfig, smallest = config.algorithm, config.gconfig, config.rollout.min_group_size
     vote = reward.vote
     judge = reward if vote is None else AnswerOnly()
-    one = make_workflow(config, services, judge, gconfig)
-    refuse_waiting(config, plan, one)
-    whole = one.makes_group
+    workflow = make_workflow(config, services, judge, gconfig)
+    refuse_waiting(config, plan, workflow)
+    whole = workflow.makes_group
     if vote is not None:
-        one = MajorityLabels(one, vote)
+        workflow = MajorityLabels(workflow, vote)
     elif reward.compares:
-        one = Compared(one, reward)
+        workflow = Compared(workflow, reward)
     if algorithm.update_samples is not None:
-        one = FirstSamples(one, algorithm.update_samples)
+        workflow = FirstSamples(workflow, algorithm.update_samples)
     refuse_comparing(config, plan, reward, whole)
     if whole and plan.greedy_baseline:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
         )
-    later = bool(plan.later) and (one.reads_scores or algorithm.update_samples is not None)
+    later = bool(plan.later) and (workflow.reads_scores or algorithm.update_samples is not None)
     if later:
         refuse_compared_later(config, plan, reward)
     group = (
-        WholeGroup(one, smallest, finish_later=later)
+        WholeGroup(workflow, smallest, finish_later=later)
         if whole
-        else Repeated(one, gconfig.n_samples, min_group_size=smallest, finish_later=later)
+        else Repeated(workflow, gconfig.n_samples, min_group_size=smallest, finish_later=later)
     )
     if not plan.greedy_baseline:
         return group

@@ -56,15 +56,15 @@ from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
 _kept = False
-"""True while a run keeps objects from the collector. One value, because a process has one collector."""
+"""True while a run keeps its objects from the garbage collector; global, because a process has one collector."""
 
 
 def keep_from_collector(stack: contextlib.ExitStack) -> None:
-    """Takes what is loaded by now out of the garbage collector's reach until the stack closes.
+    """Exempts all present objects from garbage collection until ``stack`` closes.
 
-    Models and libraries are hundreds of thousands of objects that a full collection walks over again and again, up to 0.2 s
-    each time, in which no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze).
-    A process that has called `gc.freeze` before the run keeps what it froze, and the run freezes and thaws nothing.
+    Models and libraries are hundreds of thousands of objects. A full collection walks over all of them, up to 0.2 s each
+    time, and meanwhile no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze). If the
+    process has called `gc.freeze` before the run, nothing is changed.
     """
     global _kept
     if gc.get_freeze_count():
@@ -75,7 +75,7 @@ def keep_from_collector(stack: contextlib.ExitStack) -> None:
 
 
 def collect_and_keep() -> None:
-    """Collects all garbage, that of models which are gone too, and keeps the collector away from the rest."""
+    """Collects all garbage, including models that are gone, and exempts the remaining objects from collection."""
     if _kept:
         gc.unfreeze()
     gc.collect()
@@ -90,10 +90,10 @@ def _let_go() -> None:
 
 
 class EngineMeter:
-    """Hears of each stage that begins, or is a ``with`` block around training; knows how much of that time the engine was
-    generating, and who waited for whom.
+    """Measures how much of the training time the engine generates, and who waits for whom. Call `begins` at every stage, or
+    use it as a ``with`` block around training.
 
-    Without an engine (ranks other than 0) all figures are 0. ``balance`` hears after each step who waited for whom.
+    Without an engine (ranks other than 0) all figures are 0. ``balance`` receives the waiting times after each step.
     """
 
     def __init__(self, engine: InferenceEngine | None, balance: Balance | None = None):
@@ -101,9 +101,9 @@ class EngineMeter:
         self._began: float | None = None  # None: the trainer is not training
         self._busy_s = 0.0
         self._overlap = 0.0
-        self._seen = (0.0, 0.0)
+        self._counted = (0.0, 0.0)
         self._preempted = 0.0
-        self._asked: float | None = None  # None: the trainer is not waiting for a batch
+        self._wait_began: float | None = None  # None: the trainer is not waiting for a batch
         self._waited_s = 0.0
         self._last = time.perf_counter()
 
@@ -111,10 +111,11 @@ class EngineMeter:
         return self.engine.statistics().get(name, 0.0) if self.engine is not None else 0.0
 
     def begins(self, phase: str) -> None:
-        """A stage of this phase begins: training starts with the first one of `train`, and ends with the next other one."""
-        if self._asked is not None:
-            self._waited_s += time.perf_counter() - self._asked
-        self._asked = time.perf_counter() if phase == "generate" else None
+        """Notes that a stage of ``phase`` begins. Training lasts from the first stage of `train` to the next stage of
+        another phase."""
+        if self._wait_began is not None:
+            self._waited_s += time.perf_counter() - self._wait_began
+        self._wait_began = time.perf_counter() if phase == "generate" else None
         if phase == "train" and self._began is None:
             self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
         elif phase != "train" and self._began is not None:
@@ -129,43 +130,51 @@ class EngineMeter:
         self.begins("after training")
 
     def metrics(self) -> dict[str, float]:
-        """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
-        ``time/trainer_wait``, ``time/engine_idle``: shares of the time since the last call in which the trainer waited for a
-        batch, and in which the engine did not generate. ``tokens_per_s/generate``: tokens a second of the time that it was
-        busy since the last call. Of a fleet also ``fleet/…``, of the embedded engine ``rollout/preempted``: how often since
-        the last call a request gave its place in the cache away."""
-        found = self.engine.statistics() if self.engine is not None else {}
-        (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
-        rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
+        """Metrics since the last call.
+
+        ``time/overlap``: share of the last training time during which the engine generated, 0 to 1. ``time/trainer_wait``
+        and ``time/engine_idle``: shares of the time in which the trainer waited for a batch, and in which the engine did not
+        generate. ``tokens_per_s/generate``: generated tokens per second of the engine's busy time. A fleet adds ``fleet/…``;
+        the embedded engine adds ``rollout/preempted``, the number of times that a request gave up its place in the cache.
+        """
+        statistics = self.engine.statistics() if self.engine is not None else {}
+        (tokens, busy_s), self._counted = (
+            self._counted,
+            (statistics.get("generated_tokens", 0.0), statistics.get("busy_s", 0.0)),
+        )
+        rate = (self._counted[0] - tokens) / max(self._counted[1] - busy_s, 1e-9)
         now = time.perf_counter()
         passed_s, self._last = max(now - self._last, 1e-9), now
         waits = {
             "time/trainer_wait": min(1.0, self._waited_s / passed_s),
-            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._seen[1] - busy_s) / passed_s)) if self.engine else 0.0,
+            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._counted[1] - busy_s) / passed_s)) if self.engine else 0.0,
         }
         self._waited_s = 0.0
         # those of a fleet, and of an engine of the user's
-        more = {name: value for name, value in found.items() if "/" in name}
-        if "preempted" in found:
-            before, self._preempted = self._preempted, found["preempted"]
+        more = {name: value for name, value in statistics.items() if "/" in name}
+        if "preempted" in statistics:
+            before, self._preempted = self._preempted, statistics["preempted"]
             more["rollout/preempted"] = self._preempted - before
         threads = self._balance.after_step(waits) if self._balance is not None else {}
         return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **more}
 
 
-def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates, preemptions
-    and counts of fleets are added, of overlaps and longest times the largest counts, all else is a mean over the samples."""
-    metrics = dict(found[0][1])
-    for name in {name for _, own in found for name in own}:
-        here = [(samples, own[name]) for samples, own in found if name in own]
-        count = sum(samples for samples, _ in here)
+def of_all_ranks(per_rank: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Combines engine and reward metrics of all ranks. ``per_rank``: (number of judged samples, metrics) of each rank.
+
+    Rates, preemptions and counts of fleets are added; of overlaps and longest times the maximum counts; all others are means
+    over the samples.
+    """
+    metrics = dict(per_rank[0][1])
+    for name in {name for _, rank_metrics in per_rank for name in rank_metrics}:
+        weighted = [(samples, rank_metrics[name]) for samples, rank_metrics in per_rank if name in rank_metrics]
+        count = sum(samples for samples, _ in weighted)
         if "_per_s" in name or name == "rollout/preempted" or (name.startswith("fleet/") and name != "fleet/work_spread"):
-            metrics[name] = sum(value for _, value in here)
+            metrics[name] = sum(value for _, value in weighted)
         elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle", "fleet/work_spread") or "_max" in name:
-            metrics[name] = max(value for _, value in here)
+            metrics[name] = max(value for _, value in weighted)
         else:
-            metrics[name] = sum(samples * value for samples, value in here) / count if count else here[0][1]
+            metrics[name] = sum(samples * value for samples, value in weighted) / count if count else weighted[0][1]
     return metrics
 
 
@@ -176,7 +185,7 @@ SAVED = (
     *("loader", "actor", "trainer", "reference", "critic", "constraint"),
     *("rollout", "publisher", "combination", "verifier"),
 )
-"""The parts of a session that have a state, where the run has them."""
+"""Names of the parts of a session that have a state, if the run has them."""
 
 STATELESS = {
     "episodes": "are read only, or judge and run each sample by itself; what a user's reward remembers is his own, and what "
@@ -192,12 +201,12 @@ STATELESS = {
     "team": "is the ranks that there are",
     "pools": "are processes, each of which saves its own parts",
 }
-"""The other fields and roles, and why nothing of them need be saved. A test compares both with what there is."""
+"""The other fields and roles, each with the reason why it need not be saved. A test compares both tables with a session."""
 
 
 @dataclass(frozen=True)
 class Session(TrainingSession):
-    """Everything that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
+    """All objects that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
 
     episodes: EpisodeParts
     loader: Loader | Curriculum
@@ -205,7 +214,7 @@ class Session(TrainingSession):
     meter: EngineMeter
     scorer: ModelGroupScorer
     pools: "Pools | None" = None
-    """The workers that have the models; None: this process and its ranks have them."""
+    """The workers that hold the models; None: this process and its ranks hold them."""
 
     @property
     def trainer(self) -> TrainEngine:
@@ -220,12 +229,12 @@ class Session(TrainingSession):
 
     @property
     def critic(self) -> Critic | SharedCritic | None:
-        """The critic; None if nothing asks for values."""
+        """The critic; None if no stage needs values."""
         return self.roles.get("critic")
 
     @property
     def reference(self) -> Reference | None:
-        """The reference; None if nothing compares with one."""
+        """The reference; None if nothing is compared with a reference."""
         return self.roles.get("reference")
 
     @property
@@ -236,19 +245,19 @@ class Session(TrainingSession):
 
     @property
     def publisher(self) -> WeightPublisher:
-        """It delivers new weights to the inference engine."""
+        """The publisher, which delivers new weights to the inference engine."""
         publisher: WeightPublisher = self.roles["publisher"]
         return publisher
 
     @property
     def verifier(self) -> Verifier:
-        """It proves which weights made the tokens."""
+        """The verifier, which proves which weights generated the tokens."""
         verifier: Verifier = self.roles["verifier"]
         return verifier
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The actor's."""
+        """The actor's tokenizer."""
         return self.episodes.tokenizer
 
     @property
@@ -257,14 +266,14 @@ class Session(TrainingSession):
         return self.episodes.workflow
 
     def measured(self) -> dict[str, float]:
-        """Measurements of engines and rewards since the last call, of all ranks that generate. Collective."""
+        """Metrics of engines and rewards since the last call, over all ranks that generate. Collective."""
         reward = self.episodes.reward
-        found = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
-        return of_all_ranks(found + ([] if self.pools is None else self.pools.judged()))
+        per_rank = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
+        return of_all_ranks(per_rank + ([] if self.pools is None else self.pools.judged()))
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """The rows, and who plays their episodes."""
+        """The loader and the workflow, by the names of the stage arguments that take them."""
         return {"loader": self.loader, "workflow": self.workflow}
 
     @property
@@ -275,8 +284,8 @@ class Session(TrainingSession):
         return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.conductor.prepare, "save"))
 
     def wake_by_method(self) -> None:
-        """From now on each method that a stage of the plan names first wakes the models that the stage needs, under a limit:
-        for a script, which calls the methods itself."""
+        """Makes the method of every stage first wake the models that it needs, under a memory limit. For scripts, which call
+        these methods themselves."""
         stages = (stage for stage in self.plan.stages if stage.kind not in ("score", "keep"))
         for stage in stages if self.residency.plan is not None else ():
             role = self.roles[stage.role]
@@ -284,14 +293,14 @@ class Session(TrainingSession):
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """Those of `SAVED` that the run has; a shared critic has its state in the actor's model."""
-        own = {} if self.pools is not None else {"trainer": self.trainer}
-        named = {"loader": self.loader, "combination": self.episodes.reward, **own, **self.roles}
+        """The parts of `SAVED` that the run has, by name. The state of a shared critic is in the actor's model."""
+        engine = {} if self.pools is not None else {"trainer": self.trainer}
+        named = {"loader": self.loader, "combination": self.episodes.reward, **engine, **self.roles}
         return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
 
     @property
     def elsewhere(self) -> "Pools | None":
-        """The same as `pools`."""
+        """The pools, whose workers write their own parts of a checkpoint."""
         return self.pools
 
     @property
@@ -300,17 +309,17 @@ class Session(TrainingSession):
         return self.rollout.ledger
 
     def standing_still(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing is generated or judged in it."""
+        """A block in which nothing is generated or judged."""
         return self.rollout.standing_still()
 
     def end_step(self) -> dict[str, float]:
-        """Lets further episodes begin; returns what the executor, the loader, engines and rewards have counted."""
+        """Lets further episodes begin; returns the metrics of executor, loader, engines and rewards."""
         self.rollout.end_step()
         rows = self.loader.metrics() if isinstance(self.loader, Curriculum) else {}
         return self.rollout.metrics() | rows | self.measured()
 
     def made(self, batch: TensorDict | None) -> Made:
-        """The step's groups, the weights that wrote them, and what was dropped."""
+        """The step's groups, the weight versions that wrote them, and the dropped prompts."""
         if batch is None:
             return Made(dropped=self.rollout.take_dropped())
         if self.pools is None:
@@ -332,9 +341,12 @@ def open_session(
 ) -> Iterator[Session]:
     """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
 
-    ``lasting``: has the engine and the workers of a session before this one, if there was one, and closes them.
-    ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks. ``plan``:
-    says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
+    Args:
+        run: the run's name for servers that several runs may reach; unique among runs, equal on all ranks.
+        plan: the models of the run; None plans them from ``config``.
+        parts: objects of the episodes, which are closed with the session; None makes them.
+        lasting: owner of the engine and the workers, which may come from an earlier session; None makes one for this
+            session.
     """
     plan = plan or plan_run(config)
     folder = resolve(config.actor.path)
@@ -384,12 +396,13 @@ def open_session(
                 pools.when_lost = rollout.fail
         keep_from_collector(stack)
         roles = {**opened.objects, "rollout": rollout}
-        own = (roles, parts, loader, engine, meter, scorer)
-        yield Session(plan, timer, residency, conductor, process.team, *own, pools)
+        objects = (roles, parts, loader, engine, meter, scorer)
+        yield Session(plan, timer, residency, conductor, process.team, *objects, pools)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
-    """From now on the model that the workflow talks to writes; it is closed with the stack. None: there is none."""
+    """Gives the workflow's partner the engine and tokenizer of ``model``, which closes with the stack; None: there is
+    none."""
     if model is not None:
         stack.callback(model.close)
         parts.services.get("partner").start(model.engine, model.tokenizer)
@@ -397,7 +410,7 @@ def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contex
 
 @contextlib.contextmanager
 def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
-    """A block for the time of a stage."""
+    """A block whose time counts as the stage's."""
     meter.begins(stage.time)
     with timer(stage.time, stage.role, stage.name):
         yield
@@ -421,7 +434,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     ranks = generating_ranks(config)
     if process.rank not in ranks:
         return None
-    kept, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
+    servers, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
     build = partial(
         build_inference_engine,
         rollout_here(config),
@@ -435,7 +448,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         run=run,
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,
-        keeping=None if kept is None else Keeping(*kept),
+        keeping=None if servers is None else Keeping(*servers),
         memory_limit_gib=config.memory_limit_gib,
         sleeps=process.device != "cpu" and servers_sleep(config),
     )
@@ -447,12 +460,12 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
 def _own_engine(
     config: TrainConfig, build: Callable[[], InferenceEngine], folder: Path, device: str, threads: int
 ) -> InferenceEngine:
-    """The engine of the user's class. ``build``: makes that of `rollout.backend`, which it may ask for, and which is closed
-    if it cannot be made."""
-    own = own_inference_engine(str(config.extend.inference_engine), config.rollout.backend)
-    engine = build() if "engine" in own.asked else None
+    """Makes the engine of the user's class. ``build``: makes the engine of `rollout.backend` for a class that asks for it;
+    that engine is closed if the user's constructor fails."""
+    factory = own_inference_engine(str(config.extend.inference_engine), config.rollout.backend)
+    engine = build() if "engine" in factory.asked else None
     try:
-        made: InferenceEngine = own(
+        user_engine: InferenceEngine = factory(
             engine=engine,
             folder=folder,
             settings=config.rollout.engine,
@@ -466,4 +479,4 @@ def _own_engine(
         if engine is not None:
             engine.close()
         raise
-    return made
+    return user_engine

@@ -1,4 +1,4 @@
-"""Who a step can call, and what a call is: roles, stages, and the trace of a step."""
+"""Roles, their stages, and the trace of a step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tandem.config.errors import ConfigError, kind_and_text
 
 
 class TraceError(ConfigError):
-    """A step asks for something that is only known when it runs, or calls a stage before what it reads is there."""
+    """A step reads a value that exists only while it runs, or calls a stage before the fields that it reads exist."""
 
 
 @dataclass(frozen=True)
@@ -20,72 +20,73 @@ class Stage:
 
     name: str
     role: str
-    """The object whose method is called: a resident's role, or `rollout`, `verifier`, `publisher`, `evaluator`, `saver`."""
+    """Name of the object whose method is called: a resident's role, or `rollout`, `verifier`, `publisher`, `evaluator`,
+    `saver`."""
 
     call: str
     declared: Declaration
     awake: tuple[str, ...] = ()
-    """The residents that it needs on the devices."""
+    """Residents that must be awake."""
 
     when: str = ""
-    """The steps at which it runs, in words; empty if at each."""
+    """The steps at which it runs, in words; empty: at every step."""
 
     inside: bool = False
-    """It is called by the stage before it, again and again: a score, by what collects the batch."""
+    """True: the stage before it calls it, repeatedly: a score, called by the stage that collects the batch."""
 
     @property
     def kind(self) -> Kind:
-        """One of `Kind`."""
+        """The kind of stage."""
         return "score" if self.inside else self.declared.kind
 
     @property
     def time(self) -> str:
-        """The metric that it counts towards, as ``time/<time>_s``."""
+        """Name of its time in metrics, ``time/<time>_s``."""
         return self.declared.time
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The fields that it gives the batch: all of a pass that is there because it adds them, else those for sure. A stage
-        that makes the batch gives it as a whole."""
+        """The fields that it adds to the batch: for a pass that is there to add them all of them, otherwise those that it
+        always adds. A stage that makes the batch adds all fields at once."""
         return ("batch",) if self.kind == "collect" else self.declared.adds or self.declared.may_add
 
 
 @dataclass(frozen=True)
 class Role:
-    """Who is called in a step."""
+    """An object that a step calls."""
 
     name: str
     calls: Mapping[str, Declaration]
-    """Its stages, by the name under which a step calls them."""
+    """Name of the call → its declaration."""
 
     models: tuple[str, ...] = ()
-    """The residents that its stages compute with."""
+    """Residents that its stages compute with."""
 
     others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Those of methods that need other residents."""
+    """Method → residents, for methods that need others than `models`."""
 
     when: Mapping[str, str] = field(default_factory=dict)
-    """The steps at which it runs, in words, by method."""
+    """Method → the steps at which it runs, in words."""
 
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Facts that a step may ask about it."""
+    """Constants that a step may read."""
 
     inner: tuple[Stage, ...] = ()
-    """The stages that it calls itself."""
+    """Stages that the role itself calls."""
 
     def stage(self, call: str) -> Stage:
-        """The stage that a method is."""
+        """The stage of a method."""
         declared = self.calls[call]
         awake = self.others.get(call, self.models if declared.computes else ())
         return Stage(declared.title or call, self.name, declared.name, declared, awake, self.when.get(call, ""))
 
 
 Call = Callable[..., Any]
-"""Runs a stage: gets the role, the name of the call and its arguments."""
+"""Runs a stage, given the role, the name of the call and its arguments."""
 
 
 class Handle:
-    """A role as a step sees it: its stages, and what is constant of it. Each call goes to whoever conducts the step."""
+    """A role as a step sees it: its stages and constants. Calls go to the conductor of the step."""
 
     def __init__(self, role: Role, conduct: Call):
         self._role, self._conduct = role, conduct
@@ -103,14 +104,15 @@ MAY_BE_ABSENT = ("verifier", "reference", "critic", "teacher", "constraint")
 
 
 def handles(roles: Iterable[Role], conduct: Call, **beside: Any) -> SimpleNamespace:
-    """The run as its step sees it: a handle for each role, what is ``beside`` them, and None for what it has not."""
+    """The run as its step sees it: a handle for each role, the objects ``beside`` them, and None for roles that the run
+    lacks."""
     there = {role.name: Handle(role, conduct) for role in roles}
     return SimpleNamespace(**dict.fromkeys(MAY_BE_ABSENT) | beside | there)
 
 
 @dataclass
 class Traced:
-    """Stands for a batch while a step is traced: it has fields, and no values."""
+    """A stand-in for a batch while a step is traced: it has fields, but no values."""
 
     fields: frozenset[str] = field(default_factory=frozenset)
 
@@ -131,17 +133,17 @@ class Traced:
 
 
 class TracedMetrics(dict[str, float]):
-    """Stands for what a stage returns besides a batch."""
+    """A stand-in for the metrics of a stage while a step is traced."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise TraceError(f"a step may not read a metric ({name}): it is traced before there is one")
 
 
 def trace(step: Callable[..., Any], roles: Iterable[Role]) -> Iterator[Stage]:
-    """The stages that a step calls, in order; nothing is computed.
+    """Yields the stages that a step calls, in order, and computes nothing.
 
     Raises:
-        TraceError: it asks for a value, calls a stage before what that reads was added, or returns something else than a
+        TraceError: the step reads a value, calls a stage before the fields that it reads are added, or does not return a
             batch and metrics.
     """
     stages: list[Stage] = []

@@ -1,4 +1,4 @@
-"""From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
+"""Derives from a run's plan the parts of its models, their bytes, and the parts that each stage needs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,11 +30,11 @@ ENGINE = "engine"
 
 @dataclass(frozen=True)
 class Where:
-    """The device of a run, which need not be here."""
+    """The device of a run, which may be on another machine."""
 
     cpu: bool
     dtype: Callable[[str], Dtype]
-    """From `auto`, `float32` or `bfloat16` to what it stands for there."""
+    """Maps `auto`, `float32` or `bfloat16` to the dtype on that device."""
 
     fast_bfloat16: bool = True
     """False: the inference engine computes bfloat16 weights in float32."""
@@ -44,7 +44,7 @@ class Where:
 
 
 def here(device: str) -> Where:
-    """This machine. ``device``: as `choose_device` gives it."""
+    """The device of this machine. ``device``: as `choose_device` returns it."""
 
     def dtype(name: str) -> Dtype:
         return "bfloat16" if str(resolve_dtype(name, device)) == "torch.bfloat16" else "float32"
@@ -54,7 +54,7 @@ def here(device: str) -> Where:
 
 
 def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
-    """The bytes of a resident with a train engine."""
+    """The bytes of a resident that has a train engine."""
     config = resident.engine
     assert config is not None and resident.head != "text", f"{resident.name} has no train engine"
     layout = parse_layout(config.backend, resident.key)
@@ -75,11 +75,11 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
 def sleep_plan(
     config: BaseConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape] = read_shape
 ) -> SleepPlan | None:
-    """The parts of a run and what its stages need of them; None where no budget is set and no server sleeps. ``read``: from
-    a model's path to its shape. Without a budget the parts are those of the servers alone: models do not move.
+    """Plans which parts sleep in each stage; None if no limit is set and no server sleeps. ``read``: maps a model's path to
+    its shape. Without a limit only the servers' parts are planned, because models do not move.
 
     Raises:
-        ConfigError: a model cannot be read, or the budget does not hold the largest stage.
+        ConfigError: a model cannot be read, or the limit is too small for the largest stage.
     """
     training = training_config(config) if isinstance(config, DistillConfig) else config
     if not isinstance(training, TrainConfig | PreferenceConfig):
@@ -95,10 +95,10 @@ def sleep_plan(
             if resident.head == "text" and isinstance(training, TrainConfig):
                 parts |= _writer_parts(training, resident.name, resident.engine, read(resident.engine.path), where)
                 continue
-            found = footprint(resident, read(resident.engine.path), where)
+            sizes = footprint(resident, read(resident.engine.path), where)
             ranks = len(resident.ranks) if where.cpu else 1  # processes of a CPU share its memory
-            gradients[resident.name] = round(found.gradient_bytes * ranks)
-            parts |= _parts(resident, found, where, ranks)
+            gradients[resident.name] = round(sizes.gradient_bytes * ranks)
+            parts |= _parts(resident, sizes, where, ranks)
     remedies, always = [], []
     if isinstance(training, TrainConfig):
         actor = plan.resident("actor")
@@ -114,14 +114,14 @@ def sleep_plan(
         remedies.append("serve the reward model that the episodes ask (tandem serve-reward, remote(url=…))")
     stages = _stages(config, plan, parts, gradients, where)
     stages = (replace(stage, passing=(*stage.passing, *always)) for stage in stages)
-    made = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB), one_memory=where.cpu)
-    whole = [one.name for one in plan.residents if one.trained and one.engine and one.engine.lora.rank is None]
-    made.check(", or ".join(remedies), whole=whole)
-    return made
+    schedule = SleepPlan(parts, tuple(stages), int(training.memory_limit_gib * GIB), one_memory=where.cpu)
+    whole = [model.name for model in plan.residents if model.trained and model.engine and model.engine.lora.rank is None]
+    schedule.check(", or ".join(remedies), whole=whole)
+    return schedule
 
 
 def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape]) -> SleepPlan:
-    """The cache of the servers is there for the stages that generate, and away in all others; nothing else moves."""
+    """Plans only the servers: their cache exists in stages that generate, and sleeps in all others."""
     actor = plan.resident("actor")
     assert actor is not None and actor.engine is not None, "every plan has an actor"
     parts = _engine_parts(config, read(actor.engine.path), where, 1)
@@ -140,7 +140,7 @@ def _server_plan(config: TrainConfig, plan: RunPlan, where: Where, read: Callabl
 
 
 def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
-    """The same for this machine.
+    """`sleep_plan` for this machine.
 
     Raises:
         ConfigError: see `sleep_plan`.
@@ -148,17 +148,17 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     return sleep_plan(config, plan, here(choose_device(config))) if may_sleep(config) else None
 
 
-def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
-    weights, masters = (found.weight_bytes + found.rounded_bytes) * ranks, 4 * found.masters / found.parts * ranks
-    beside = BYTES[found.dtype] * found.trunk if found.borrows else 0
-    written = masters if resident.changes else float(BYTES[found.dtype] * found.beside_base)
+def _parts(resident: Resident, sizes: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
+    weights, masters = (sizes.weight_bytes + sizes.rounded_bytes) * ranks, 4 * sizes.masters / sizes.parts * ranks
+    beside = BYTES[sizes.dtype] * sizes.trunk if sizes.borrows else 0
+    written = masters if resident.changes else float(BYTES[sizes.dtype] * sizes.beside_base)
     costs: dict[TrainPart, tuple[float, float, float]]
     if not where.cpu:
-        costs = {"parameters": (weights, weights, weights), "optimizer": (found.optimizer_bytes,) * 3}
+        costs = {"parameters": (weights, weights, weights), "optimizer": (sizes.optimizer_bytes,) * 3}
     else:  # what is frozen is read from its folder again, but for an adapter; a rounded copy is made anew
-        moments = found.optimizer_bytes * ranks
+        moments = sizes.optimizer_bytes * ranks
         costs = {
-            "parameters": (weights, written, weights - found.rounded_bytes * ranks),
+            "parameters": (weights, written, weights - sizes.rounded_bytes * ranks),
             "optimizer": (moments, moments, moments),
         }
     return {
@@ -169,7 +169,7 @@ def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> di
 
 
 def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, PartCost]:
-    """The weights, which are delivered anew, and the most that the cache can take; of so many engines."""
+    """The parts of ``engines`` embedded engines: weights, which are delivered again, and the largest possible cache."""
     rollout = config.rollout
     if servers := parse_backend(rollout.backend):
         return _server_parts(config, servers, shape, where)
@@ -180,8 +180,8 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
     samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
     rows = min(places(rollout.engine), -(-samples // engines))
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
-    device, own = "cpu" if where.cpu else "cuda", weights / GIB
-    gib = cache_gib(rollout.engine, device, memory_gib=config.memory_limit_gib, share=TOGETHER, weights_gib=own)
+    device, weights_gib = "cpu" if where.cpu else "cuda", weights / GIB
+    gib = cache_gib(rollout.engine, device, memory_gib=config.memory_limit_gib, share=TOGETHER, weights_gib=weights_gib)
     cache = min(gib * GIB, cache_bytes(shape, dtype, rows * longest))
     return {
         Part(ENGINE, "weights"): PartCost(weights, 0, weights),
@@ -190,7 +190,8 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
 
 
 def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shape, where: Where) -> dict[Part, PartCost]:
-    """On one device: a vLLM or SGLang server takes its share when it starts, and gives all of it back but a little."""
+    """The parts of vLLM or SGLang servers on one device: a server takes its share at the start, and can release nearly all
+    of it."""
     backend = config.rollout.backend
     if where.device_gib is None:
         raise ConfigError(
@@ -199,7 +200,7 @@ def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shap
         )
     share = round((config.rollout.fleet.memory_share or TOGETHER) * where.device_gib * GIB)
     dtype = where.dtype(config.rollout.dtype)
-    weights = max(round(engine_bytes(shape, dtype, cpu=False) / one.tensor) for one in servers)
+    weights = max(round(engine_bytes(shape, dtype, cpu=False) / server.tensor) for server in servers)
     return {
         Part(ENGINE, "weights"): PartCost(weights, 0, weights),
         Part(ENGINE, "kv_cache"): PartCost(max(0, share - weights), 0, 0, standing=True),
@@ -209,14 +210,14 @@ def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shap
 def _writer_parts(
     config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where
 ) -> dict[Part, PartCost]:
-    """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
+    """The parts of a judge that writes: weights, which are read again from its folder, and a cache while it judges."""
     settings = replace(config.rollout.engine, max_model_len=None)
     rollout = replace(config.rollout, backend="embedded", dtype=engine.dtype, engine=settings)
     engines = len(generating_ranks(config)) if where.cpu else 1  # each rank that generates judges its share
-    own = _engine_parts(replace(config, rollout=rollout), shape, where, engines)
+    engine_parts = _engine_parts(replace(config, rollout=rollout), shape, where, engines)
     return {
-        Part(name, "parameters"): own[Part(ENGINE, "weights")],
-        Part(name, "kv_cache"): own[Part(ENGINE, "kv_cache")],
+        Part(name, "parameters"): engine_parts[Part(ENGINE, "weights")],
+        Part(name, "kv_cache"): engine_parts[Part(ENGINE, "kv_cache")],
     }
 
 
@@ -230,14 +231,18 @@ def _stages(
         yield StageNeeds(BEGIN, actor, each_step=False)
     for resident in plan.residents:
         if resident.changes and resident.engine is not None:
-            own = frozenset(part for part in parts if part.resident == resident.name)
+            own_parts = frozenset(part for part in parts if part.resident == resident.name)
             trunk = frozenset({Part(resident.trunk_of, "parameters")}) if resident.trunk_of is not None else frozenset()
-            yield StageNeeds(f"load {resident.name}", own | trunk, own, each_step=False)
+            yield StageNeeds(f"load {resident.name}", own_parts | trunk, own_parts, each_step=False)
     for stage in plan.stages:
         residents = [_owner(plan, name) for name in stage.awake]
         needs = {part for name in residents for part in _needed(stage, name, config) if part in parts}
         trunks = (plan.resident(name) for name in residents)
-        needs |= {Part(one.trunk_of, "parameters") for one in trunks if one is not None and one.trunk_of is not None}
+        needs |= {
+            Part(trunk_model.trunk_of, "parameters")
+            for trunk_model in trunks
+            if trunk_model is not None and trunk_model.trunk_of is not None
+        }
         changes: set[Part] = set()
         if stage.kind == "update":
             changes = {part for part in needs if part.resident in residents}
@@ -257,7 +262,7 @@ def _stages(
 
 
 def _owner(plan: RunPlan, name: str) -> str:
-    """The resident whose memory it is: the base of another one has none of its own."""
+    """The resident that owns the memory: a model whose base is another's has none of its own."""
     resident = plan.resident(name)
     assert resident is not None, "stages need residents of the plan"
     return resident.base_of or name
@@ -276,7 +281,7 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
 
 
 def describe_sleep(plan: SleepPlan) -> str:
-    """The plan of sleeping in words, for `--dry-run` and `tandem graph`."""
+    """The plan in words, for `--dry-run` and `tandem graph`."""
     if plan.limit is None:
         size = plan.parts[Part(ENGINE, "kv_cache")].num_bytes / GIB
         awake = [stage.name for stage in plan.stages if not stage.away and (stage.each_step or stage.now_and_then)]

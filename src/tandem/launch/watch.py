@@ -1,12 +1,12 @@
-"""Rules that judge from the words of ranks and the counts of the system if ranks still get on. No process, no clock.
+"""Rules that decide whether ranks still make progress, from their reports and the system's counters. No process, no clock.
 
-Three faults, from the quickest to be seen:
+Three faults, the fastest to detect first:
 
-- *silent*: a rank has told nothing for `SILENT_S`, and the system says that it is stopped, or asleep; or a rank tells that
-  another machine is cut off;
-- *wedged*: every rank waits for the others, or stands still in the middle of training while they wait, for `WEDGED_S` and
-  far longer than ever before; not in the first step, in which kernels are compiled and ranks meet for the first time;
-- *stalled*: for `recover.stalled_after_s` no rank has done anything that counts.
+- *silent*: a rank has reported nothing for `SILENT_S`, and the system says that it is stopped or asleep; or a rank reports
+  that another machine is cut off;
+- *wedged*: every rank waits for the others, or is idle in the middle of training while they wait, for `WEDGED_S` and far
+  longer than ever before; not in the first step, in which kernels are compiled and ranks meet for the first time;
+- *stalled*: for `recover.stalled_after_s` no rank has made any progress that counts.
 """
 
 import contextlib
@@ -26,72 +26,73 @@ class LaunchEnd:
     """0, or the exit status of the command."""
 
     cause: str = ""
-    """Why, in one sentence, where it failed."""
+    """The reason of a failure, in one sentence; empty for success."""
 
     rank: int = 0
-    """Who was first."""
+    """The rank that failed first."""
 
     stacks: str = ""
-    """Stacks of all ranks, if one of them did not answer or got nowhere."""
+    """Stacks of all ranks, if a rank did not answer or made no progress."""
 
     may_pass: bool = False
-    """True if it may go better when it is started again."""
+    """True if a restart may succeed."""
 
     step: int = 0
-    """In which it failed, as far as rank 0 said."""
+    """The step in which it failed, as far as rank 0 reported it."""
 
     has_folder: bool = False
-    """True if the run folder was this group's when it failed."""
+    """True if the group had opened the run folder when it failed."""
 
     at: float = 0.0
-    """When its error was raised, in seconds since 1970; 0: it raised none, as one that was killed."""
+    """Time at which the error was raised, in seconds since 1970; 0: no error was raised, the rank was killed."""
 
 
 Record = Callable[[LaunchEnd, int | None], None]
-"""Writes down how a group failed, and the number of the restart that follows; None: it is over."""
+"""Records how a group failed, and the number of the restart that follows; None: none follows."""
 
 
 SILENT_S = 15.0
 WEDGED_S = 18.0
 GAPS = 3.0
-"""Times the longest that any rank was at one piece of training so far: nobody stands still who was as long at it before."""
+"""Ranks are wedged only after this many times the longest gap of any rank so far between two counts of progress in training.
+"""
 
 START_S = 600.0
-"""Seconds that a rank may take to say its first word, at least."""
+"""Seconds that a rank may take, at least, until its first report."""
 
 WINDOW_S = 2.0
-"""Over which the use of the processor is measured."""
+"""Seconds over which processor use is measured."""
 
 IDLE_SHARE = 0.03
-"""Share of one core: a rank that uses less, and reads and writes next to nothing, stands still."""
+"""Share of one core: a rank that uses less, and reads and writes next to nothing, is idle."""
 
 IDLE_BYTES_PER_S = 100_000
 
 OTHER_RANKS = "the other ranks"
-"""The name of the other ranks in a rank's words."""
+"""The words for all other ranks in a rank's report."""
 
 WATCHED = ("train",)
-"""Phases in which a rank has nothing to wait for but the processor and the other ranks."""
+"""Phases in which a rank can wait only for the processor and for other ranks."""
 
 MAX_STEP_S = 1.0
-"""A look that comes later than this after the one before counts no more: the machine slept, not the ranks."""
+"""Most seconds that one `Watch.look` adds to the clock: after a longer pause the machine slept, not the ranks."""
 
 
 class Told(NamedTuple):
-    """A rank's words about itself, twice a second."""
+    """A rank's report about itself, twice a second."""
 
     count: int = 0
     phase: str = "start"
     step: int = 0
     waits: str = ""
     place: int = 0
-    """A number for where the main thread is in its code."""
+    """A number that changes with the place of the main thread in its code."""
 
     spins: bool = False
     """True if waiting for others uses the processor too, as it does on a GPU."""
 
     cut_off: str = ""
-    """The machine that is gone, as it sees it, in words."""
+    """The machine that this rank can no longer reach, in words; empty: it reaches all."""
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Told":
@@ -100,17 +101,17 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a group is ended."""
+    """The reason why a group of ranks is ended."""
 
     kind: Literal["silent", "wedged", "stalled"]
     rank: int
-    """Who is at fault, as far as one can tell."""
+    """The rank at fault, as far as one can tell."""
 
     text: str
 
 
 class Used(NamedTuple):
-    """The system's counts of a rank."""
+    """The system's counters of one rank."""
 
     seconds: float = 0.0
     """Seconds of processor time so far."""
@@ -119,13 +120,14 @@ class Used(NamedTuple):
     """Bytes read and written."""
 
     below: float | None = None
-    """Seconds of its child processes, which compile, load or score for it; None: not asked."""
+    """Processor seconds of its child processes, which compile, load or score for it; None: not measured."""
 
     on_disk: bool = False
-    """True if a thread of it waits for a disk."""
+    """True if one of the rank's threads waits for a disk."""
 
     def busy_since(self, before: "Used", window_s: float, spins: bool) -> bool:
-        """True if it worked since then."""
+        """True if the rank worked in the ``window_s`` seconds since ``before``. ``spins``: its own processor time says
+        nothing."""
         own = 0.0 if spins else self.seconds - before.seconds
         below = 0.0 if self.below is None or before.below is None else self.below - before.below
         moves = self.moved - before.moved >= IDLE_BYTES_PER_S * window_s
@@ -134,23 +136,23 @@ class Used(NamedTuple):
 
 @dataclass
 class _Rank:
-    told: Told | None = None
+    report: Told | None = None
     heard_at: float = 0.0
     seconds: float = 0.0
     counted_at: float = 0.0
     active_at: float = 0.0
     longest: float = 0.0
-    """Between two counts in training."""
+    """Longest gap between two counts of progress in training, in seconds."""
 
     first_step: int = 0
-    """The first that it was in; 0: none yet."""
+    """The first step that it reported; 0: none yet."""
 
     window: tuple[float, "Used"] = field(default_factory=lambda: (0.0, Used()))
-    """When, and what the system had counted then."""
+    """Beginning of the measured window, and the system's counters at that time."""
 
 
 class Watch:
-    """Over the ranks of one group. ``now`` is any clock that never goes back."""
+    """Watches the ranks of one group. ``now`` is in seconds, of any clock that never goes back."""
 
     def __init__(
         self,
@@ -162,95 +164,107 @@ class Watch:
         first: int = 0,
         world: int | None = None,
     ):
-        """``stalled_after_s``: None judges by silence alone. ``first``: the number of the first of them among the ``world``
-        ranks of the run, where others are elsewhere; methods count those of the group from 0, faults and words say numbers
-        of the run."""
+        """Begins to watch ``count`` ranks.
+
+        Args:
+            stalled_after_s: bound on a time without progress; None: silence is the only fault.
+            first: number of the group's first rank among the ``world`` ranks of the run. Methods number the ranks of the
+                group from 0; faults and messages use the numbers of the run.
+        """
         self._first, self._world = first, world or count
         self._ranks = [_Rank() for _ in range(count)]
         self._stalled_after_s, self._silent_s, self._wedged_s = stalled_after_s, silent_s, wedged_s
         self._clock = 0.0
         self._looked_at: float | None = None
         self.step = 0
-        """The last one that rank 0 was in."""
+        """The last step that rank 0 reported."""
 
         self.has_folder = False
         """True if rank 0 has opened the run folder."""
 
     def stands(self, rank: int) -> bool:
-        """True if a rank has not counted for a while, so that it matters what its child processes do."""
+        """True if a rank has made no progress for `WINDOW_S`, so that the work of its child processes matters."""
         return self._clock - self._ranks[rank].counted_at > WINDOW_S
 
-    def hear(self, rank: int, told: Told, used: Used) -> None:
-        """Takes a rank's newest words, and the system's counts of it."""
-        one, now = self._ranks[rank], self._clock
-        one.heard_at, one.seconds = now, used.seconds
-        one.first_step = one.first_step or told.step
-        before = one.told
-        one.told = told
-        if self._first + rank == 0 and told.phase != "start":
-            self.step, self.has_folder = max(self.step, told.step), True
-        if before is None or (before.count, before.phase) != (told.count, told.phase):
+    def hear(self, rank: int, report: Told, used: Used) -> None:
+        """Takes a rank's newest report and the system's counters of it."""
+        state, now = self._ranks[rank], self._clock
+        state.heard_at, state.seconds = now, used.seconds
+        state.first_step = state.first_step or report.step
+        before = state.report
+        state.report = report
+        if self._first + rank == 0 and report.phase != "start":
+            self.step, self.has_folder = max(self.step, report.step), True
+        if before is None or (before.count, before.phase) != (report.count, report.phase):
+            # the longest honest gap sets the patience of `_wedged`: large models take long between counts
             if before is not None and before.phase in WATCHED:
-                one.longest = max(one.longest, now - one.counted_at)
-            one.counted_at = one.active_at = now
-            one.window = (now, used)
+                state.longest = max(state.longest, now - state.counted_at)
+            state.counted_at = state.active_at = now
+            state.window = (now, used)
             return
-        if told.spins and before.place != told.place:
-            one.active_at = now
-        began, then = one.window
+        # Busy waiting uses the processor, so only a main thread that moves in its code shows work.
+        if report.spins and before.place != report.place:
+            state.active_at = now
+        began, then = state.window
         if now - began >= WINDOW_S:
-            one.active_at = now if used.busy_since(then, now - began, told.spins) else one.active_at
-            one.window = (now, used)
+            state.active_at = now if used.busy_since(then, now - began, report.spins) else state.active_at
+            state.window = (now, used)
 
     def look(self, now: float, is_held: Callable[[int, float], bool] = lambda rank, seconds: True) -> Fault | None:
-        """The first fault that there is. Call it often: time counts only between calls close to each other.
+        """Returns the first fault, or None. Call it often: only times between calls close to each other count.
 
-        ``is_held(rank, seconds)``: whether a silent rank is stopped or asleep, and not busy where nobody else may speak;
-        ``seconds`` of processor it had used when it was last heard of.
+        ``is_held(rank, seconds)``: True if a silent rank is stopped or asleep, and not busy in a call that keeps its other
+        threads from reporting. ``seconds``: its processor time at its last report.
         """
         if self._looked_at is not None:
+            # An own clock: wall time also passes while the machine sleeps, and that is no rank's fault.
             self._clock += min(MAX_STEP_S, now - self._looked_at)
         self._looked_at = now
+        # from the surest to the vaguest: the first names the culprit, the last only a lack of progress
         return self._silent(is_held) or (None if self._stalled_after_s is None else self._wedged() or self._stalled())
 
     def during(self, rank: int) -> str:
-        """The phase and step of which a rank spoke last, as the end of a sentence; it speaks twice a second."""
-        told = self._ranks[rank].told
-        if told is None or told.phase == "start":
+        """The phase and step of a rank's last report, as the end of a sentence; empty while it starts."""
+        report = self._ranks[rank].report
+        if report is None or report.phase == "start":
             return ""
-        return f", last heard of in phase {told.phase!r} of step {told.step}"
+        return f", last heard of in phase {report.phase!r} of step {report.step}"
 
     def describe(self) -> str:
-        """The place of every rank, a line for each."""
-        return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks, self._first))
+        """The present state of every rank, one line each."""
+        return "\n".join(f"rank {number}: {self._where(state)}" for number, state in enumerate(self._ranks, self._first))
 
     def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
-        for number, one in enumerate(self._ranks):
-            if one.told is not None and one.told.cut_off:
-                return Fault("silent", self._first + number, one.told.cut_off)
+        for number, state in enumerate(self._ranks):
+            if state.report is not None and state.report.cut_off:
+                return Fault("silent", self._first + number, state.report.cut_off)
             name = f"rank {self._first + number} of {self._world}"
-            quiet = one.told is not None and self._clock - one.heard_at > self._silent_s
-            if quiet and is_held(number, one.seconds):
+            quiet = state.report is not None and self._clock - state.heard_at > self._silent_s
+            if quiet and is_held(number, state.seconds):
                 return Fault(
                     "silent",
                     self._first + number,
-                    f"{name} has not answered for {self._clock - one.heard_at:.0f} s: it is "
-                    f"stopped, or the system holds it ({self._where(one)})",
+                    f"{name} has not answered for {self._clock - state.heard_at:.0f} s: it is "
+                    f"stopped, or the system holds it ({self._where(state)})",
                 )
         return None
 
     def _wedged(self) -> Fault | None:
-        ranks: Sequence[tuple[int, _Rank, Told]] = [(i, r, r.told) for i, r in enumerate(self._ranks) if r.told is not None]
+        ranks: Sequence[tuple[int, _Rank, Told]] = [
+            (i, r, r.report) for i, r in enumerate(self._ranks) if r.report is not None
+        ]
         if len(self._ranks) == 1 or len(ranks) < len(self._ranks):
             return None
-        if any(not 0 < one.first_step < told.step for _, one, told in ranks):
+        # kernels compile in a rank's first step, which may take minutes
+        if any(not 0 < state.first_step < report.step for _, state, report in ranks):
             return None
-        limit = max(self._wedged_s, GAPS * max(one.longest for one in self._ranks))
-        if any(self._clock - one.counted_at <= limit for _, one, _ in ranks):
+        limit = max(self._wedged_s, GAPS * max(state.longest for state in self._ranks))
+        if any(self._clock - state.counted_at <= limit for _, state, _ in ranks):
             return None
-        absent = [(number, one, told) for number, one, told in ranks if told.waits != OTHER_RANKS]
-        for _, one, told in absent:
-            if told.waits or told.phase not in WATCHED or self._clock - one.active_at <= limit:
+        # those that do not wait for the others; if nobody is left, all wait for each other
+        absent = [(number, state, report) for number, state, report in ranks if report.waits != OTHER_RANKS]
+        for _, state, report in absent:
+            if report.waits or report.phase not in WATCHED or self._clock - state.active_at <= limit:
                 return None
         number = absent[-1][0] if absent else 0
         still = f"rank {number} stands still" if len(absent) == 1 else "none of them gets on"
@@ -263,41 +277,42 @@ class Watch:
 
     def _stalled(self) -> Fault | None:
         assert self._stalled_after_s is not None
-        still = self._clock - max(one.counted_at for one in self._ranks)
-        mute = next((number for number, one in enumerate(self._ranks) if one.told is None), None)
+        still = self._clock - max(state.counted_at for state in self._ranks)
+        mute = next((number for number, state in enumerate(self._ranks) if state.report is None), None)
         if still <= (self._stalled_after_s if mute is None else max(START_S, self._stalled_after_s)):
             return None
         if mute is not None:
             name = f"rank {self._first + mute} of {self._world}"
             text = f"{name} has said nothing since it was started, and nothing was done for"
             return Fault("stalled", self._first + mute, f"{text} {still:.0f} s (recover.stalled_after_s)")
-        number = next((i for i, one in enumerate(self._ranks) if one.told and one.told.waits != OTHER_RANKS), None)
+        number = next((i for i, state in enumerate(self._ranks) if state.report and state.report.waits != OTHER_RANKS), None)
         if number is None and len(self._ranks) < self._world:
             return None  # all wait for ranks elsewhere, who are watched there
         number = number or 0
-        one = self._ranks[number]
-        assert one.told is not None
-        return Fault("stalled", self._first + number, stalled_text(one.told, still))
+        state = self._ranks[number]
+        assert state.report is not None
+        return Fault("stalled", self._first + number, stalled_text(state.report, still))
 
-    def _where(self, one: _Rank) -> str:
-        if one.told is None:
+    def _where(self, state: _Rank) -> str:
+        if state.report is None:
             return "has not begun"
-        waits = f", waiting for {one.told.waits}" if one.told.waits else ""
+        waits = f", waiting for {state.report.waits}" if state.report.waits else ""
         return (
-            f"step {one.told.step}, {one.told.phase}{waits}; last heard of {self._clock - one.heard_at:.1f} s ago, last "
-            f"progress {self._clock - one.counted_at:.1f} s ago"
+            f"step {state.report.step}, {state.report.phase}{waits}; last heard of {self._clock - state.heard_at:.1f} s "
+            f"ago, last progress {self._clock - state.counted_at:.1f} s ago"
         )
 
 
-def stalled_text(told: Told, seconds: float) -> str:
-    """Says what nothing came of, and what it waits for."""
-    waits = f"it waits for {told.waits}" if told.waits else "it does not come out of one piece of work"
-    where = f"phase {told.phase!r} of step {told.step}"
+def stalled_text(report: Told, seconds: float) -> str:
+    """The message about a stalled rank: its phase and step, and what it waits for. ``seconds``: time without progress."""
+    waits = f"it waits for {report.waits}" if report.waits else "it does not come out of one piece of work"
+    where = f"phase {report.phase!r} of step {report.step}"
     return f"nothing was done for {seconds:.0f} s (recover.stalled_after_s) in {where}: {waits}"
 
 
 def work_of(pid: int, *, whole: bool = False) -> Used:
-    """The system's counts of a process; ``whole``: of its child processes and its disk too, which costs more to ask."""
+    """The system's counters of a process. ``whole``: also those of its child processes and of its disk, which take longer to
+    read."""
     process = psutil.Process(pid)
     times, moved, below = process.cpu_times(), 0, None
     with contextlib.suppress(psutil.Error, AttributeError):  # macOS counts no bytes
@@ -313,7 +328,7 @@ def work_of(pid: int, *, whole: bool = False) -> Used:
 
 
 def waits_for_disk(process: psutil.Process) -> bool:
-    """True if a thread of it waits for a disk."""
+    """True if a thread of the process waits for a disk."""
     if process.status() == psutil.STATUS_DISK_SLEEP:
         return True
     states = set()

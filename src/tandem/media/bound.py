@@ -1,4 +1,4 @@
-"""A media store of one server, which does not grow beyond a number of bytes: what was used last stays."""
+"""A media store of one server with a limit in bytes; the least recently used media are removed first."""
 
 import contextlib
 import fcntl
@@ -19,13 +19,14 @@ from tandem.media import store
 from tandem.media.parts import Source
 
 REST_S = 60.0
-"""A medium stays so long after its last use: a request that was just read has not reached the engine yet."""
+"""Seconds that a medium stays after its last use: a request that was just read has not reached the engine yet."""
 
 _PREFIX = "server-"
 
 
 class StoreBound:
-    """The media that one process keeps in the store, by their last use. No other process may keep media in that folder."""
+    """The media that one process keeps in the store, with the time of their last use. No other process may use that
+    folder."""
 
     def __init__(self, max_bytes: int, rest_s: float = REST_S):
         self._max_bytes, self._rest_s, self._lock = max_bytes, rest_s, threading.Lock()
@@ -33,10 +34,10 @@ class StoreBound:
         self.num_bytes = 0
 
     def keep(self, source: Source) -> Medium:
-        """The medium of a source, in the store; others go for it.
+        """Puts the medium of a source into the store, and removes older ones to make room.
 
         Raises:
-            NotWritten: what is in use, or was in the last minute, leaves no room.
+            NotWritten: no room is left, because of media that are in use or were used in the last minute.
             DataFailure, ConfigError: as `Source.read`.
         """
         medium = source.read()
@@ -53,7 +54,7 @@ class StoreBound:
 
     @contextlib.contextmanager
     def using(self, numbers: Sequence[int]) -> Iterator[None]:
-        """A block in which these media stay."""
+        """A block in which these media are not removed."""
         with self._lock:
             self._running.update(numbers)
         try:
@@ -77,8 +78,7 @@ class StoreBound:
             if newest not in self._running:
                 self._remove(newest)
             raise NotWritten(
-                f"the media store takes no more than {self._max_bytes:,} bytes, and what is in use fills it: give it more "
-                "(--media-store-gib)"
+                f"the media store may hold {self._max_bytes:,} bytes, and media in use fill it: raise --media-store-gib"
             )
 
     def _remove(self, number: int) -> None:
@@ -89,11 +89,11 @@ class StoreBound:
 
 @contextlib.contextmanager
 def private_store() -> Iterator[None]:
-    """A block in which the media store of this process, and of those that it starts, is an empty folder of its own in the
-    media store of all. It goes with the block; what servers left there that were killed goes at the beginning of one.
+    """Gives this process and its child processes an empty media store of their own: a folder inside the shared store, which
+    is removed with the block. Folders of servers that were killed are removed at the beginning.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be made.
     """
     home, before = media_folder(), os.environ.get("TANDEM_MEDIA")
     for left in home.glob(f"{_PREFIX}*"):
@@ -119,7 +119,7 @@ def private_store() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock_of(folder: Path) -> Iterator[None]:
-    """A block in which the folder is this process's. Raises `OSError` where it is that of another one that lives."""
+    """Locks a folder for this process. Raises `OSError` if a living process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

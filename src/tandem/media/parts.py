@@ -1,4 +1,4 @@
-"""The images and sounds of messages: from whatever a content part says, to a medium in the media store."""
+"""Turns the images and sounds of messages, in any spelling, into media of the media store."""
 
 import base64
 import binascii
@@ -27,10 +27,10 @@ from tandem.media.sounds import check_sound, read_sound
 from tandem.media.store import image, keep, medium, packed, sound
 
 MAX_BYTES = 2**26
-"""Bytes of a file, an answer or a data URL."""
+"""Most bytes of a file, a host's answer or a data URL."""
 
 TIMEOUT_S = 20.0
-"""Seconds of `Allowed` where nothing else is said."""
+"""Default of `Allowed.timeout_s`, in seconds."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -56,20 +56,20 @@ class Allowed:
     """The places that media may be read from; bytes, data URLs and objects in memory always may."""
 
     folders: tuple[Path, ...] = ()
-    """Paths are looked up in these, in this order, and must lie within one when all links are followed."""
+    """Folders in which paths are looked up, in this order. The file must lie in one of them after all links are followed."""
 
     hosts: tuple[str, ...] = ()
     """Hosts that ``http`` and ``https`` URLs may name."""
 
     timeout_s: float = TIMEOUT_S
-    """Seconds that a host may take to answer, and then for its answer."""
+    """Seconds that a host may take until it answers, and again for the answer itself."""
 
 
 NOWHERE = Allowed()
 
 
 class Source:
-    """One image or sound of a row, which is read when it is first asked for, and then remembered by its number."""
+    """One image or sound of a row. It is read at first use, and afterwards known by its number."""
 
     def __init__(self, kind: MediaKind, value: Any, allowed: Allowed = NOWHERE):
         """``value``: a path, a URL, bytes, a PIL image, an array, ``{"bytes": …, "path": …}``, or
@@ -79,32 +79,33 @@ class Source:
         self._medium: Medium | None = None
 
     def read(self, again: bool = False) -> Medium:
-        """The medium. ``again``: the media store may have lost it. Raises `DataFailure` with the reason."""
+        """Reads the medium. ``again``: read it anew, because the media store may have lost it. Raises `DataFailure` with the
+        reason."""
         with self._lock:
             if self._medium is None or again:
-                found = self._found()
-                if isinstance(found, Path):
-                    with _opened(found) as file:
-                        found = _bounded(file.read(MAX_BYTES + 1))
-                elif isinstance(found, str):
-                    found = _fetched(found, self.allowed.timeout_s)
-                self._medium = keep(self.kind, read_image(found) if self.kind == "image" else read_sound(found))
+                source = self._found()
+                if isinstance(source, Path):
+                    with _opened(source) as file:
+                        source = _bounded(file.read(MAX_BYTES + 1))
+                elif isinstance(source, str):
+                    source = _fetched(source, self.allowed.timeout_s)
+                self._medium = keep(self.kind, read_image(source) if self.kind == "image" else read_sound(source))
             return self._medium
 
     def check(self) -> float:
-        """The pixels of an image or the seconds of a sound, as the header says; 0.0 where a host must be asked for it.
+        """The number of pixels of an image, or the seconds of a sound, from its header; 0.0 if only a host knows.
 
         Raises:
-            DataFailure: the place or the header gives reason for it; nothing is decoded.
+            DataFailure: its place or its header is refused; nothing is decoded.
         """
-        found, check = self._found(), check_image if self.kind == "image" else check_sound
-        if isinstance(found, Path):
-            with _opened(found) as file:
+        source, check = self._found(), check_image if self.kind == "image" else check_sound
+        if isinstance(source, Path):
+            with _opened(source) as file:
                 return check(file)
-        return 0.0 if isinstance(found, str) else check(found)
+        return 0.0 if isinstance(source, str) else check(source)
 
     def __str__(self) -> str:
-        """The path or URL; of others the kind and a digest of what they hold."""
+        """The path or URL; for objects in memory their kind and a digest of the contents."""
         if isinstance(self._value, str) and len(self._value) < 1000:
             return self._value
         value = self._value.get("bytes") or self._value if isinstance(self._value, Mapping) else self._value
@@ -122,7 +123,7 @@ class Source:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def __deepcopy__(self, memo: Any) -> "Source":
-        """Itself: nobody changes it."""
+        """Returns itself, because a source never changes."""
         return self
 
     def _found(self) -> Any:
@@ -155,9 +156,9 @@ class Source:
 
 
 def read_media(messages: Messages, allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
-    """The messages in which every image and sound is a part ``{"type": "image" or "audio", "medium": Medium}``.
+    """Reads all images and sounds: each becomes a part ``{"type": "image" or "audio", "medium": Medium}``.
 
-    Parts are spelled as OpenAI does (``image_url``, ``input_image``, ``input_audio``, ``audio_url``) or Hugging Face
+    Parts may be spelled as OpenAI does (``image_url``, ``input_image``, ``input_audio``, ``audio_url``) or Hugging Face
     (``image`` and ``audio`` with the medium, ``url``, ``path`` or ``base64``).
 
     Raises:
@@ -168,27 +169,31 @@ def read_media(messages: Messages, allowed: Allowed = NOWHERE) -> list[dict[str,
 
 
 def sources_in(messages: Any) -> list[Source]:
-    """The images and sounds of a row's messages that may not have been read yet."""
-    contents = [one.get("content") for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
+    """The images and sounds of a row's messages, read or not."""
+    contents = (
+        [message.get("content") for message in messages if isinstance(message, Mapping)]
+        if isinstance(messages, list)
+        else []
+    )
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     return [value for part in parts for value in part.values() if isinstance(value, Source)]
 
 
 def read_for(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
-    """`read_media` for a model that takes media; for one that reads text alone the messages as they are, whose template then
-    refuses parts that are no text. Raises as `read_media`."""
+    """Applies `read_media` for a model that takes media. For a text model the messages stay as they are, and its template
+    refuses other parts. Raises as `read_media`."""
     return [dict(message) for message in messages] if reader_of(tokenizer) is None else read_media(messages)
 
 
 def opened(messages: Messages) -> list[Any]:
-    """The images and sounds of messages, in order: PIL images, and arrays ``[n]`` float32 from −1 to 1 at 16 kHz. Raises as
-    `read_media`."""
+    """Decodes the images and sounds of messages, in order: PIL images, and arrays ``[n]`` float32 from −1 to 1 at 16 kHz.
+    Raises `DataFailure` as `read_media`."""
     media = media_of(read_media(messages))
-    return [Image.fromarray(image(one.number)) if one.kind == "image" else sound(one.number) for one in media]
+    return [Image.fromarray(image(medium.number)) if medium.kind == "image" else sound(medium.number) for medium in media]
 
 
 def openai_part(medium: Medium) -> dict[str, Any]:
-    """A medium as a part of a message in OpenAI's chat protocol, with its whole content."""
+    """A medium as a part of an OpenAI chat message, with its whole content."""
     data = base64.b64encode(packed(medium.number)).decode()
     if medium.kind == "image":
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
@@ -196,37 +201,41 @@ def openai_part(medium: Medium) -> dict[str, Any]:
 
 
 def sent(number: int) -> dict[str, str]:
-    """A medium of the store as ``POST /media`` takes it: its kind, and base64 of its file. Raises `MediaMissing`."""
+    """A medium of the store in the form of ``POST /media``: its kind and the base64 of its file. Raises `MediaMissing`."""
     return {"kind": medium(number).kind, "data": base64.b64encode(packed(number)).decode()}
 
 
 def shown_parts(value: Any, say: Callable[[Any], str]) -> list[dict[str, Any]] | None:
-    """Something that a tool or an environment shows the model, as content parts; None where nothing in it is an image or a
-    sound.
+    """A tool's or an environment's output as content parts; None if it has no image or sound.
 
     Args:
-        value: a PIL image, a content part, or a list of such and of anything else.
-        say: the text of whatever is no medium.
+        value: a PIL image, a content part, or a list of these and of anything else.
+        say: turns anything else into text.
 
     Raises:
         DataFailure: as `read_media`; paths are not read.
     """
     items = list(value) if isinstance(value, list | tuple) else [value]
-    shown = [isinstance(one, Image.Image) or (isinstance(one, Mapping) and one.get("type") in PARTS) for one in items]
-    if not any(shown):
+    are_media = [
+        isinstance(item, Image.Image) or (isinstance(item, Mapping) and item.get("type") in PARTS) for item in items
+    ]
+    if not any(are_media):
         return None
     parts = [
-        ({"type": "image", "image": one} if isinstance(one, Image.Image) else one)
+        ({"type": "image", "image": item} if isinstance(item, Image.Image) else item)
         if is_medium
-        else {"type": "text", "text": one["text"] if isinstance(one, Mapping) and one.get("type") == "text" else say(one)}
-        for one, is_medium in zip(items, shown, strict=True)
+        else {
+            "type": "text",
+            "text": item["text"] if isinstance(item, Mapping) and item.get("type") == "text" else say(item),
+        }
+        for item, is_medium in zip(items, are_media, strict=True)
     ]
-    found: list[dict[str, Any]] = read_media([{"role": "tool", "content": parts}])[0]["content"]
-    return found
+    content: list[dict[str, Any]] = read_media([{"role": "tool", "content": parts}])[0]["content"]
+    return content
 
 
 def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
-    """The messages with what ``make`` gives in place of each image and sound that is not a `Medium` yet."""
+    """Replaces each image and sound that is not a `Medium` yet by the result of ``make``."""
 
     def one(part: Any) -> Any:
         if not isinstance(part, Mapping) or isinstance(part.get("medium"), Medium):
@@ -243,10 +252,10 @@ def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allow
 
 
 def source_of(part: Mapping[str, Any], allowed: Allowed = NOWHERE) -> Source | None:
-    """The image or sound of a content part; None for text and the like.
+    """The image or sound of a content part; None for text and other parts.
 
     Raises:
-        DataFailure: a video, or a part that names nothing.
+        DataFailure: a video, or a part without a medium.
     """
     name = str(part.get("type", ""))
     if "video" in name:
@@ -325,7 +334,7 @@ def _of_data_url(url: str) -> bytes:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Nowhere: another address was not allowed."""
+        """Follows no redirect: only the first address was allowed."""
         return
 
 
@@ -357,4 +366,4 @@ def _fetched(url: str, timeout_s: float) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-        raise DataFailure("media_missing", f"{url:.200} cannot be had: {error}") from error
+        raise DataFailure("media_missing", f"{url:.200} cannot be fetched: {error}") from error

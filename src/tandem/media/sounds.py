@@ -1,4 +1,4 @@
-"""Sounds of strangers, as samples: checked by their header first, then decoded and brought into one form."""
+"""Reads sounds from untrusted bytes: the header is checked first, then the sound is decoded to mono samples at `RATE`."""
 
 import importlib
 import io
@@ -14,27 +14,27 @@ from tandem.media.store import RATE
 
 MAX_SECONDS = 600
 MAX_VALUES = 2**26
-"""Samples of all channels together."""
+"""Most samples of a sound, all channels together."""
 
 MIN_RATE, MAX_RATE = 1_000, 768_000
-"""Samples a second of a sound that is read."""
+"""Lowest and highest sample rate that is read, in samples per second."""
 
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3", "AIFF")
-"""The formats that are read, known by their content and never by their name."""
+"""The formats that are read, recognised by their content and never by the file's name."""
 
 _BEGINNINGS = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", *(bytes((0xFF, byte)) for byte in (0xF2, 0xF3, 0xFA, 0xFB)))
 _UNKNOWN_SIZES = (0, 0xFFFFFFFF)
-"""A WAV that was piped does not know its size."""
+"""Sizes in the header of a WAV that was piped, whose writer did not know the length."""
 
 
 def read_sound(source: bytes | tuple[Any, float]) -> np.ndarray:
-    """The samples of a sound, ``[n]`` int16 at `RATE`: channels are averaged, other rates resampled, louder ones clipped.
+    """The samples of a sound, ``[n]`` int16 at `RATE`: channels are averaged, other rates resampled, loud samples clipped.
 
-    ``source``: a file's bytes; or samples and their rate, ``[n]``, or channels and samples in either order, as floats from
-    −1 to 1 or integers of 8 (unsigned), 16 or 32 bits.
+    ``source``: a file's bytes; or (samples, rate) with samples ``[n]``, or channels and samples in either order, as floats
+    from −1 to 1 or integers of 8 (unsigned), 16 or 32 bits.
 
     Raises:
-        DataFailure: ``media_unreadable``: no sound, an empty or a damaged one, samples that are not finite;
+        DataFailure: ``media_unreadable``: no sound, an empty or damaged one, samples that are not finite;
             ``media_too_large``; ``media_refused``: a format, rate or kind of samples that is not read.
     """
     samples, rate = _of_file(source) if isinstance(source, bytes) else _of_array(*source)
@@ -50,8 +50,8 @@ def read_sound(source: bytes | tuple[Any, float]) -> np.ndarray:
 
 
 def check_sound(source: bytes | IO[bytes] | tuple[Any, float]) -> float:
-    """Seconds. Raises the `DataFailure` that the header of a sound gives reason for; the samples of a file are not looked
-    at."""
+    """The length of a sound in seconds, by its header. Raises `DataFailure` for what the header shows; the samples of a file
+    are not decoded."""
     if isinstance(source, tuple):
         samples, rate = _of_array(*source)
         return len(samples) / rate
@@ -68,7 +68,7 @@ def _library(name: str) -> Any:
 
 @contextmanager
 def _opened(source: bytes | IO[bytes]) -> Iterator[Any]:
-    """The file, not yet decoded; what goes wrong with it within the block too is the sound's fault."""
+    """Opens a sound without decoding it. Errors within the block count as the sound's fault, `DataFailure`."""
     soundfile = _library("soundfile")
     data = io.BytesIO(source) if isinstance(source, bytes) else source
     head, length = data.read(12), data.seek(0, io.SEEK_END)
@@ -95,7 +95,7 @@ def _opened(source: bytes | IO[bytes]) -> Iterator[Any]:
 
 
 def _of_file(data: bytes) -> tuple[np.ndarray, float]:
-    """Samples ``[n, channels]`` and their rate."""
+    """Decodes a file to samples ``[n, channels]`` and their rate."""
     with _opened(data) as file:
         samples = file.read(dtype="float32", always_2d=True)
         if len(samples) != file.frames:
@@ -104,7 +104,7 @@ def _of_file(data: bytes) -> tuple[np.ndarray, float]:
 
 
 def _of_array(samples: Any, rate: float) -> tuple[np.ndarray, float]:
-    """Samples ``[n, channels]`` and their rate."""
+    """Checks samples in memory, and returns them as floats ``[n, channels]`` with their rate."""
     try:
         array = np.asarray(samples)
         rate = float(rate)

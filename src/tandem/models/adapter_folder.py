@@ -28,19 +28,20 @@ class Base(NamedTuple):
     """Digest of its files; see `digest_of_base`."""
 
     dtype: torch.dtype
-    """To which they were rounded."""
+    """Dtype to which the trainer rounded them."""
 
 
 def refuse_other_base(path: str, found: str | None, wanted: str | None) -> None:
-    """``found``, ``wanted``: digests; None is not known, and not compared.
+    """Checks that an adapter's base is the one that it was trained with. ``found``, ``wanted``: digests; None is unknown and
+    equals any.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the digests differ.
     """
     if found is not None and wanted not in (None, found):
         raise ConfigError(
-            f"the weights in {path} are not those that training began with (fingerprint {found}, then {wanted}): what was "
-            "trained belongs to what was frozen beside it. Put those files back, or begin a new run"
+            f"the weights in {path} are not those that training began with (fingerprint {found}, then {wanted}): an "
+            "adapter works only with the base that it was trained with. Put those files back, or begin a new run"
         )
 
 
@@ -54,10 +55,12 @@ def write_adapter(
     classifier: bool,
     pattern: str = "",
 ) -> None:
-    """Writes a new folder. ``tensors``: float32, under the names of `TrainEngine.adapter_weights`; other ones are heads.
+    """Writes an adapter into a new folder.
 
-    ``modules``: the last parts of the names of the matrices. ``pattern``: of their whole names in a media model, whose
-    towers have matrices of the same names.
+    Args:
+        tensors: float32, under the names of `TrainEngine.adapter_weights`; other names are heads.
+        modules: last parts of the adapted matrices' names.
+        pattern: a regular expression for their full names in a media model, whose towers have matrices of the same names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -82,12 +85,12 @@ def write_adapter(
 
 
 def base_of(path: str) -> str:
-    """A hub name as it is; else the folder, so that others find it too."""
+    """The name of the base as it is saved: a hub name unchanged, a local folder with its absolute path."""
     return str(resolve(path).absolute()) if path in BUILT_IN or Path(path).expanduser().is_dir() else path
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors under the names of `TrainEngine.adapter_weights`, and the settings.
+    """Reads an adapter: tensors under the names of `TrainEngine.adapter_weights`, and its settings.
 
     Raises:
         ConfigError: there is no adapter, or it is damaged.
@@ -103,14 +106,14 @@ def read_adapter(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """Weights of a base with an adapter merged into it, float32, each computed when it is asked for. The base is rounded to
-    what it was while the adapter was trained."""
+    """The weights of a base with an adapter merged into it, float32, each computed when it is read. The base is first
+    rounded to the dtype that it had while the adapter was trained."""
 
     def __init__(self, folder: Path):
-        """``folder``: of the adapter, which names its base.
+        """``folder``: the adapter's, which names its base.
 
         Raises:
-            ConfigError: no adapter there, or no base, or another one.
+            ConfigError: adapter or base are missing, or the base is another one than in training.
         """
         self._own, settings = read_adapter(folder)
         try:

@@ -78,25 +78,25 @@ class Packing:
         for run in self.runs:
             if isinstance(run, LengthRun):
                 for _ in range(run.count):
-                    own = range(start, start + run.length)
-                    groups.append([QueryRange(own, own)])
-                    start = own.stop
+                    rows = range(start, start + run.length)
+                    groups.append([QueryRange(rows, rows)])
+                    start = rows.stop
                 continue
             prompt = range(start, start + run.length)
             group, start = [QueryRange(prompt, prompt)] if prompt else [], prompt.stop
             for length in run.completions:
-                own = range(start, start + length)
-                group += [QueryRange(own, own, prompt)] if own else []
-                start = own.stop
+                rows = range(start, start + length)
+                group += [QueryRange(rows, rows, prompt)] if rows else []
+                start = rows.stop
             groups.append(group)
         return QueryRanges.of(groups)
 
     def on(self, device: torch.device) -> "Packing":
         """The same for a device; a GPU that has a kernel for them gets the calls that it attends by."""
-        there = replace(self, cu_seqlens=upload(self.cu_seqlens, device))
+        moved = replace(self, cu_seqlens=upload(self.cu_seqlens, device))
         if device.type != "cuda" or not takes_kernel(device):
-            return there
-        return replace(there, calls=tuple(call.on(device) for call in plan_calls(self.runs)))
+            return moved
+        return replace(moved, calls=tuple(call.on(device) for call in plan_calls(self.runs)))
 
     def divided(self, context: Context, extra: int) -> "Packing":
         """The same for a row of which each rank of ``context`` has a piece; ``extra`` tokens behind it fill it up."""
@@ -143,10 +143,10 @@ def plan_calls(runs: Sequence[LengthRun | PromptCompletions]) -> tuple[Attention
         if prompt:
             alone.append((prompt, (prompt,)))
         for length in lengths:
-            own = range(start, start + length)
+            rows = range(start, start + length)
             start += length
-            if own:
-                (completions if prompt else alone).append((own, (prompt, own)))
+            if rows:
+                (completions if prompt else alone).append((rows, (prompt, rows)))
     if not completions:
         return (_call(alone, indexed=False),)
     return tuple(_call(part, indexed=True) for part in (alone, completions) if part)
@@ -154,14 +154,14 @@ def plan_calls(runs: Sequence[LengthRun | PromptCompletions]) -> tuple[Attention
 
 def _call(sequences: Sequence[tuple[range, tuple[range, ...]]], *, indexed: bool) -> AttentionCall:
     """``sequences``: the tokens that ask, and the ranges of those that are asked. ``indexed``: not all, in order."""
-    queries = [len(own) for own, _ in sequences]
+    queries = [len(rows) for rows, _ in sequences]
     keys = [sum(map(len, parts)) for _, parts in sequences]
     bounds = (torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
-    found = AttentionCall(*bounds, max(queries), max(keys))
+    call = AttentionCall(*bounds, max(queries), max(keys))
     if not indexed:
-        return found
-    return found._replace(
-        queries=torch.cat([torch.arange(own.start, own.stop) for own, _ in sequences]),
+        return call
+    return call._replace(
+        queries=torch.cat([torch.arange(rows.start, rows.stop) for rows, _ in sequences]),
         keys=torch.cat([torch.arange(part.start, part.stop) for _, parts in sequences for part in parts]),
     )
 
@@ -220,8 +220,8 @@ def _attend(
         return attend_by_calls(query, key, value, packing.calls, scale, window, KERNEL)
 
     if softcap is None and cpu_attention.takes(query):
-        given = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return cpu_attention.attend(*given, packing.segments, scale, window)[None]
+        heads_first = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return cpu_attention.attend(*heads_first, packing.segments, scale, window)[None]
 
     sizes = [run.tokens for run in packing.runs]
     # `split` and `cat` have each other as gradients; slices would each make a gradient of the size of the whole
@@ -250,24 +250,27 @@ def _attend_with_own(
     context = packing.context
     assert context is not None
     key, value = context.gather_tokens(key), context.gather_tokens(value)
-    own = context.rows(key.shape[2])
+    own_rows = context.rows(key.shape[2])
     lengths = [run.length for run in packing.runs if isinstance(run, LengthRun) for _ in range(run.count)]
     ends = list(itertools.accumulate(lengths))
     # of each sequence: how many tokens are this rank's, and where the last of them ends
-    stops = [min(end, own.stop) - (end - length) for end, length in zip(ends, lengths, strict=True)]
-    mine = [max(0, min(end, own.stop) - max(end - length, own.start)) for end, length in zip(ends, lengths, strict=True)]
+    stops = [min(end, own_rows.stop) - (end - length) for end, length in zip(ends, lengths, strict=True)]
+    counts = [
+        max(0, min(end, own_rows.stop) - max(end - length, own_rows.start))
+        for end, length in zip(ends, lengths, strict=True)
+    ]
     if softcap is None and cpu_attention.takes(query):
-        starts = itertools.accumulate(mine, initial=0)
+        starts = itertools.accumulate(counts, initial=0)
         segments = QueryRanges.of([
             [QueryRange(range(start, start + count), range(end - length, end - length + max(stop, 0)))]
-            for start, count, end, length, stop in zip(starts, mine, ends, lengths, stops, strict=False)
+            for start, count, end, length, stop in zip(starts, counts, ends, lengths, stops, strict=False)
             if count
         ])  # fmt: skip
-        given = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return cpu_attention.attend(*given, segments, scale, sliding_window)[None]
+        tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return cpu_attention.attend(*tensors, segments, scale, sliding_window)[None]
     outputs = []
     keys, values = key.split(lengths, 2), value.split(lengths, 2)
-    for q, k, v, stop in zip(query.split(mine, 2), keys, values, stops, strict=True):
+    for q, k, v, stop in zip(query.split(counts, 2), keys, values, stops, strict=True):
         if q.shape[2]:
             outputs.append(causal_attention(q, k[:, :, :stop], v[:, :, :stop], scale, sliding_window, softcap))
     return torch.cat(outputs, 2).transpose(1, 2)
@@ -349,7 +352,7 @@ def attend_by_calls(
     left, once = -1 if window is None else window - 1, lambda x, index: x.index_select(0, index)
     repeat, whole = SummedRows.apply, None
     for call in calls:
-        given = (
+        tensors = (
             x if index is None else take(x, index)
             for x, index, take in (
                 (q, call.queries, once),
@@ -358,11 +361,11 @@ def attend_by_calls(
             )
         )
         bounds = call.cu_queries, call.cu_keys, call.longest_query, call.longest_key
-        found = kernel(*given, *bounds, scale=scale, left=left)
+        output = kernel(*tensors, *bounds, scale=scale, left=left)
         if call.queries is None:
-            return found[None]
-        whole = q.new_zeros(len(q), *found.shape[1:]) if whole is None else whole
-        whole = whole.index_copy(0, call.queries, found)
+            return output[None]
+        whole = q.new_zeros(len(q), *output.shape[1:]) if whole is None else whole
+        whole = whole.index_copy(0, call.queries, output)
     assert whole is not None, "a batch has tokens"
     return whole[None]
 

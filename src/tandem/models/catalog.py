@@ -67,7 +67,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def describing(path: str | os.PathLike[str]) -> Path:
-    """The same folder with the configuration and the tokenizer; of a hub name no weights are downloaded for it.
+    """Like `resolve`, for configuration and tokenizer alone: weights of a hub name are not downloaded.
 
     Raises:
         ConfigError: as `resolve`.
@@ -76,7 +76,7 @@ def describing(path: str | os.PathLike[str]) -> Path:
 
 
 def present(path: str) -> Path | None:
-    """The folder of a model if this machine has it; nothing is downloaded or converted for it."""
+    """The folder of a model if it is on this machine, else None; downloads and converts nothing."""
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     if path in BUILT_IN:
@@ -116,7 +116,8 @@ def _find(path: str | os.PathLike[str], *, weights: bool) -> Path:
 
 
 def built_in(name: str) -> Path:
-    """The cached folder of a built-in model, made now if it is not there. Processes that come together make it once."""
+    """The cached folder of a built-in model, which is made at the first call. If several processes call at once, one makes
+    it."""
     folder = cache_folder() / "models" / name
     if folder.is_dir():
         return folder
@@ -125,7 +126,7 @@ def built_in(name: str) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """``folder``, if the files in it are those of a model, whole by their headers."""
+    """Returns ``folder`` if it holds a complete model, judged by its files' names and headers."""
     if not (folder / "config.json").is_file():
         raise ConfigError(_no_model(folder))
     if (folder / ADAPTER_SETTINGS).is_file():
@@ -150,7 +151,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _no_model(folder: Path) -> str:
-    """Says what a folder without config.json is instead, as far as its files tell."""
+    """Says what a folder without config.json seems to be, from its files."""
     if (folder / ADAPTER_SETTINGS).is_file():
         try:
             base = json.loads((folder / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -259,13 +260,13 @@ def _make_hearing(folder: Path) -> None:
 
 
 class BuiltIn(NamedTuple):
-    """A model that this machine makes when it is first asked for."""
+    """A model that is made on this machine at its first use."""
 
     make: Callable[[Path], None]
     """Writes the model's folder."""
 
     cost: str
-    """Words on what making it takes."""
+    """The cost of making it, in words."""
 
 
 _TRAINED = "MB more than smollm2-135m are fetched, and it is trained here, about ten minutes on one core"
@@ -282,7 +283,7 @@ ENDINGS = (*WEIGHTS, ".json", ".jinja", ".model", ".txt")
 
 
 def fingerprint(folder: Path, endings: Container[str] = ENDINGS) -> str:
-    """Fingerprint of a model folder: names and sizes of its files (with these endings), and a MiB from the beginning, middle
+    """Fingerprint of a model folder: names and sizes of its files (with these endings), and 1 MiB from the beginning, middle
     and end of each.
 
     Training changes every tensor, so pieces are enough, and a large model is not read twice.

@@ -103,7 +103,7 @@ def lay_out(
     ids, at = input_ids, positions(cu_seqlens, total)
     if family is not None and family.three_dimensional:
         at = _family_positions(family, ids, bounds, media)
-    found = None if media is None else _media_rows(family, media, bounds)
+    media_rows = None if media is None else _media_rows(family, media, bounds)
     shares = context is None or context.way == "all_to_all"
     shared = compact(prompt_keys(ids, media), bounds, loss_mask) if shares else None
     if shared is None:
@@ -111,25 +111,25 @@ def lay_out(
     else:
         packing, place = Packing.from_prompts(cu_seqlens, shared.prompts), shared.place
         ids, at = ids[shared.tokens], at[shared.tokens]
-        found = None if found is None else _among(found, shared.tokens)
-    mine = slice(0, len(ids))
+        media_rows = None if media_rows is None else _among(media_rows, shared.tokens)
+    local = slice(0, len(ids))
     if context is not None:
         extra = context.padding(len(ids))
-        mine = context.rows(len(ids) + extra)
-        ids, at = pad(ids, (0, extra))[mine], pad(at, (0, extra))[mine]
+        local = context.rows(len(ids) + extra)
+        ids, at = pad(ids, (0, extra))[local], pad(at, (0, extra))[local]
         packing = packing.divided(context, extra)
     prediction = None
     if temperature is not None:
         index = _predicted(bounds, loss_mask)
         before = index - 1 if place is None else place[index - 1]
         if context is not None:
-            own = (before >= mine.start) & (before < mine.stop)
-            index, before = index[own], before[own] - mine.start
+            is_local = (before >= local.start) & (before < local.stop)
+            index, before = index[is_local], before[is_local] - local.start
         of_token = None
         if bool((temperature != 1).any()):
             of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=total)[index].float()
         prediction = Prediction(index, before, input_ids[index], of_token)
-    return _on(TokenLayout(total, ids, at, packing, place, prediction, found), device)
+    return _on(TokenLayout(total, ids, at, packing, place, prediction, media_rows), device)
 
 
 def _media_rows(family: MediaFamily | None, media: torch.Tensor, bounds: Sequence[int]) -> MediaRows:
@@ -140,8 +140,12 @@ def _media_rows(family: MediaFamily | None, media: torch.Tensor, bounds: Sequenc
     count = {number: family.count(store.medium(number)) for number in numbers}
     begin = dict(zip(numbers, [0, *itertools.accumulate(count.values())], strict=False))
     sequences = ((start, media[start:end].tolist()) for start, end in zip(bounds, bounds[1:], strict=False))
-    taken = [(start + one.place, begin[one.number] + one.row) for start, own in sequences for one in occurrences(own, count)]
-    place, row = torch.tensor(taken).T
+    places = [
+        (start + one.place, begin[one.number] + one.row)
+        for start, of_sequence in sequences
+        for one in occurrences(of_sequence, count)
+    ]
+    place, row = torch.tensor(places).T
     return MediaRows(numbers, place, row)
 
 
@@ -162,9 +166,9 @@ def _family_positions(
     numbers = torch.zeros_like(ids) if media is None else media
     parts = []
     for start, end in zip(bounds, bounds[1:], strict=False):
-        own = numbers[start:end]
-        found = [store.medium(number) for number in dict.fromkeys(own[own != 0].tolist())]
-        parts.append(family.positions(ids[start:end], own, found))
+        sequence = numbers[start:end]
+        media_of_sequence = [store.medium(number) for number in dict.fromkeys(sequence[sequence != 0].tolist())]
+        parts.append(family.positions(ids[start:end], sequence, media_of_sequence))
     return torch.cat(parts)
 
 
@@ -181,9 +185,11 @@ def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
     def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else upload(tensor, device)
 
-    wanted = layout.prediction
-    if wanted is not None:
-        wanted = Prediction(*(there(x) for x in (wanted.index, wanted.before, wanted.targets, wanted.temperature)))  # type: ignore[arg-type]
+    prediction = layout.prediction
+    if prediction is not None:
+        prediction = Prediction(
+            *(there(x) for x in (prediction.index, prediction.before, prediction.targets, prediction.temperature))
+        )  # type: ignore[arg-type]
     packing, media = layout.packing.on(device), layout.media
     if media is not None:
         media = replace(media, place=upload(media.place, device), row=upload(media.row, device))
@@ -193,6 +199,6 @@ def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
         at=upload(layout.at, device),
         packing=packing,
         place=there(layout.place),
-        prediction=wanted,
+        prediction=prediction,
         media=media,
     )

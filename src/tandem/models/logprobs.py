@@ -56,6 +56,7 @@ def chunked_logprobs(
     Collective then, backward too; the gradient of ``hidden`` is that of the whole vocabulary. Per token three numbers cross
     and no logits. ``compiled``: `torch.compile` fuses what is done with logits, in each direction.
     """
+    # the kernels read whole rows of the vocabulary, and a rank of a cut one has none
     kernels = logit_kernels(hidden, weight) if vocabulary is None else None
     if kernels is None:
         settings = _Settings(softcap, entropy, chunk_tokens, vocabulary, compiled)
@@ -92,6 +93,7 @@ def _scaled(
     logits, saturation = logits.float(), None
     if softcap is not None:
         saturation = logits.div_(softcap).tanh_()
+        # not in place: the backward pass needs tanh itself
         logits = saturation * softcap
     if temperature is not None:
         logits.div_(temperature[:, None])
@@ -105,6 +107,7 @@ def _read(
     log-probability of the token ``at [C]``, and the negative entropy. May overwrite ``logits``."""
     scaled, _ = _scaled(logits, temperature, softcap)
     logprobs = torch.log_softmax(scaled, -1)
+    # both before `exp` overwrites ``scaled``
     chosen, logit = (x.gather(1, at[:, None])[:, 0] for x in (logprobs, scaled))
     mixed = torch.linalg.vecdot(torch.exp(logprobs, out=scaled), logprobs) if entropy else torch.zeros_like(chosen)
     return torch.stack((logit - chosen, chosen, mixed))
@@ -169,10 +172,13 @@ class _Head(torch.autograd.Function):
             own[:, rows] = read(linear(hidden[rows], weight), at[rows], _part_of(temperature, rows), softcap, entropy)
         parts = own[None]
         if vocabulary is not None and len(hidden):
+            # only one rank has the target; −inf loses against it in the maximum below
             own[1].masked_fill_(~here, -torch.inf)
             parts = _gathered(own, vocabulary.group)
+        # Sums of exponentials are joined in log space: no rank's largest logit can overflow another's.
         totals = parts[:, 0].logsumexp(0)  # [M]
         shares = parts[:, 0] - totals  # logarithm of each part's probability
+        # H = −Σ_r s_r (Σ_j p_j log p_j + log s_r): a part's own entropy term, and its share
         entropies = -(shares.exp() * (parts[:, 2] + shares)).sum(0) if entropy else totals.new_zeros(0)
         ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
         return (parts[:, 1] + shares).amax(0), entropies
@@ -186,6 +192,7 @@ class _Head(torch.autograd.Function):
         _, differentiate = _programs(compiled)
         # float32: a sum over the ranks, and over the chunks
         grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if vocabulary is None else torch.float32)
+        # many chunks add to it, and bfloat16 would lose the small ones
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad = grad_logprobs.float()
         for rows in _chunks(len(hidden), chunk_tokens):

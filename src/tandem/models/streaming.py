@@ -1,6 +1,6 @@
-"""A model that gets its weights piece by piece: made without memory, then filled from its files as it is spread over ranks.
+"""Loads a model piece by piece: it is made without memory, then filled from its files while it is sharded over ranks.
 
-So a rank holds its own part, and for a moment one layer or the embedding, never the whole.
+A rank thus holds its own part, and for a moment one layer or the embedding, never the whole model.
 """
 
 import os
@@ -45,16 +45,17 @@ PREFIX = "model."
 
 @dataclass(frozen=True)
 class Unfilled:
-    """A model whose parameters have no memory yet (device ``meta``), and where their values are."""
+    """A model whose parameters have no memory yet (device ``meta``), and the files with their values."""
 
     model: PackedModel
     files: Mapping[str, Any]
-    """Hugging Face name → the tensor in its file; parameters that are not there begin at 0."""
+    """Hugging Face name → the tensor in its file; parameters without an entry begin at 0."""
 
     device: torch.device
 
     def fill(self, module: nn.Module, pieces: Pieces | None) -> None:
-        """Gives the parameters of ``module`` that are still empty values, in their dtype: of each this rank's piece."""
+        """Loads the parameters of ``module`` that are still empty, in their dtype; with ``pieces`` only this rank's piece of
+        each."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         made: dict[int, nn.Parameter] = {}
         for part in module.modules():
@@ -83,11 +84,11 @@ class Unfilled:
 def open_unfilled(
     path: str | os.PathLike[str], device: torch.device, head: str, *, chunk_tokens: int = 1024
 ) -> Unfilled | None:
-    """The model at ``path`` without memory; None where its files do not hold its tensors one by one under their names, so
-    that transformers has to read it as a whole. ``head``: ``lm``, ``scalar`` or ``both``.
+    """Makes the model at ``path`` without memory. Returns None if its files do not hold each tensor under its own name, so
+    that transformers must load it as a whole. ``head``: ``lm``, ``scalar`` or ``both``.
 
     Raises:
-        ConfigError: what `load_causal_lm` and `load_scalar_model` refuse.
+        ConfigError: the model is one that `load_causal_lm` and `load_scalar_model` refuse.
     """
     folder = resolve(path)
     files = tensors_of(folder)
@@ -121,8 +122,8 @@ def open_unfilled(
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    """Name in the model of transformers → a slice of its safetensors file, read when it is indexed; none where there is no
-    such file. Files of media models may have older names.
+    """Tensor name in the transformers model → a slice of its safetensors file, read when it is indexed; empty if the folder
+    has no such file. Files of media models may use older names.
 
     Raises:
         ConfigError: as `stored_entries`.
@@ -148,7 +149,7 @@ def _empty(kind: Any, attention: str | dict[str, str], config: Any, folder: Path
 
 
 def _make_buffers(packed: PackedModel, device: torch.device) -> bool:
-    """Gives the model the buffers that follow from its configuration; False where it has one that is not known here."""
+    """Makes the buffers that follow from the model's configuration; returns False if the model has any other buffer."""
     model, scale = packed.model, packed.architecture.embedding_scale
     for module in model.modules():
         own = dict(module.named_buffers(recurse=False))

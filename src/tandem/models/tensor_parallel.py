@@ -73,6 +73,7 @@ class Pieces:
             return piece
         dim, total = self.dims[name]
         rows = piece.detach().movedim(dim, 0)
+        # all_gather wants equal shapes: the last piece is padded, and the rows are cut off again
         missing = -(-total // self.size) - len(rows)
         rows = pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)).contiguous()
         found = [torch.empty_like(rows) for _ in range(self.size)]
@@ -110,6 +111,8 @@ class _Cutter:
         return Pieces(self._group, self._bare.index, self._bare.size, dict(self._dims), frozenset(self._summed))
 
     def layer(self, layer: nn.Module) -> None:
+        # Columns first, rows after (Megatron's order): the activation between the two stays on its rank, and a layer needs
+        # one sum for attention and one for the MLP.
         for path in COLUMNS:
             module = layer.get_submodule(path)
             self._cut(module, "weight", 0)
@@ -122,6 +125,7 @@ class _Cutter:
             setattr(layer.get_submodule(parent), name, RowParallel(module.weight, module.bias, self._group))
         for path in PER_HEAD:
             parent, _, name = path.rpartition(".")
+            # a norm per head sees only this rank's heads, so its gradient must be summed over the ranks
             if hasattr(layer.get_submodule(parent), name):
                 self._summed.add(self._names[id(layer.get_submodule(path).weight)])
         layer.self_attn.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -138,6 +142,7 @@ class _Cutter:
         _look_up_together(embedding, start, end - start, self._group)
         if head is not None:
             if tied:
+                # the cut made a new parameter; without this the two would train apart
                 head.weight = embedding.weight
             else:
                 self._cut(head, "weight", 0)
@@ -169,6 +174,7 @@ class RowParallel(nn.Module):
     def forward(self, part: torch.Tensor) -> torch.Tensor:
         """``[…, own inputs]`` → ``[…, outputs]``."""
         out = sum_parts(linear(part, self.weight), self._group)
+        # after the sum, or each rank would add the bias once
         return out if self.bias is None else out + self.bias
 
 

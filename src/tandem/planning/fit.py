@@ -1,7 +1,7 @@
-"""The start's question to the plan: can the models of a run lie in the memory of this machine?
+"""Checks before the start whether the models of a run fit into the memory of this machine.
 
-Only the impossible is refused: weights, moments, gradients and servers' shares that are larger than the device. Whatever the
-plan guesses beside them (activations, caches, holes) makes a warning.
+Only the impossible is refused: weights, moments, gradients and servers' shares that exceed the device. Estimates beside them
+(activations, caches, fragmentation) lead to a warning.
 """
 
 import bisect
@@ -27,17 +27,17 @@ from tandem.planning.plan import Plan, make_plan
 log = logging.getLogger(__name__)
 
 LOGITS_SHARE = 32
-"""The logits of a chunk take this part of a GPU in float32: larger chunks add to the head's gradient less often."""
+"""A chunk of logits may take 1/32 of a GPU in float32. Larger chunks add to the head's gradient less often."""
 
 MICRO_BATCHES = (40960, 32768, 24576, 16384, 12288, 8192, MICRO_BATCH_TOKENS)
-"""Tokens that `fitting` tries."""
+"""Micro-batch sizes in tokens that `fitting` tries, largest first."""
 
 PROMPT_TOKENS = 256
-"""Assumed for the warning; `tandem plan` reads the data."""
+"""Tokens of a prompt that the warning assumes; `tandem plan` reads the data instead."""
 
 
 def memory_here(device: str) -> Machine:
-    """The GPUs of this run as far as their memory counts. ``device``: one of them, as `choose_device` gives it."""
+    """The GPUs of this run with their memory. ``device``: one of them, as `choose_device` returns it."""
     machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return gpus(
         torch.cuda.get_device_name(device),
@@ -47,11 +47,11 @@ def memory_here(device: str) -> Machine:
 
 
 def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> Plan:
-    """Passes if the models and engines of a run can lie in the memory of the GPUs; warns if the plan says that they will
-    hardly. Returns the plan. ``machine``: GPUs that need not be here.
+    """Checks that the models and engines of a run fit into the GPUs, and returns the plan. Warns if it expects the fit to be
+    tight. ``machine``: GPUs that need not be here.
 
     Raises:
-        ConfigError: a GPU is too small; with the figures, and a remedy.
+        ConfigError: a GPU is too small; the message has the figures and a remedy.
     """
     plan = make_plan(_job(config, machine, read), machine)
     worst = max(range(plan.devices), key=plan.certain_gib)
@@ -72,18 +72,18 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
 
 
 def _job(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Job:
-    """The job of a run whose data nobody has read."""
+    """The job of a run before its data is read."""
     written = getattr(config, "gconfig", None)
     longest = written.max_new_tokens if written is not None else max(1, config.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
     return job_of(config, machine, Lengths(PROMPT_TOKENS, longest), read)
 
 
 def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> TrainEngineConfig:
-    """The actor, with what it leaves open as the plan of the run fits these GPUs: gradients that are summed with each
-    micro-batch where they do not fit whole, larger chunks of logits, and the largest micro-batches.
+    """The actor's configuration with open settings chosen for these GPUs: how often gradients are summed over ranks, chunks
+    of logits, and the largest micro-batches that fit.
 
-    All follow from the configuration and the size of the GPU, not from what happens to be free: every rank, `tandem plan`
-    and a run that goes on find the same, and cut batches alike.
+    The choice follows from the configuration and the size of the GPU, not from the memory that happens to be free. So every
+    rank, `tandem plan` and a resumed run choose the same and cut batches alike.
     """
     actor, settings = config.actor, dict[str, Any]()
     if machine.kind == "cpu":
@@ -120,7 +120,7 @@ def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] =
 
 
 def holders(plan: Plan, device: int) -> str:
-    """Who holds how much of one device at the worst instant of what is certain, largest first."""
+    """The holders of a device's memory at the worst instant, largest first, with certain bytes only."""
     instant = max(plan.instants, key=lambda one: plan.certain_at(one, device))
     held: dict[str, float] = {}
     for item in plan.certain_items(instant, device):
@@ -130,7 +130,7 @@ def holders(plan: Plan, device: int) -> str:
 
 
 def _remedy(plan: Plan, config: BaseConfig) -> str:
-    """One sentence: what would make it fit, or what is largest."""
+    """One sentence that says what would make the run fit, or what is largest."""
     generator = plan.job.generator
     shares = generator is not None and generator.foreign is not None and any(0 in seat.devices for seat in generator.seats)
     if not shares or not isinstance(config, TrainConfig) or config.memory_limit_gib is not None:

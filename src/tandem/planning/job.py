@@ -1,5 +1,5 @@
-"""The load that a configuration puts on a machine: models, engine, sequences, checkpoints. Everything else is arithmetic on
-this."""
+"""The load that a configuration puts on a machine: models, engine, sequences, checkpoints. The rest of the plan is
+arithmetic on it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,16 +29,19 @@ from tandem.weights.cuda_ipc import staged_bytes
 
 @dataclass(frozen=True)
 class Saves:
-    """Checkpoints of a run. Example: one every 10 of 100 steps, of which the last 2 stay: 3 at a time, for the next one is
-    whole before an older one is removed."""
+    """The checkpoints of a run.
+
+    Example: one every 10 of 100 steps, of which the last 2 stay: 3 at a time, for the next one is whole before an older one
+    is removed.
+    """
 
     resumable: bool = True
     most: int | None = None
-    """At one time; None where that grows with the run, and its end is not known."""
+    """Most checkpoints at one time; None if their number grows with the run, whose end is unknown."""
 
 
 def saves_of(config: BaseConfig, rows: int | None) -> Saves:
-    """Those of a configuration, over so many rows of data."""
+    """The checkpoints of a configuration with ``rows`` rows of data."""
     wish = config.checkpoint
     known = rows is not None or (config.total_train_epochs is None and config.total_train_steps is not None)
     steps = total_steps(config, rows or 0) if known else None
@@ -59,22 +62,22 @@ class Checkpoint:
     """Bytes of one checkpoint, without its tokenizer and configuration."""
 
     models: float
-    """Hugging Face folders, in the dtype of the computation; with adapters they are merged."""
+    """Bytes of the Hugging Face folders, in the dtype of the computation; adapters are merged into them."""
 
     adapters: float = 0.0
-    """Their folders, float32."""
+    """Bytes of the adapters' folders, float32."""
 
     state: float = 0.0
-    """Masters and both moments of what is trained."""
+    """Bytes of masters and both moments of all trained weights."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes of the whole checkpoint."""
         return self.models + self.adapters + self.state
 
 
 def checkpoint_of(models: Iterable[PlannedModel], saves: Saves) -> Checkpoint:
-    """One checkpoint of the models that are trained; whatever the layout, it is whole."""
+    """One checkpoint of the trained models; its size does not depend on the layout."""
     folders = adapters = state = 0.0
     for model in models:
         if not model.trained:
@@ -91,7 +94,7 @@ def checkpoint_of(models: Iterable[PlannedModel], saves: Saves) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a sequence."""
+    """Numbers of tokens of a sequence."""
 
     prompt: int
     longest: int
@@ -116,87 +119,86 @@ class Generator:
     prefill_chunk: int
     max_len: int
     sequences: int
-    """Samples under way at once, of all engines."""
+    """Most samples at once, over all engines."""
 
     adapter: int = 0
-    """Parameters of the adapter that is delivered alone; 0: whole weights are."""
+    """Parameters of an adapter that is delivered alone; 0: whole weights are delivered."""
 
     apart: bool = False
-    """Each is on a GPU of its own, or on several; otherwise all are in one memory."""
+    """True: each engine has GPUs of its own; False: all share one memory."""
 
     foreign: str | None = None
-    """Servers of another make, which take their share of memory and whose speed is not known here."""
+    """Kind of the servers, if they are vLLM or SGLang: they take their share of memory, and their speed is unknown here."""
 
     seats: tuple[Seat, ...] = ()
-    """The servers with the GPUs that they are on; empty on a CPU, and if the engines are inside the ranks."""
+    """The servers with their GPUs; empty on a CPU, and if the engines are inside the ranks."""
 
     opened: int = 0
-    """Bytes in which each version lies on the trainer's GPU until the next one comes, for a server that opens them there."""
+    """Bytes of a version that stay on the trainer's GPU until the next one, for a server that maps this memory."""
 
     role: str = "engine"
-    """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
+    """Owner of weights and cache: the policy (`engine`), or a judge or partner by its role."""
 
     lengths: Lengths | None = None
-    """Lengths of what a judge or a partner reads and writes for one request, which has a prompt of its own; None: those of
-    the policy, whose samples share prompts of the run."""
+    """Lengths of a judge's or partner's requests, each with a prompt of its own; None: the policy's, whose samples share
+    prompts."""
 
     in_episodes: bool = False
-    """It is a partner, which writes while the policy generates."""
+    """True for a partner, which generates at the same time as the policy."""
 
 
 QUESTION_TOKENS = 160
-"""Tokens of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a
-question."""
+"""Tokens of a judge's prompt around the conversation: the built-in prompt in SmolLM2's tokens, and a question."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as far as it costs anything."""
+    """The load of a run."""
 
     models: tuple[PlannedModel, ...]
-    """The trained ones and the frozen ones; the actor comes first."""
+    """All models, trained and frozen; the actor comes first."""
 
     lengths: Lengths
     groups: int
     """Prompts, or rows, in one step."""
 
     generated: int
-    """Samples that are drawn for each prompt; 0: nothing is generated."""
+    """Samples that are generated for each prompt; 0: nothing is generated."""
 
     trained: int
     """Sequences of each prompt that are trained on."""
 
     together: bool = False
-    """The sequences of a row go into one micro-batch."""
+    """True if all sequences of a row must be in one micro-batch."""
 
     generator: Generator | None = None
     passes: tuple[tuple[str, str], ...] = ()
-    """The passes without gradients before the update: the name of each, and the model that it runs through."""
+    """(name, model) of each pass without gradients before the update."""
 
     asked: tuple[str, ...] = ()
-    """The models that episodes ask, which compute beside generation: each sample once, as it is counted."""
+    """Models that episodes call, which compute beside generation; the plan counts one call per sample."""
 
     kept_versions: int = 0
-    """Old weights that are kept to verify deliveries."""
+    """Number of old versions that are kept to verify deliveries."""
 
     verifies: bool = False
     saves: Saves = field(default_factory=Saves)
     """Checkpoints of the run."""
 
     saves_beside: bool = False
-    """Training goes on while a copy of its state is written."""
+    """True if training continues while a copy of its state is written."""
 
     workers: int = 0
     """Reward worker processes."""
 
     sleeping: SleepPlan | None = None
-    """The plan of sleeping under a memory limit."""
+    """The plan of sleeping parts under a memory limit; None without a limit."""
 
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
-    """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
+    """Phase of memory → the awake parts of each of its stages; empty: all parts are awake in all phases."""
 
     writers: Mapping[str, Generator] = field(default_factory=dict)
-    """The engines of judges that write and of the partner, by the model's role; each is on the first rank."""
+    """Role → engine of a judge that writes, or of the partner; each is on the first rank."""
 
     @property
     def actor(self) -> PlannedModel:
@@ -207,10 +209,10 @@ class Job:
 def job_of(
     config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape], *, rows: int | None = None
 ) -> Job:
-    """The job of a configuration. ``read``: from a model's path to its shape; ``rows``: of the data, if they are known.
+    """The job of a configuration. ``read``: maps a model's path to its shape. ``rows``: number of rows of data, if known.
 
     Raises:
-        ConfigError: what the engines themselves would refuse.
+        ConfigError: a setting that the engines themselves would refuse.
     """
     plan, training = plan_run(config), training_config(config) if isinstance(config, DistillConfig) else config
     models: list[PlannedModel] = []
@@ -251,7 +253,7 @@ def job_of(
 
 
 def _held(resident: Resident, before: list[PlannedModel], machine: Machine, read: Callable[[str], Shape]) -> PlannedModel:
-    """A resident with a train engine; the base of one ``before`` it is no second model."""
+    """A resident with a train engine. A base that it shares with a model in ``before`` is not counted again."""
     owner = next((model for model in before if model.role == resident.base_of), None)
     if owner is not None:
         return replace(owner, role=resident.name, head="lm", trained=False, adapters=None, own=False)
@@ -323,7 +325,7 @@ def seats_of(config: TrainConfig, machine: Machine) -> tuple[Seat, ...]:
     """The servers of a run and their GPUs on this machine.
 
     Raises:
-        ConfigError: they are too few.
+        ConfigError: the machine has too few GPUs.
     """
     return () if machine.kind == "cpu" else _devices(config, machine).servers
 
@@ -336,8 +338,8 @@ def _devices(config: TrainConfig, machine: Machine) -> DeviceMap:
 def _writers(
     config: TrainConfig, plan: RunPlan, models: Mapping[str, PlannedModel], lengths: Lengths, machine: Machine, samples: int
 ) -> dict[str, Generator]:
-    """Two judges of one model share its engine, and are counted as the larger one. A partner is counted as one that is asked
-    once by each sample and reads the question and the longest answer."""
+    """The engines of judges and partner. Two judges with one model share an engine, counted as the larger one. A partner
+    counts as one call per sample that reads the question and the longest answer."""
     writers: dict[str, Generator] = {}
     samples_of_a_step, ranks = config.rollout.batch_size * samples, len(generating_ranks(config))
     settings = config.rollout.engine
@@ -376,12 +378,13 @@ def _writers(
 
 
 def _tokens(writer: Generator) -> int:
-    """Tokens that all requests of a step have together."""
+    """Tokens of all requests of a step together."""
     assert writer.lengths is not None
     return writer.sequences * (writer.lengths.prompt + writer.lengths.longest)
 
 
 def _delivered_adapter(config: TrainConfig, actor: PlannedModel, kinds: set[str]) -> int:
-    """Parameters of the adapter that goes to the engines alone: only our own take one, and not from a folder or a group."""
+    """Parameters of the adapter that is delivered without its base; only Tandem's engines take one, and not from a folder or
+    a group."""
     alone = kinds <= {"embedded"} and not config.rollout.fleet.servers and config.rollout.weights.channel == "auto"
     return actor.adapters.parameters(actor.shape) if actor.adapters is not None and alone else 0

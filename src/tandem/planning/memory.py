@@ -1,11 +1,11 @@
-"""Memory of a run: what exists in each phase, who holds it, and which instant is the worst.
+"""The memory of a run: what each phase holds, who holds it, and which instant is the worst.
 
-Counted as the code holds it. What a model keeps depends on its layout. FSDP: what is trained in float32, one part a rank,
-gathered a layer at a time (`tandem.engines.train.holders`). One process: the same whole, and a rounded copy to compute with.
-DeepSpeed: its own flat pieces (`tandem.engines.train.zero`), beside which stages 1 and 2 keep the whole model in the dtype
-of the computation; in float32 the masters are in its memory. The embedded engine has a copy of its own, and a second one
-while an update is staged. Under `memory_limit_gib` each phase has what is awake in it (`tandem.flow.sleep_plan`); otherwise
-nothing sleeps between phases.
+The figures follow the code. What a model keeps depends on its layout. FSDP: trained weights in float32, one part per rank,
+gathered a layer at a time (`tandem.engines.train.holders`). One process: the whole model in float32, and a rounded copy to
+compute with. DeepSpeed: flat pieces of its own (`tandem.engines.train.zero`); stages 1 and 2 also keep the whole model in
+the dtype of the computation, which in float32 holds the masters. The embedded engine has its own copy, and a second one
+while an update is staged. Under `memory_limit_gib` a phase holds only what is awake in it (`tandem.flow.sleep_plan`);
+otherwise nothing sleeps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,27 +54,27 @@ COLUMNS = {
         "copy that is saved",
     ),
 }
-"""Heading → what is added up under it; the rest is under `other`."""
+"""Heading of the table → the items that it sums up; all others are under `other`."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes that somebody holds."""
+    """A number of bytes and their holder."""
 
     role: str
     what: str
     num_bytes: float
-    """In the memory that is looked at: a CPU's, or the first GPU's, or the host's beside GPUs."""
+    """Bytes in its place: a CPU's memory, the first GPU's, or host memory beside GPUs."""
 
     place: Place = "device"
     devices: int = 1
-    """GPUs that hold as much each."""
+    """Number of GPUs that each hold as many bytes."""
 
     first: int = 0
-    """The first of these GPUs; 0 on a CPU."""
+    """Index of the first of these GPUs; 0 on a CPU."""
 
     def on(self, device: int) -> bool:
-        """True if a GPU, or a CPU's memory (0), holds it."""
+        """True if a GPU (or with 0 a CPU's memory) holds the item."""
         return self.place == "device" and self.first <= device < self.first + self.devices
 
 
@@ -86,13 +86,13 @@ class Instant:
     items: tuple[MemoryItem, ...]
 
     def total(self, place: Place = "device") -> float:
-        """Bytes, of the first GPU where they are a device's."""
+        """Total bytes in ``place``; for a device those of the first GPU."""
         if place == "host":
             return sum(item.num_bytes for item in self.items if item.place == "host")
         return self.on(0)
 
     def on(self, device: int) -> float:
-        """Bytes that one GPU holds."""
+        """Total bytes on one GPU."""
         return sum(item.num_bytes for item in self.items if item.on(device))
 
     def columns(self, device: int = 0) -> dict[str, float]:
@@ -106,33 +106,33 @@ class Instant:
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of the ranks of a run, or of a model: on a CPU one for all, else a device each, beside host memory."""
+    """The memory of some ranks: on a CPU one memory for all, otherwise a device each beside host memory."""
 
     ranks: int
     shared: bool
     first: int = 0
-    """The first of these ranks."""
+    """Number of the first of these ranks."""
 
     def item(self, role: str, what: str, each: float, place: Place = "device") -> MemoryItem:
-        """An item that each of these ranks holds, ``each`` bytes."""
+        """An item of ``each`` bytes on every one of these ranks."""
         if self.shared or place == "host":
             return self.one(role, what, each * self.ranks, place)
         return MemoryItem(role, what, each, devices=self.ranks, first=self.first)
 
     def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> MemoryItem:
-        """An item that the first rank alone holds, or all of them together."""
+        """An item that only the first rank holds, or all ranks together."""
         return MemoryItem(role, what, num_bytes, "device" if self.shared else place)
 
 
 NORM_BYTES = 12
-"""Bytes for each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
+"""Bytes per number of the largest gradient while its norm is taken: its square in float32 and again in float64."""
 
 BUCKET = 50_000_000
-"""Most numbers that DeepSpeed sends at a time, and fetches ahead under stage 3 (`tandem.engines.train.zero_library`)."""
+"""Most numbers that DeepSpeed sends at a time, and under stage 3 fetches ahead (`tandem.engines.train.zero_library`)."""
 
 
 def states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Weights and moments, which stay through all phases."""
+    """Weights and moments of a model, which stay through all phases."""
     if not model.own:
         return
     if model.layout.zero is not None:
@@ -146,8 +146,8 @@ def states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
 
 
 def _zero_states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Stages 1 and 2: the whole model, whose flat form the parameters are views of; stage 3: a part of it, and the buffer
-    that gradients are summed into, which a frozen model has too."""
+    """Weights and moments under DeepSpeed. Stages 1 and 2: the whole model, as views of a flat tensor. Stage 3: a part of
+    it, and the buffer in which gradients are summed, also for a frozen model."""
     whole, part, stage = model.masters, model.masters / model.parts, model.layout.zero
     yield room.item(model.role, "parameters", BYTES[model.dtype] * (part if stage == 3 else whole))
     if model.dtype != "float32":  # else they share the memory of the parameters
@@ -159,8 +159,8 @@ def _zero_states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
 
 
 def gathered(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Parameters that are whole while it computes: with FSDP everything outside the layers, the layer that computes and the
-    next one; with stage 3 what DeepSpeed fetches ahead, too."""
+    """Parameters that are gathered while a model computes. FSDP: everything outside the layers, the present layer and the
+    next. Stage 3: also what DeepSpeed fetches ahead."""
     root, layer = model.piece.root(model.head), model.piece.layer
     if model.adapters is not None:
         layer += model.adapters.rank * model.adapters.widths(model.shape)
@@ -173,8 +173,8 @@ def gathered(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
 
 
 def gradients_between(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """From the second micro-batch of a step on: summed where they are not divided yet, else a part of them. DeepSpeed sends
-    them in buckets, in the dtype of the computation, in float32, and on a CPU in gloo's copy of that."""
+    """Gradients from the second micro-batch of a step on: whole until they are divided over ranks, then a part. DeepSpeed
+    sends them in buckets, in the dtype of the computation and in float32; on a CPU gloo copies them."""
     stage = model.layout.zero
     whole = stage == 1 if stage is not None else not model.sync_each
     if stage != 3:  # which has its buffer at all times
@@ -185,7 +185,7 @@ def gradients_between(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
 
 
 def gradients_of_the_step(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """While the optimizer works. DeepSpeed joins the pieces in one tensor beside them."""
+    """Gradients while the optimizer works. DeepSpeed joins its pieces in one more tensor."""
     pieces = 2 if model.layout.zero in (1, 2) else 1
     yield gradients(model, room, pieces * FLOAT32 * model.masters / model.parts)
     largest = max(model.piece.embedding, model.piece.hidden * model.piece.intermediate)
@@ -195,7 +195,7 @@ def gradients_of_the_step(model: PlannedModel, room: Room) -> Iterator[MemoryIte
 
 
 def gradients(model: PlannedModel, room: Room, each: float) -> MemoryItem:
-    """``each``: bytes of a rank."""
+    """The gradients of a model, ``each`` bytes on every rank."""
     return room.item(model.role, "gradients", each, _place(model))
 
 
@@ -204,11 +204,11 @@ def _place(model: PlannedModel) -> Place:
 
 
 TOKENIZER_BYTES = 1000
-"""Bytes for each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
+"""Bytes per token of the vocabulary: the library held 46 MiB for a vocabulary of 49,152, measured once."""
 
 
 def step_of(job: Job, model: PlannedModel, mini_batches: int = 1) -> Step:
-    """The micro-batches of a pass at full length; ranks that share tokens take so many times as many together."""
+    """The micro-batches of a pass at full length; ranks that share tokens take as many times more of them together."""
     layout, groups = model.layout, -(-job.groups // mini_batches)
     most, prompt, longest = model.max_tokens * layout.context, job.lengths.prompt, job.lengths.longest
     step = cut_step(groups, job.trained, prompt, longest, most=most, ranks=layout.batches, together=job.together)
@@ -255,13 +255,13 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
 
 PARTS: dict[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
 ENGINE_PARTS: dict[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
-"""MemoryItem → the part that it sleeps with."""
+"""Name of an item → the part of the engine that it sleeps with."""
 
 
 def _worst(
     job: Job, phase: str, steady: Sequence[MemoryItem], coming: Sequence[MemoryItem], machine: Machine, room: Room
 ) -> Instant:
-    """The phase in that of its stages in which most is awake, with the share of what comes that an allocator adds."""
+    """A phase at that of its stages in which most is awake. The allocator's surplus is added to the ``coming`` items."""
     slack = machine.slack * sum(item.num_bytes for item in coming if item.on(0))
     coming = [*coming, *([room.item("process", "allocator", slack)] if slack else [])]
     sleeping = job.sleeping
@@ -272,7 +272,7 @@ def _worst(
 
 
 def _of_awake(job: Job, steady: Sequence[MemoryItem], awake: frozenset[Part], machine: Machine) -> Iterator[MemoryItem]:
-    """The items without those that sleep, which lie on a disk if the device is the host, and in host memory beside a GPU."""
+    """The items that are awake. Sleeping ones lie on disk if the device is the host, and in host memory beside a GPU."""
     assert job.sleeping is not None
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
@@ -327,7 +327,7 @@ def _cache_of(job: Job, generator: Generator) -> Iterator[MemoryItem]:
 
 
 def _of_engines(generator: Generator, what: str, each: float) -> MemoryItem:
-    """The items of all the engines: on devices of their own, or together in one memory."""
+    """An item of ``each`` bytes for every engine: on devices of their own, or all in one memory."""
     if generator.apart:
         first = generator.seats[0].devices[0] if generator.seats else 0
         return MemoryItem(generator.role, what, each, devices=generator.engines, first=first)
@@ -335,14 +335,14 @@ def _of_engines(generator: Generator, what: str, each: float) -> MemoryItem:
 
 
 def engine_weights(generator: Generator, machine: Machine) -> float:
-    """Bytes of one copy."""
+    """Bytes of one engine's weights."""
     return engine_bytes(generator.shape, generator.dtype, cpu=machine.kind == "cpu")
 
 
 def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
-    """(samples that run at once in one engine, tokens of cache that they hold at full length).
+    """Returns (samples that run at once in one engine, tokens of cache that they fill at full length).
 
-    Samples of a prompt share its keys; each has a row of its own for what it writes.
+    Samples of a prompt share its keys; each has its own row for what it writes.
     """
     lengths = generator.lengths or job.lengths
     prompt, own, samples = lengths.prompt, lengths.longest, 1 if generator.lengths else max(1, job.generated)
@@ -356,7 +356,7 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
 
 
 def kv_needed(job: Job, generator: Generator) -> float:
-    """Bytes of cache that the longest sample needs alone; with less the engine refuses it."""
+    """Bytes of cache that the longest sample needs alone; an engine with less refuses it."""
     return cache_bytes(generator.shape, generator.dtype, row_capacity(job.lengths.prompt + job.lengths.longest - 1))
 
 
@@ -379,7 +379,7 @@ def _generation(generator: Generator) -> Iterator[MemoryItem]:
 
 
 def _scoring(job: Job, model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """A pass without gradients."""
+    """The items of a pass without gradients."""
     batch = step_of(job, model).largest
     yield from gathered(model, room)
     yield room.item(model.role, "activations", passing(model, batch, backward=False))
@@ -388,7 +388,7 @@ def _scoring(job: Job, model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
 
 
 def _verifying(actor: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """The weights as they were, and, where they are rounded in one process, in float32."""
+    """Copies of the weights while deliveries are verified; also in float32 if one process rounds them."""
     before = FLOAT32 * actor.masters + BYTES[actor.dtype] * actor.base
     yield room.item("verify", "weights before", before / actor.parts)
     if actor.dtype != "float32" and actor.parts == 1:
@@ -396,7 +396,8 @@ def _verifying(actor: PlannedModel, room: Room) -> Iterator[MemoryItem]:
 
 
 def _update(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
-    """The worse of these moments: the backward pass begins (everything is kept), or ends (all gradients are there)."""
+    """The items of an update at its worst moment: the backward pass begins (all activations are kept), or ends (all
+    gradients exist)."""
     moments = [_backward_begins(job, model, room), _backward_ends(job, model, room)]
     return max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
 
@@ -416,8 +417,8 @@ def _backward_begins(job: Job, model: PlannedModel, room: Room) -> list[MemoryIt
 
 
 def _backward_ends(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
-    """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32, of which
-    gloo makes a copy."""
+    """The items at the end of a backward pass. A tied head's gradient waits for the embedding's; over several ranks their
+    sum is reduced in float32, which gloo copies."""
     shape, size = model.piece, BYTES[model.dtype]
     several = step_of(job, model, model.mini_batches).count > 1 or model.layout.zero is not None
     items = [*gathered(model, room)]
@@ -433,7 +434,7 @@ def _backward_ends(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem
 
 
 def _publishing(job: Job, machine: Machine) -> Iterator[MemoryItem]:
-    """The engine lays the update out beside what it serves."""
+    """The items of a delivery: the engine stages the update beside the weights that it serves."""
     generator, actor = job.generator, job.actor
     assert generator is not None
     yield _of_engines(generator, "staged weights", engine_weights(generator, machine))
@@ -448,9 +449,8 @@ def _publishing(job: Job, machine: Machine) -> Iterator[MemoryItem]:
 
 
 def _copied(job: Job, room: Room) -> Iterator[MemoryItem]:
-    """Bytes that a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The
-    copy stays for the next save. Each rank copies its part; norms, which ranks that cut matrices all have, count with
-    each."""
+    """The copy that a background save writes: masters, moments, and their rounding to the checkpoint's dtype. The copy stays
+    for the next save. Each rank copies its part; norms, which all ranks of a cut matrix have, count on each."""
     for model in job.models if job.saves_beside else ():
         if model.trained:
             each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not room.shared else 0)
@@ -458,7 +458,7 @@ def _copied(job: Job, room: Room) -> Iterator[MemoryItem]:
 
 
 def _saving(job: Job, room: Room) -> Iterator[MemoryItem]:
-    """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, but for
+    """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, except
     what is merged or gathered from several ranks."""
     for model in job.models if not job.saves_beside else ():
         if model.trained and (not room.shared or model.dtype != "float32" or model.ranks > 1 or model.adapters is not None):

@@ -1,4 +1,4 @@
-"""Scoring a batch under versions of the weights: the newest one, and those that are kept."""
+"""Scores a batch under the newest version of the weights and those that are archived."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from tandem.weights.archive import VersionArchive
 
 
 def beginning(folder: Path, engine: TrainEngine) -> FolderSource | None:
-    """The weights that a run began with, from its model's folder; None where that has other names for them. Collective."""
+    """The first weights of a run, from its model's folder; None if the folder uses other tensor names. Collective."""
     names = {name for name, _ in engine.weights()}
     return FolderSource(folder) if names <= stored_entries(folder).keys() else None
 
@@ -28,51 +28,57 @@ def _is_of_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Verified:
-    """A part of a batch, scored again. All tensors are ``[T]`` of it."""
+    """A part of a batch, scored again. All tensors are ``[T]``."""
 
     batch: TensorDict
     known: torch.Tensor
-    """bool: a trained token whose version is kept."""
+    """bool, true for a trained token whose version is archived."""
 
     stamped: torch.Tensor
-    """Log-probabilities under the version that each token is stamped with."""
+    """Log-probabilities under the version with which each token is stamped."""
 
     newest: torch.Tensor
-    """Under the weights that train now."""
+    """Log-probabilities under the weights that are trained now."""
 
     compared: torch.Tensor
     """Log-probabilities as ``stamped``, computed in float32 if ``exact``."""
 
     older: torch.Tensor
-    """Under the version before the stamped one, computed as ``compared``; NaN where that is not kept."""
+    """Log-probabilities under the version before the stamped one, computed as ``compared``; NaN if that is not archived."""
 
     exact: bool
     """True if ``compared`` and ``older`` have no rounding noise."""
 
     unknown_share: float
-    """Trained tokens of this part that were not verified: their version is not kept, or they are left out on purpose."""
+    """Share of this part's trained tokens that were not verified, because their version is not archived or they were left
+    out."""
 
 
 class Scorer:
-    """Log-probabilities by the trainer, with the weights as they were delivered. All methods are collective."""
+    """Computes log-probabilities in the trainer, with the weights as they were delivered. All methods are collective."""
 
     def __init__(self, engine: TrainEngine, archive: VersionArchive | None, dtype: torch.dtype, team: Team, *, rounds: bool):
-        """``archive``: on rank 0. ``dtype``: of the delivery. ``rounds``: the engine computes in a wider one, so that its
-        own weights have to be rounded before they are what was delivered."""
+        """Makes a scorer.
+
+        Args:
+            archive: on rank 0; None on other ranks.
+            dtype: dtype of the delivery.
+            rounds: the engine computes in a wider dtype, so its own weights must be rounded to equal the delivered ones.
+        """
         self.engine, self._archive, self._dtype, self._team, self._rounds = engine, archive, dtype, team, rounds
         self._names: frozenset[str] | None = None
 
     def kept(self) -> list[int]:
-        """Versions that can be scored beside the newest one, oldest first."""
+        """Archived versions that can be scored besides the newest, oldest first."""
         return self._team.share(lambda: self._archive.versions if self._archive is not None else [])
 
     @property
     def kept_gib(self) -> float:
-        """Memory that kept versions take here."""
+        """GiB of the archived versions on this machine."""
         return 0.0 if self._archive is None else self._archive.num_bytes / 2**30
 
     def score(self, batch: TensorDict, number: int | None) -> torch.Tensor:
-        """``[T]`` under a kept version; None is the newest one, the engine's own."""
+        """Log-probabilities ``[T]`` under an archived version; None: under the newest, the engine's own weights."""
         if number is None and not self._rounds:
             return self.engine.forward(batch).logprobs
         # an engine that serves float32 merges without rounding: there the adapter itself is nearer than weights in bfloat16
@@ -80,14 +86,14 @@ class Scorer:
             return self.engine.forward(batch).logprobs
 
     def score_in_float32(self, batch: TensorDict, number: int | None) -> torch.Tensor | None:
-        """`score` without the rounding noise of a forward pass in bfloat16; None if the engine cannot."""
+        """`score` without the rounding noise of a bfloat16 forward pass; None if the engine cannot compute it."""
         served = None if number is None and not self._rounds else self.tensors(number)
         with contextlib.nullcontext() if served is None else self.engine.using(served), self.engine.in_float32() as exact:
             return self.engine.forward(batch).logprobs if exact else None
 
     def tensors(self, number: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights of a version, as they were served: of an adapter merged into its base, and rounded then. Each is
-        valid until the next is asked for."""
+        """Yields the whole weights of a version as they were served: an adapter is merged into its base, then rounded. A
+        tensor is valid until the next is taken."""
         if number is None:
             for name, tensor in self.engine.weights():
                 yield name, tensor.to(self._dtype)
@@ -103,14 +109,14 @@ class Scorer:
             yield name, tensor.to(self._dtype)
 
     def surviving(self) -> float | None:
-        """The share of the adapter that was delivered last which is in the engine's weights; None where there is none, or
-        where it changes nothing yet, or where the engine serves float32, which rounds next to nothing away."""
+        """The share of the last delivered adapter that survives rounding in the engine's weights; None if there is no
+        adapter, if it changes nothing yet, or if the engine serves float32, which rounds next to nothing away."""
         if self.engine.adapter is None or self._dtype == torch.float32:
             return None
         return self.engine.adapter.surviving(self._dtype)
 
     def _kept(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a version, as delivered: perhaps those of an adapter alone."""
+        """Yields the tensors of a version as they were delivered, which may be an adapter alone."""
         if self._names is None:
             adapter = () if self.engine.adapter is None else self.engine.adapter.weights()
             self._names = frozenset(name for stream in (self.engine.weights(), adapter) for name, _ in stream)

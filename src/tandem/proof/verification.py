@@ -310,12 +310,12 @@ def choose(batch: TensorDict, count: int, seed: int) -> torch.Tensor:
 
 
 WHOLE = 0.75
-"""From this share on an update is missing as a whole."""
+"""Share from which on an update counts as missing as a whole."""
 
 
 def missing_update(sigmas: float, share: float | None) -> str:
-    """The cause where only the direction of the gap shows it. ``sigmas``: standard errors by which it does. ``share``: the
-    part of the update that is missing; None if rounding hides how large it is."""
+    """Names the cause of a gap that shows only by its direction. ``sigmas``: its size in standard errors. ``share``: the
+    missing part of the update; None if rounding hides its size."""
     much = "all or most" if share is None else "all" if share > WHOLE else "a part"
     regression = "" if share is None else f"{share:.0%} by regression, "
     return (
@@ -326,7 +326,8 @@ def missing_update(sigmas: float, share: float | None) -> str:
 
 
 def likely_cause(verified: Verified, version: int, tolerance: float, scorer: Scorer) -> str:
-    """The cause of a gap above the tolerance, and what to do. ``version``: of the weights that train now. Collective."""
+    """Names the cause of a gap above the tolerance, and the remedy. ``version``: number of the weights that are trained now.
+    Collective."""
     wrong, count = _affected(verified, tolerance)
     where, known = "", verified.known
     if 0 < len(wrong) < count:

@@ -55,7 +55,7 @@ async def read_body(request: web.Request, schema: Schema, limits: ServerLimits, 
     if request.content_type != "application/json":
         raise Refusal(415, f"Content-Type must be application/json, got {request.content_type!r}")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise Refusal(415, f"a body is sent as it is, got Content-Encoding {request.headers['Content-Encoding']!r}")
+        raise Refusal(415, f"a body must not be encoded, got Content-Encoding {request.headers['Content-Encoding']!r}")
     pieces = await _read(request, limits, max_bytes)
     if len(pieces[0]) < _LARGE_BYTES:
         return parse(pieces[0], schema, limits.max_depth)

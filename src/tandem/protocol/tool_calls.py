@@ -1,4 +1,4 @@
-"""Chats with tools as text, and a reply's tokens as what they say: content, thinking, calls."""
+"""Writes chats with tools as text, and reads a reply's tokens as content, thinking and tool calls."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ class CallBlock(NamedTuple):
     start: int
     end: int
     written: tuple[CallText, ...]
-    """Empty for one that cannot be read."""
+    """The block's calls; empty if it cannot be read."""
 
     status: CallStatus
     why: str
@@ -46,23 +46,23 @@ class CallReader:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, family: str | None = None):
-        """``family``: a name of `FAMILIES`; None: that of the chat template.
+        """``family``: a name of `FAMILIES`; None takes that of the chat template.
 
         Raises:
-            ConfigError: no family is called so, or the template, which knows no tools, cannot write it.
+            ConfigError: the family is unknown; or the template knows no tools, and cannot write this family.
         """
         if family is not None and family not in FAMILIES:
             raise ConfigError(f"no family of tool calls is called {family!r}; {nearest_names(family, FAMILIES)}")
         self.tokenizer = tokenizer
         known = FAMILIES[family] if family is not None else family_of(_template_of(tokenizer))
         self.writes_calls = known is not None and _writes(tokenizer, [ASKS, CALLS])
-        """The template writes calls and results itself."""
+        """True if the template itself writes calls and results."""
 
         if not self.writes_calls and family not in (None, "hermes"):
             raise ConfigError(f"the chat template of this model writes no tool calls, so not {family!r}; use 'hermes'")
         self.family: Family = known if known is not None and self.writes_calls else FAMILIES["hermes"]
         self.writes_tools = self.writes_calls and _writes_tools(tokenizer)
-        """The template writes the tools' schemas itself."""
+        """True if the template itself writes the tools' schemas."""
 
         self._opening, self._closing = re.compile(self.family.opening), re.compile(self.family.closing)
         self._noise = re.compile(self.family.noise) if self.family.noise else None
@@ -80,14 +80,14 @@ class CallReader:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The chat as the model reads it. Raises `DataFailure` where the template refuses it."""
+        """The text of a chat as the model reads it. Raises `DataFailure` if the template refuses the chat."""
         options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         if tools and self.writes_tools:
             options["tools"] = [dict(tool) for tool in tools]
         return render(self.tokenizer, self._spelled(messages, tools), **options)
 
     def _spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages as the template takes them: what it cannot write itself is text in them."""
+        """The messages in a form that the template takes: parts that it cannot write itself become text."""
         if not self.writes_calls:
             return plain_chat(messages, tools)
         written = [dict(message) for message in messages]
@@ -96,7 +96,7 @@ class CallReader:
     def read(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
     ) -> Reply:
-        """Reads a reply. ``prompt``: the text before it, for what a template writes in advance. Never raises."""
+        """Reads a reply. ``prompt``: the text before it, because a template may write its beginning. Never raises."""
         return self.read_text(self._decode(ids), tools, prompt=prompt, stop_reason=stop_reason)
 
     def read_text(
@@ -108,8 +108,8 @@ class CallReader:
         stop_reason: StopReason,
         must_open: bool = False,
     ) -> Reply:
-        """Reads a reply from its text, special tokens included; as `read`. ``must_open``: what stands before a closing mark
-        is no thinking unless it was opened."""
+        """Reads a reply from its text, special tokens included; see `read`. ``must_open``: text before a closing mark counts
+        as thinking only if an opening mark precedes it."""
         ended = stop_reason == StopReason.STOP
         text = text[: len(text) - len(self._turn_end(text))]
         reasoning, start = self._split_thinking(text, prompt, must_open)
@@ -132,7 +132,8 @@ class CallReader:
         )
 
     def find(self, text: str, start: int = 0, *, ended: bool) -> Iterator[CallBlock]:
-        """The blocks of calls in a text. ``ended``: the turn ends where the text does, and is not cut off there."""
+        """Yields the blocks of calls in a text. ``ended``: the turn ends with the text; False: the text may be cut off
+        there."""
         opening = self._opening.search(text, start)
         while opening is not None:
             found = self._one(text, opening, ended)
@@ -162,7 +163,7 @@ class CallReader:
         return CallBlock(begin, limit, (), CallStatus.UNCLOSED, f"the call has no closing {family.closing_text}")
 
     def _end_of(self, text: str, at: int, ended: bool) -> int | None:
-        """Finds where a call ends whose body ends at ``at``; None if its closing mark is missing."""
+        """The end of a call whose body ends at ``at``; None if its closing mark is missing."""
         if not self.family.closing:
             return at
         if self.family.end_closes:
@@ -189,7 +190,7 @@ class CallReader:
                 yield Call(name, fitted, CallStatus.OK, text, call_id=own_id)
 
     def _split_thinking(self, text: str, prompt: str, must_open: bool) -> tuple[str, int]:
-        """The thinking at the beginning of a reply, and where the rest begins."""
+        """Splits off the thinking at the beginning of a reply; returns it and the start of the rest."""
         opening, closing = self.family.thinking
         begins = re.compile(r"\s*" + re.escape(opening.strip())).match(text)
         end = text.find(closing)
@@ -211,17 +212,17 @@ class CallReader:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def words(self, text: str) -> str:
-        """A text without marks that are no words."""
+        """The text without marks."""
         if self._noise is not None:
             text = self._noise.sub("", text)
         return self._marks.sub("", text) if self._special else text
 
 
 class ReplyStream:
-    """A reply that is read while it is written: its words at once, its calls when it has ended.
+    """Reads a reply while it is written: words at once, calls when it has ended.
 
-    With tools, content has no white space around it. Thinking is what the prompt or the reply opens as such: words that
-    were sent are no thinking any more.
+    With tools, content has no white space around it. Text is thinking only if the prompt or the reply opened it before:
+    words that were sent as content stay content.
     """
 
     def __init__(self, reader: CallReader, tools: Sequence[Mapping[str, Any]], prompt: str):
@@ -279,8 +280,8 @@ class ReplyStream:
         return self._take("content", at, bare=bool(self._tools or self._sent["reasoning"]))
 
     def _next_mark(self, marks: "regex.Pattern[str]") -> tuple[int, bool]:
-        """The place where a mark that ends the words begins, or may begin, in the waiting text, and whether it is whole.
-        Marks that are no words go."""
+        """Finds the first mark in the waiting text that ends the words: its start (or the start of what may become one), and
+        True if it is complete. Removes marks that are no words."""
         mark = marks.search(self._waiting, partial=True)
         while mark is not None and not mark.partial and not mark.groupdict().get("stop"):
             self._waiting = self._waiting[: mark.start()] + self._waiting[mark.end() :]
@@ -288,7 +289,7 @@ class ReplyStream:
         return (len(self._waiting), False) if mark is None else (mark.start(), not mark.partial)
 
     def _take(self, kind: str, end: int, *, bare: bool) -> str:
-        """The waiting text up to ``end``. ``bare``: without white space around all that is sent of this kind."""
+        """Takes the waiting text up to ``end``. ``bare``: removes white space around the whole text sent of this kind."""
         words = self._waiting[:end]
         if bare:
             words = words.rstrip()
@@ -300,17 +301,15 @@ class ReplyStream:
 
 
 def plain_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with tools as a chat that any template takes: tools are text of the system, calls (``hermes``) of the
-    assistant, results of the user. It is what a model reads whose template knows no tools, so imitate such chats.
-    """
+    """Rewrites a chat with tools for any template: tools become text of the system, calls (``hermes``) of the assistant,
+    results of the user. A model whose template knows no tools reads this, so train it on such chats."""
     written = [dict(message) for message in messages]
     return list(_as_plain_text(_with_system_block(written, tools, FAMILIES["hermes"]) if tools else written))
 
 
 def _with_ids(calls: Sequence[Call], salt: str) -> tuple[Call, ...]:
-    """Each with an id of its own: the model's, or nine letters and digits, as Mistral's templates want; the same for the
-    same reply to the same prompt.
-    """
+    """Gives each call an id: the model's own, or nine letters and digits, as Mistral's templates want. The same reply to the
+    same prompt gets the same ids."""
     made: dict[str, Call] = {}
     for i, call in enumerate(calls):
         digest = hashlib.blake2s(f"{salt}\0{i}".encode(errors="replace")).hexdigest()[:9]
@@ -328,7 +327,7 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _writes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tries whether the template writes the tools: many mention what they omit."""
+    """True if the template writes the tools. It is tried out, because many templates mention tools and omit them."""
     function = {"name": PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
     return _writes(tokenizer, [ASKS], tools=[{"type": "function", "function": function}])
 
@@ -353,7 +352,8 @@ def _with_system_block(
 
 
 def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Calls and results as the text of assistant and user, for a template that knows neither. Results in a row: one turn."""
+    """Writes calls and results as text of assistant and user, for a template that knows neither. Consecutive results make
+    one turn."""
     results: list[Any] = []
     for message in messages:
         if message["role"] == "tool":
@@ -371,7 +371,7 @@ def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _results(contents: Sequence[Any]) -> Any:
-    """One content of several results: a text, or parts where images or sounds are among them."""
+    """Joins several results: a text, or parts if images or sounds are among them."""
     parts: list[Any] = []
     for content in contents:
         shown = content if kinds_of(content) else [{"type": "text", "text": text_of(content)}]

@@ -1,8 +1,7 @@
-"""The forms in which models write calls of tools, as data: a row for each family of chat templates.
+"""The forms in which models write tool calls, as data: one row for each family of chat templates.
 
-A family is recognised by the marks in its template. All are read here, by one scanner, and not by transformers'
-`response_template`: few tokenizers carry one, it raises at malformed JSON, and takes a call that was cut off for a whole
-one.
+A family is recognised by the marks in its template. One scanner reads all families, instead of transformers'
+`response_template`: few tokenizers have one, it raises at malformed JSON, and it takes a call that was cut off for complete.
 """
 
 import json
@@ -15,12 +14,12 @@ from tandem.protocol.parsing import STRICT
 
 
 class CallText(NamedTuple):
-    """A call as it stands in a text."""
+    """A call as it is written in a text."""
 
     name: str
     arguments: dict[str, Any]
     call_id: str = ""
-    """The model's own name for the call, where its family writes one: results refer to it."""
+    """The model's own id of the call, to which results refer; empty if its family writes none."""
 
 
 class Body(NamedTuple):
@@ -28,15 +27,15 @@ class Body(NamedTuple):
 
     calls: list[CallText]
     end: int
-    """The position behind it in the text."""
+    """Position in the text after the body."""
 
 
 ReadBody = Callable[[str, int], Body]
-"""(text, position) → body. Raises ValueError, in words for the model."""
+"""(text, position) → body. Raises ValueError with a message for the model."""
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at ``start`` (or behind white space), and where it ends."""
+    """The JSON value at ``start`` (after white space), and the position where it ends."""
     start = _skip_space(text, start)
     try:
         value, end = STRICT.raw_decode(text, start)
@@ -185,38 +184,38 @@ def bare_keys(quote: str) -> ReadBody:
 
 @dataclass(frozen=True)
 class Family:
-    """The way in which one family of models writes calls."""
+    """The way in which one family of models writes tool calls."""
 
     name: str
     marks: tuple[str, ...]
-    """Texts that its chat template contains, all of them."""
+    """Texts that all occur in its chat template."""
 
     example: str
     """Completes "for each function call, …", for templates that do not tell the model."""
 
     opening: str
-    """A pattern: what stands before a call."""
+    """Pattern of the mark before a call."""
 
     read: ReadBody
     closing: str = ""
-    """A pattern: the mark after a call. Empty: the end of the turn closes it, or what `read` read has its own end."""
+    """Pattern of the mark after a call. Empty: the end of the turn closes the call, or `read` finds its end."""
 
     closing_text: str = ""
-    """The mark in words, for the model."""
+    """The closing mark as the model is told about it."""
 
     end_closes: bool = False
-    """The end of the turn, too, closes a call."""
+    """True if the end of the turn closes a call too."""
 
     bare_values: bool = False
-    """Values of arguments are text as it stands, to be read by the schema."""
+    """True if arguments are written as plain text, which the schema interprets."""
 
     forced: tuple[str, str, str] | None = None
-    """The text before a call that is JSON, the field of its arguments, and the text behind it, for a model that must call;
-    None: its calls cannot be forced."""
+    """(text before a JSON call, field of its arguments, text after it), used to force a call; None: calls cannot be forced.
+    """
 
     thinking: tuple[str, str] = ("<think>", "</think>")
     noise: str = ""
-    """A pattern of marks that belong neither to a call nor to the content."""
+    """Pattern of marks that belong neither to a call nor to the content."""
 
 
 _HARMONY_CALL = r"(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.(?=[^\s<]+\s*(?:<\||json))"
@@ -345,7 +344,7 @@ _FAMILIES = (
 )
 
 FAMILIES = {family.name: family for family in _FAMILIES}
-"""By name; a template belongs to the first whose marks it has. Qwen 2.5, Qwen 3 and Hermes are `hermes`."""
+"""Name → family. A template belongs to the first family whose marks it has. Qwen 2.5, Qwen 3 and Hermes are `hermes`."""
 
 SYSTEM_BLOCK = """# Tools
 
@@ -357,7 +356,7 @@ You are provided with function signatures within <tools></tools> XML tags:
 </tools>
 
 For each function call, {example}"""
-"""The text for a model whose template does not write the tools: Qwen 2.5's words, whose calls are those of `hermes`."""
+"""The system text about tools for a template that does not write them: Qwen 2.5's words, with `hermes` calls."""
 
 
 def family_of(template: str) -> Family | None:

@@ -113,8 +113,8 @@ class Scored:
     @property
     def raw(self) -> dict[str, float]:
         """The value that each term gave; of steps their mean."""
-        own = {name: sum(values) / len(values) for name, values in self.values.items() if values}
-        return {**self.sample.rewards, **self.sample.raw_rewards, **own}
+        means = {name: sum(values) / len(values) for name, values in self.values.items() if values}
+        return {**self.sample.rewards, **self.sample.raw_rewards, **means}
 
 
 class Sum(RewardFn):
@@ -133,8 +133,8 @@ class Sum(RewardFn):
         self.later = tuple(t.label for t in terms if batch and (t in self.late or t.label in self.together))
         """Names of the terms that are added when the episode has ended."""
 
-        here = [term for term in terms if term.label in judges]
-        self.own_told = raw_names(here) | (raw_names(terms) - {term.label for term in here})
+        judged_terms = [term for term in terms if term.label in judges]
+        self.own_told = raw_names(judged_terms) | (raw_names(terms) - {term.label for term in judged_terms})
         self.told = self.own_told
         """Terms whose value before the weight is recorded."""
 
@@ -153,28 +153,28 @@ class Sum(RewardFn):
         """True if a term reads the conversation."""
         return any(judge.reads_messages for judge in self.single.values())
 
-    async def __call__(self, *, messages: Sequence[Mapping[str, Any]] = (), **given: Any) -> RewardResult:
+    async def __call__(self, *, messages: Sequence[Mapping[str, Any]] = (), **arguments: Any) -> RewardResult:
         """Implements `RewardFn.__call__`. Fails if a term fails."""
         if self.alone is not None:
-            return await self.alone(**given, **messages_for(self.alone, messages))
-        results = await self._asked(messages, given)
-        known = [results[name] for name in self.single if name in results and name != self.cost]
-        accuracy = next((result.accuracy for result in known if result.accuracy is not None), None)
-        looking = next((result for result in known if result.extracted is not None), RewardResult(0.0))
+            return await self.alone(**arguments, **messages_for(self.alone, messages))
+        results = await self._asked(messages, arguments)
+        judged = [results[name] for name in self.single if name in results and name != self.cost]
+        accuracy = next((result.accuracy for result in judged if result.accuracy is not None), None)
+        looking = next((result for result in judged if result.extracted is not None), RewardResult(0.0))
         words = {name: text for result in results.values() for name, text in result.words.items()}
         summed = self._added(self.single, {name: result.value for name, result in results.items()})
         return replace(summed, accuracy=accuracy, answer=looking.answer, extracted=looking.extracted, words=words)
 
-    async def _asked(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dict[str, RewardResult]:
+    async def _asked(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> dict[str, RewardResult]:
         """Asks all terms at once, those with a gate behind the term that opens it, and not if it stays closed."""
         results: dict[str, RewardResult] = {}
         options = {term.label: term.options for term in self.terms}
         due, answered = [name for name in self.single if name not in self._waits], set[str]()
         while due:
             raw = {name: result.value for name, result in results.items()}
-            asked = [name for name in due if name not in self._waits or is_open(options[name], raw)]
-            calls = [self.single[name](**given, **messages_for(self.single[name], messages)) for name in asked]
-            results |= zip(asked, await asyncio.gather(*calls), strict=True)
+            names = [name for name in due if name not in self._waits or is_open(options[name], raw)]
+            calls = [self.single[name](**arguments, **messages_for(self.single[name], messages)) for name in names]
+            results |= zip(names, await asyncio.gather(*calls), strict=True)
             answered |= {*due}
             due = [name for name in self.single if name not in answered and self._waits[name] in answered]
         return results
@@ -188,10 +188,10 @@ class Sum(RewardFn):
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[Sample]:
         """The samples of a prompt with what the terms that judge them together add."""
         results = await asyncio.gather(*(judge.compare(samples, row) for judge in self.together.values()))
-        found = [compared(name, given, len(samples)) for name, given in zip(self.together, results, strict=True)]
+        by_term = [compared(name, values, len(samples)) for name, values in zip(self.together, results, strict=True)]
         more = []
         for i, sample in enumerate(samples):
-            each = {name: given[i] for name, given in zip(self.together, found, strict=True)}
+            each = {name: values[i] for name, values in zip(self.together, by_term, strict=True)}
             words = {name: text for judged in each.values() for name, text in judged.words.items()}
             more.append(
                 plus(sample, replace(self._added(self.together, {n: x.value for n, x in each.items()}), words=words))
@@ -226,11 +226,11 @@ class Reward(RewardFn):
 
     def __init__(self, default: str, sums: Mapping[str, Sum], vote: MajorityVote | None = None):
         """``default``: the reward of rows whose data set names none. ``sums``: every sum that judges rows."""
-        sums = {spec: copy(one) for spec, one in sums.items()}
-        for one in sums.values():  # or a mean of raw values would be over other rows than that of the parts
-            one.told = one.own_told.union(*(other.own_told for other in sums.values()))
+        sums = {spec: copy(reward_sum) for spec, reward_sum in sums.items()}
+        for reward_sum in sums.values():  # or a mean of raw values would be over other rows than that of the parts
+            reward_sum.told = reward_sum.own_told.union(*(other.own_told for other in sums.values()))
         self._judging = (default, sums)  # one object: while it is changed, episodes read it in another thread
-        self.cost, self.vote = next((one.cost for one in sums.values()), None), vote
+        self.cost, self.vote = next((reward_sum.cost for reward_sum in sums.values()), None), vote
         self.goes_on = False
         """True: the workflow goes on by the terms that are there at once (`RolloutWorkflow.reads_reward`)."""
 
@@ -254,19 +254,19 @@ class Reward(RewardFn):
         ``again``: the change was made before the means were loaded, which are as it and later changes left them."""
         self._gone += self.judges
         self._judging = other._judging
-        late = (term for one in self.sums.values() for term in one.late)
+        late = (term for reward_sum in self.sums.values() for term in reward_sum.late)
         running = {term.label for term in late if term.options.normalise == "running"}
         self.spreads = {name: spread for name, spread in self.spreads.items() if again or name in running}
 
     @property
     def judges(self) -> list[Judge]:
         """Those of all sums, each once."""
-        return list({id(judge): judge for one in self.sums.values() for judge in one.judges.values()}.values())
+        return list({id(judge): judge for reward_sum in self.sums.values() for judge in reward_sum.judges.values()}.values())
 
     @property
     def reads_messages(self) -> bool:  # type: ignore[override]
         """True if a reward reads the conversation."""
-        return any(one.reads_messages for one in self.sums.values())
+        return any(reward_sum.reads_messages for reward_sum in self.sums.values())
 
     @property
     def samples(self) -> int:
@@ -282,17 +282,17 @@ class Reward(RewardFn):
         default, sums = self._judging
         return sums[sum_of(row, default)]
 
-    async def __call__(self, *, row: Mapping[str, Any], **given: Any) -> RewardResult:
+    async def __call__(self, *, row: Mapping[str, Any], **arguments: Any) -> RewardResult:
         """Implements `RewardFn.__call__`: what counts at once."""
         try:
-            began, one = time.perf_counter(), self.of(row)
+            began, reward_sum = time.perf_counter(), self.of(row)
         except ConfigError as error:
             raise RewardFailure("unknown_recipe", str(error)) from error
         try:
-            result = await one(row=row, **given)
+            result = await reward_sum(row=row, **arguments)
             episode = EPISODE.get()
-            if one.later and not self.goes_on and episode is not None:
-                episode.has_read((*given["prompt_ids"], *given["completion_ids"]), one.later)
+            if reward_sum.later and not self.goes_on and episode is not None:
+                episode.has_read((*arguments["prompt_ids"], *arguments["completion_ids"]), reward_sum.later)
             return result
         finally:
             waited_s = time.perf_counter() - began
@@ -310,7 +310,7 @@ class Reward(RewardFn):
     @property
     def compares(self) -> bool:
         """True if the reward of any row has a term that judges the samples of a prompt together."""
-        return any(one.together for one in self.sums.values())
+        return any(reward_sum.together for reward_sum in self.sums.values())
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[Sample]:
         """The samples of a prompt with what such terms add, by the reward of the row."""
@@ -319,21 +319,21 @@ class Reward(RewardFn):
     def add(self, samples: Sequence[Scored], *, training: bool = True) -> list[Sample | DataFailure]:
         """Each sample of a batch with the whole reward, or why it cannot have one. In evaluation nothing is normalised or
         learnt."""
-        failures = [_failure(one) for one in samples]
-        fine = [one for one, failure in zip(samples, failures, strict=True) if failure is None]
-        values = [self._values(one, training) for one in fine]
+        failures = [_failure(scored) for scored in samples]
+        fine = [scored for scored, failure in zip(samples, failures, strict=True) if failure is None]
+        values = [self._values(scored, training) for scored in fine]
         if training:
             self._normalise(fine, values)
-        finished = iter([self._finished(one, own, training) for one, own in zip(fine, values, strict=True)])
+        finished = iter([self._finished(scored, rewards, training) for scored, rewards in zip(fine, values, strict=True)])
         return [next(finished) if failure is None else failure for failure in failures]
 
-    def _values(self, one: Scored, training: bool) -> dict[str, list[float]]:
+    def _values(self, scored: Scored, training: bool) -> dict[str, list[float]]:
         """The values of the late terms that count for a sample."""
-        raw, found = one.raw, {}
-        for term in self.sums[one.reward].late:
+        raw, rewards = scored.raw, {}
+        for term in self.sums[scored.reward].late:
             if not is_open(term.options, raw):
                 continue
-            if term.label not in one.values and term.label not in one.sample.raw_rewards:
+            if term.label not in scored.values and term.label not in scored.sample.raw_rewards:
                 if not training:  # in evaluation no term compares the samples of a prompt
                     continue
                 raise WrongWorkflow(
@@ -341,12 +341,12 @@ class Reward(RewardFn):
                     "sample without its value; make samples with chat.sample(…) behind self.judge(…), or give "
                     "Sample.raw_rewards what RewardResult.raw_rewards says"
                 )
-            found[term.label] = one.values.get(term.label) or [one.sample.raw_rewards[term.label]]
-        return found
+            rewards[term.label] = scored.values.get(term.label) or [scored.sample.raw_rewards[term.label]]
+        return rewards
 
     def _normalise(self, samples: Sequence[Scored], parts: Sequence[dict[str, list[float]]]) -> None:
         """Brings values to mean 0 and spread 1, over all so far or over those of their group."""
-        over = [{term.label: term.options.normalise for term in self.sums[one.reward].late} for one in samples]
+        over = [{term.label: term.options.normalise for term in self.sums[scored.reward].late} for scored in samples]
         for name in sorted({name for part in parts for name in part}):
             having = [i for i, part in enumerate(parts) if name in part]
             running = [i for i in having if over[i][name] == "running"]
@@ -356,22 +356,22 @@ class Reward(RewardFn):
             for _, members in groupby(grouped, lambda i: samples[i].group):
                 _scale(name, list(members), samples, parts, RunningSpread())
 
-    def _finished(self, one: Scored, values: Mapping[str, list[float]], training: bool) -> Sample:
-        sample, raw, summing = one.sample, one.raw, self.sums[one.reward]
+    def _finished(self, scored: Scored, values: Mapping[str, list[float]], training: bool) -> Sample:
+        sample, raw, summing = scored.sample, scored.raw, self.sums[scored.reward]
         trajectory, parts = sample.trajectories[-1], {}
         for term in summing.late:
             name = term.label
-            given = values.get(name, [])
-            if not given and not training and is_open(term.options, raw):
+            term_values = values.get(name, [])
+            if not term_values and not training and is_open(term.options, raw):
                 continue  # it compares samples, which evaluation does not, and 0 would be a verdict
-            earned = [counted(term, x, batch=training) for x in given]
+            earned = [counted(term, x, batch=training) for x in term_values]
             parts[name] = math.fsum(earned)
-            if name in one.tokens and given:
-                trajectory = trajectory.earning(one.tokens[name], earned)
-        told = {name: raw[name] for name in parts if values.get(name) and name in summing.told}
+            if name in scored.tokens and term_values:
+                trajectory = trajectory.earning(scored.tokens[name], earned)
+        reported = {name: raw[name] for name in parts if values.get(name) and name in summing.told}
         gates = {f"gate/{t.label}": float(t.label in values) for t in summing.late if t.options.gate_name is not None}
         return replace(
-            plus(sample, added(parts, told, self.cost)),
+            plus(sample, added(parts, reported, self.cost)),
             trajectories=(*sample.trajectories[:-1], trajectory),
             metrics={**sample.metrics, **gates},
         )
@@ -381,7 +381,7 @@ class Reward(RewardFn):
         themselves. Empty if there were none."""
         (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
         times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
-        return times | {name: value for one in self.sums.values() for name, value in one.metrics().items()}
+        return times | {name: value for reward_sum in self.sums.values() for name, value in reward_sum.metrics().items()}
 
     def close(self) -> None:
         """Closes all of them."""
@@ -398,12 +398,12 @@ class Reward(RewardFn):
         self.spreads = {n: RunningSpread(int(c), float(mean), float(q)) for n, (c, mean, q) in state["spreads"].items()}
 
 
-def _failure(one: Scored) -> DataFailure | None:
-    given = {name: [value] for name, value in one.sample.raw_rewards.items()} | one.values
-    for name, values in given.items():
+def _failure(scored: Scored) -> DataFailure | None:
+    rewards = {name: [value] for name, value in scored.sample.raw_rewards.items()} | scored.values
+    for name, values in rewards.items():
         if not values:
             return DataFailure("no_steps", f"reward {name!r} scores steps and found none in the reply")
-    wrong = ((name, value) for name, values in given.items() for value in values if not abs(value) <= MOST)
+    wrong = ((name, value) for name, values in rewards.items() for value in values if not abs(value) <= MOST)
     name, value = next(wrong, (None, 0.0))
     return None if name is None else DataFailure("reward_not_finite", f"reward {name!r} gave {value}")
 

@@ -24,7 +24,9 @@ class Reference:
         if base and engine.adapter is None:
             raise ConfigError("the reference shall be the base of an engine that has no adapter; set actor.lora.rank")
         if base and refresh_every_steps:
-            raise ConfigError("the base of an adapter stays as it is; give a reference with a refresh an engine of its own")
+            raise ConfigError(
+                "the base of an adapter never changes; a reference that is refreshed needs an engine of its own"
+            )
         self.engine, self.refresh_every_steps, self.base = engine, refresh_every_steps, base
         self.refreshed = 0  # version of the actor's weights that it holds
         self._followed: tuple[TrainEngine, Callable[[], int]] | None = None

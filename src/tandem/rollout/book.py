@@ -88,12 +88,14 @@ class EpisodeBook:
         episodes: list[Episode] = []
         if self.broken is not None:
             return episodes
+        # read once, so that all episodes of one call begin with the same version
         version = self._version()
         for _ in range(self.gate.capacity()):
             item = self._next()
             if item is None:
                 break
             row, workflow = item
+            # the ledger first: it raises for a prompt that would be used twice, before the gate has counted it
             prompt = PromptId.of(row, self._count)
             self.ledger.move(prompt, "running")
             self.gate.submit()
@@ -107,6 +109,7 @@ class EpisodeBook:
         """The episode that starts next; rows of a loader only while someone waits, or training is asynchronous."""
         if self._submitted:
             return self._submitted.popleft()
+        # Synchronous training draws rows only for a batch that is wanted, so that a checkpoint has no prompts under way.
         if self._source is None or not (self.wanted or self.gate.max_head_offpolicyness):
             return None
         rows, workflow = self._source
@@ -132,6 +135,7 @@ class EpisodeBook:
         if isinstance(outcome, EpisodeFailure):
             self._failed(episode, outcome)
             return
+        # failures count in a row: one success shows that the machines are well
         self._budget.restore("infrastructure")
         del self.running[episode.number]
         episode.group = outcome
@@ -165,6 +169,7 @@ class EpisodeBook:
     def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:
         """There is no group: its episode failed, or its rewards did."""
         message = self._budget.remember(episode.prompt, str(failure))
+        # not the prompt's fault: it is pending again, and a resumed run trains it
         if isinstance(failure, EngineDied):
             self.broken = self.broken or failure
             self._leave(episode, None)
@@ -180,6 +185,7 @@ class EpisodeBook:
         """The group enters a batch or is dropped; from now on it counts."""
         assert episode.group is not None, "it waits, so it has finished"
         self.ledger.failed_samples.update(episode.group.failures)
+        # only now: metrics must count each group once, and a group that is scored again would count twice
         if self._observer is not None:
             self._observer(episode.group)
 
@@ -221,15 +227,18 @@ class EpisodeBook:
     def choose(self, count: int) -> list[Episode] | None:
         """The oldest groups, as `on_expiry` says; with `oversample` those that finished first. None: too few."""
         eta = self.gate.max_head_offpolicyness
+        # the oldest version that a group of this batch may have begun with
         oldest = self._version() - eta
         if self._config.on_expiry == "drop":
             for episode in [e for e in self.waiting.values() if e.has_expired(oldest)]:
                 self._discard(episode, "expired")
+        # A running episode this old expires with the next version: take no younger group before it has ended.
         if self._config.on_expiry == "wait" and eta and any(e.version <= oldest for e in self.running.values()):
             return None
         if len(self.waiting) < count:
             return None
         if self._config.oversample > 1:
+            # chosen by arrival, but ordered by number, so that the batch does not depend on the race itself
             return sorted(list(self.waiting.values())[:count], key=lambda episode: episode.number)
         return self._oldest(count)
 
@@ -244,6 +253,7 @@ class EpisodeBook:
         """
         if partial and self.waiting and not self._submitted:
             return self._oldest(count)
+        # Taken groups keep the gate shut until `end_step`; waiting for more would never end.
         if self._taken and not self.gate.capacity():
             raise NoBatch(f"call end_step() after each batch: the last one is still being trained on; {self.describe()}")
         if not self.gate.capacity():
@@ -260,6 +270,7 @@ class EpisodeBook:
             self.gate.consume()
             self.ledger.move(episode.prompt, "taken")
         self._taken += episodes
+        # a batch was filled, so the filter leaves enough
         self._budget.filtered.clear()
         if self._config.oversample > 1:  # the others lost the race
             for episode in list(self.running.values()):
@@ -299,6 +310,7 @@ class EpisodeBook:
 
     def state_dict(self) -> dict[str, Any]:
         """The state: counters, and the prompts of a data set that have begun and not ended."""
+        # Also groups that wait: their tokens are not saved, so their prompts must begin again.
         begun = {**self.running, **self.waiting}
         unfinished = [*(begun[number].prompt for number in sorted(begun)), *self.ledger.pending(), *self._again]
         return {

@@ -57,6 +57,7 @@ class StalenessGate:
 
     def end_step(self) -> None:
         """The step is over and its weights are published."""
+        # only when weights are published: until then the taken groups count towards η
         self.taken = 0
 
     def _leave(self, count: str) -> None:

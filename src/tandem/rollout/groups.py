@@ -1,4 +1,4 @@
-"""Groups beyond n samples side by side: workflows that make the whole group, greedy baselines, votes, a part of the samples.
+"""Groups beyond n equal samples: whole-group workflows, greedy baselines, votes, groups of which a part is trained on.
 
 `MajorityLabels` and `FirstSamples` wrap a workflow of one sample, and act when its group is finished; `WithGreedyBaseline`
 wraps the workflow that makes the group.
@@ -18,42 +18,42 @@ from tandem.rollout.failure_budget import counted, least_samples
 from tandem.rollout.workflows import described, name_of, one_sample
 
 QUESTION = ("messages", SOURCE, EPOCH, INDEX)
-"""Columns of a row that say what is asked; all others may give the answer away."""
+"""Columns of a row that hold the question; any other column may give the answer away."""
 
 
 class Votes(Protocol):
-    """Who counts: `tandem.rewards.majority.MajorityVote`."""
+    """Counts votes, as `tandem.rewards.majority.MajorityVote` does."""
 
     def answer_of(self, sample: Sample) -> str | None:
-        """The final answer of a sample; None where it gives none."""
+        """The final answer of a sample; None if it has none."""
         ...
 
     async def __call__(self, answers: Sequence[str | None], expected: object = None) -> Vote | None:
-        """Counts; ``expected`` changes nothing but `Vote.right`. None if no answer could be read."""
+        """Counts the votes; None if no answer could be read. ``expected`` only sets `Vote.right`."""
         ...
 
 
 class MajorityLabels(RolloutWorkflow):
     """TTRL (arXiv:2504.16084): the reward of a sample is 1 if its answer equals the majority of its group, else 0.
 
-    The workflow inside sees the question alone, whatever else the row holds. The expected answer, where there is one, enters
-    metrics and nothing else: samples have no accuracy, which filters and curricula would act on.
+    The wrapped workflow sees the question alone, without the row's other columns. The expected answer, if there is one, is
+    used for metrics only: samples get no accuracy, because filters and curricula would act on it.
     """
 
     def __init__(self, workflow: RolloutWorkflow, vote: Votes):
         self.workflow, self.vote, self.name = workflow, vote, name_of(workflow)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """Runs the workflow inside."""
+        """Runs the wrapped workflow on the question alone."""
         question = {name: data[name] for name in QUESTION if name in data}
         return await self.workflow.arun_episode(engine, question)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """Votes.
+        """Sets the rewards by a vote.
 
         Raises:
-            DataFailure: ``no_answer_parsed``, when no sample gives an answer; the prompt is skipped.
-            WrongWorkflow: a sample brings a reward of its own.
+            DataFailure: ``no_answer_parsed``: no sample gives an answer; the prompt is skipped.
+            WrongWorkflow: a sample has a reward of its own.
         """
         if any(sample.own_reward for sample in samples):
             raise WrongWorkflow(
@@ -80,7 +80,7 @@ class MajorityLabels(RolloutWorkflow):
 
 
 def _vote_metrics(vote: Vote) -> dict[str, float]:
-    """Metrics of the group; each of its samples carries them."""
+    """Metrics of the vote; each sample of the group carries them."""
     found = {"ttrl/majority_ratio": vote.ratio, "ttrl/undecided": float(vote.undecided)}
     if vote.right is None:
         return found
@@ -97,23 +97,23 @@ class Compares(Protocol):
     """Judges the samples of a prompt together: `tandem.rewards.reward.Reward`, by the row's data set."""
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[Sample]:
-        """The samples with what is added to their rewards."""
+        """The samples with this comparison added to their rewards."""
         ...
 
 
 class Compared(RolloutWorkflow):
-    """Adds the parts of the reward that judge the samples of a prompt together, behind what the workflow says of them."""
+    """Adds the reward's terms that compare the samples of a prompt, after the workflow has finished the group."""
 
     def __init__(self, workflow: RolloutWorkflow, reward: Compares):
         self.workflow, self.reward, self.name = workflow, reward, name_of(workflow)
         self.makes_group, self.reads_scores = workflow.makes_group, workflow.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """Runs the workflow inside."""
+        """Runs the wrapped workflow."""
         return await self.workflow.arun_episode(engine, data)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """Compares them."""
+        """Compares the samples and adds the results to their rewards."""
         samples = await self.workflow.finish_group(samples, data)
         asked = [sample for sample in samples if not sample.own_reward]
         judged = iter(await self.reward.compare(asked, data) if asked else ())
@@ -121,8 +121,8 @@ class Compared(RolloutWorkflow):
 
 
 class FirstSamples(RolloutWorkflow):
-    """Only the first ``count`` samples of a group are trained on and enter its statistics; the others have voted, or
-    been measured, and that is all."""
+    """Only the first ``count`` samples of a group are trained on and enter its statistics; the others serve votes and
+    metrics only."""
 
     def __init__(self, workflow: RolloutWorkflow, count: int):
         if count < 1:
@@ -131,11 +131,11 @@ class FirstSamples(RolloutWorkflow):
         self.reads_scores = workflow.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """Runs the workflow inside."""
+        """Runs the wrapped workflow."""
         return await self.workflow.arun_episode(engine, data)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """Marks them; a sample that is outside the loss already does not count."""
+        """Takes samples beyond the first ``count`` out of loss and statistics. Samples outside the loss are not counted."""
         finished, left = [], self.count
         for sample in await self.workflow.finish_group(samples, data):
             if left == 0:
@@ -148,7 +148,7 @@ class FirstSamples(RolloutWorkflow):
 class WholeGroup(RolloutWorkflow):
     """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is.
 
-    None: half of the group's samples and failures together, rounded up.
+    ``min_group_size`` None: half of the group's samples and failures together, rounded up.
     """
 
     makes_group = True
@@ -177,15 +177,15 @@ class WholeGroup(RolloutWorkflow):
             return replace(result, samples=await self.finish_group(result.samples, data))
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """The workflow's own."""
+        """Finishes the group as the wrapped workflow does."""
         return tuple(await self.workflow.finish_group(samples, data))
 
 
 class WithGreedyBaseline(RolloutWorkflow):
-    """ReMax (arXiv:2310.10505): beside the samples of a prompt one greedy answer, whose reward is their baseline.
+    """ReMax (arXiv:2310.10505): adds one greedy answer to the samples of a prompt; its reward is their baseline.
 
-    It is the last sample of the group, ``greedy``, and neither in the loss nor in statistics. ``greedy`` here is the
-    workflow of one sample with greedy sampling.
+    The greedy answer is the last sample of the group (``greedy``), outside of loss and statistics. The attribute ``greedy``
+    is the workflow of one sample with greedy sampling.
     """
 
     def __init__(self, group: RolloutWorkflow, greedy: RolloutWorkflow):
@@ -195,7 +195,7 @@ class WithGreedyBaseline(RolloutWorkflow):
         """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
-            DataFailure: ``greedy_sample_failed``: without its baseline a prompt teaches nothing.
+            DataFailure: ``greedy_sample_failed``: without its baseline the prompt cannot be trained on.
         """
         for_sample = getattr(engine, "for_sample", None)
         own = for_sample(GREEDY_SAMPLE) if for_sample is not None else engine
@@ -217,10 +217,10 @@ class WithGreedyBaseline(RolloutWorkflow):
         return replace(group, samples=(*group.samples, baseline))
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """The workflow's own, of all samples but the baseline."""
+        """Finishes all samples but the baseline as the wrapped workflow does."""
         others = tuple(sample for sample in samples if not sample.greedy)
         return (*await self.group.finish_group(others, data), *(sample for sample in samples if sample.greedy))
 
 
 GREEDY_SAMPLE = 1 << 40
-"""Number of the greedy sample in noise keys: no sampled one has it."""
+"""Number of the greedy sample in noise keys; no other sample has it."""

@@ -1,4 +1,4 @@
-"""The ledger: what became of each prompt of each epoch, exactly once."""
+"""The ledger: records the fate of each prompt of each epoch, exactly once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -24,11 +24,12 @@ BEFORE: dict[State, tuple[State | None, ...]] = {
 
 
 Record = tuple[int, int, bool, str]
-"""A prompt that ended: epoch, index, whether it was trained, and the reason where it was dropped."""
+"""A finished prompt: epoch, index, whether it was trained, and the reason if it was dropped."""
 
 
 NO_EPOCH = -2
-"""Epoch of rows that bring no ``tandem.epoch`` and ``tandem.index``; numbered as they come. (-1 is evaluation's.)"""
+"""Epoch of rows without ``tandem.epoch`` and ``tandem.index``, which are numbered in order of arrival. (−1 is evaluation's.)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,16 @@ class PromptId:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], count: int) -> "PromptId":
-        """The key of a row; ``count``: the number of a row that brings none."""
+        """The key of a row. ``count``: the number of a row without a key of its own."""
         epoch, index = row.get(EPOCH), row.get(INDEX)
         return cls(epoch, index) if isinstance(epoch, int) and isinstance(index, int) else cls(NO_EPOCH, count)
 
 
 class Ledger:
-    """In memory. A prompt is ``pending`` until its episode starts, and ends as ``trained`` or ``dropped``, once.
+    """The ledger in memory. A prompt is ``pending`` until its episode starts, and ends as ``trained`` or ``dropped``, once.
 
-    Use is counted when a batch is first trained on; training on the same batch again does not change the ledger. Totals are
-    kept as prompts move, so a step costs what moved in it, however large the data set is.
+    A prompt counts as trained when its batch is first trained on; training on that batch again changes nothing. Totals are
+    updated as prompts move, so a step's cost does not depend on the size of the data set.
     """
 
     def __init__(self) -> None:
@@ -70,10 +71,10 @@ class Ledger:
         self._sizes.setdefault(epoch, size)
 
     def move(self, prompt: PromptId, state: State, reason: str = "") -> None:
-        """The prompt enters ``state``; ``reason`` belongs to ``dropped``.
+        """Moves a prompt into ``state``. ``reason`` belongs to ``dropped``.
 
         Raises:
-            RuntimeError: it cannot come there from where it is; a prompt would be lost or used twice.
+            RuntimeError: the prompt cannot enter this state from its present one; it would be lost or used twice.
         """
         before = self._states.get(prompt)
         if before not in BEFORE[state]:
@@ -99,7 +100,7 @@ class Ledger:
         return self._states.get(prompt, "pending")
 
     def pending(self) -> list[PromptId]:
-        """Prompts that had begun and have to begin anew."""
+        """Prompts whose episodes had begun and have to begin again."""
         return [p for p, state in self._states.items() if state == "pending"] if self._totals["pending"] else []
 
     def total(self, state: State) -> int:
@@ -112,7 +113,7 @@ class Ledger:
         return dict(self._dropped)
 
     def epoch_totals(self, epoch: int) -> dict[str, int]:
-        """State → prompts of one epoch; they add up to its size once `begin_epoch` gave it."""
+        """State → number of prompts of one epoch. They add up to the epoch's size after `begin_epoch`."""
         kept = self._by_epoch.get(epoch, Counter())
         totals: dict[str, int] = {state: kept[state] for state in STATES}
         # Prompts that were not seen yet have no state.
@@ -122,10 +123,10 @@ class Ledger:
     def check(self, gate: StalenessGate) -> None:
         """Compares the totals with the gate, with the number of prompts and with the reasons.
 
-        Counts everything anew (`recount`) as soon as there were as many moves as there are prompts: a constant cost a move.
+        Recounts every prompt (`recount`) once there were as many moves as prompts, which costs a constant amount per move.
 
         Raises:
-            RuntimeError: totals that do not agree; says which.
+            RuntimeError: totals that do not agree; the message says which.
         """
         for state, counted in (("running", gate.running), ("waiting", gate.waiting), ("taken", gate.taken)):
             if self._totals[state] != counted:
@@ -142,10 +143,10 @@ class Ledger:
             self.recount()
 
     def recount(self) -> None:
-        """Counts every prompt anew, over all epochs, and compares with the totals that were kept.
+        """Recounts every prompt of all epochs, and compares the result with the totals.
 
         Raises:
-            RuntimeError: totals that do not agree; says which.
+            RuntimeError: totals that do not agree; the message says which.
         """
         self._moves = 0
         counted, by_epoch, reasons = self._counted()
@@ -165,27 +166,27 @@ class Ledger:
         return Counter(self._states.values()), by_epoch, Counter(self._reasons.values())
 
     def take_ended(self) -> list[Record]:
-        """The prompts that were trained or dropped since the last call, in this order: what a durable ledger takes over."""
+        """The prompts that were trained or dropped since the last call, in this order; a durable ledger stores them."""
         ended, self._ended = self._ended, []
         return [(p.epoch, p.index, self._states[p] == "trained", self._reasons.get(p, "")) for p in ended]
 
     def load_records(self, records: Iterable[Record], sizes: Mapping[int, int]) -> None:
-        """Takes the place of what is here: prompts that ended, and the size of each epoch. All others are new."""
+        """Replaces the contents by finished prompts and the size of each epoch. All other prompts are new."""
         states = [[epoch, index, "trained" if trained else "dropped", why] for epoch, index, trained, why in records]
         self.load_state_dict({"prompts": states, "sizes": sizes.items()})
 
     @property
     def sizes(self) -> Mapping[int, int]:
-        """Prompts of each epoch that has begun."""
+        """Epoch → number of prompts, for each epoch that has begun."""
         return dict(self._sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, in plain lists."""
+        """The whole ledger as plain lists."""
         prompts = [[p.epoch, p.index, state, self._reasons.get(p, "")] for p, state in self._states.items()]
         return {"prompts": prompts, "sizes": [[epoch, size] for epoch, size in self._sizes.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place of what is here."""
+        """Replaces the contents by a state of `state_dict`."""
         self._states = {PromptId(epoch, index): where for epoch, index, where, _ in state["prompts"]}
         self._reasons = {PromptId(epoch, index): why for epoch, index, where, why in state["prompts"] if where == "dropped"}
         self._sizes = dict(state["sizes"])

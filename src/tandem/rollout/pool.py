@@ -1,4 +1,4 @@
-"""The episodes under way: run on a loop of their own as the book of episodes admits them, and waited for."""
+"""Runs episodes on an event loop as the book admits them, and waits for their groups."""
 
 import asyncio
 import threading
@@ -24,24 +24,24 @@ from tandem.rollout.workers import RolloutWorkers
 
 @dataclass
 class Wish:
-    """One batch that is asked for."""
+    """A request for one batch."""
 
     count: int
     partial: bool
-    """Fewer groups will do when no more can come."""
+    """True: fewer groups are accepted when no more can come."""
 
     patience_s: float
     workflow: RolloutWorkflow | None = None
-    """The workflow of its rows, which every rank has."""
+    """The workflow of the batch's rows; every rank has it."""
 
     episodes: list[Episode] = field(default_factory=list)
-    """Those whose groups would make the batch; they are taken once each of them is judged."""
+    """The episodes whose groups would make the batch; taken once all of them are judged."""
 
     outcomes: list[Group | DataFailure] = field(default_factory=list)
     """The scorer's result for each candidate."""
 
     metrics: dict[str, float] = field(default_factory=lambda: {"time/wait_s": 0.0})
-    """Seconds that were waited, and the number of other episodes when these were taken."""
+    """Seconds of waiting, and the number of other episodes at the time when these were taken."""
 
     @property
     def candidates(self) -> list[Episode]:
@@ -52,8 +52,8 @@ class Wish:
 class EpisodePool:
     """Runs the episodes of a book, on this rank or on all that generate, and waits for their groups. On rank 0.
 
-    Two threads meet here: the caller's, and the loop's on which episodes run. Public methods are for the caller's thread.
-    ``deterministic``: the caller alone starts episodes.
+    Two threads meet here: the caller's, and that of the loop on which episodes run. Public methods are for the caller's
+    thread. ``deterministic``: only the caller starts episodes.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class EpisodePool:
         generators: Team | None = None,
         workers: RolloutWorkers | None = None,
     ):
-        """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
-        ``generators``: the ranks that run episodes; None: rank 0 alone. ``workers``: run those of their workflow instead."""
+        """``judges_later``: True if groups wait for rewards that need a model. ``generators``: the ranks that run episodes;
+        None: rank 0 alone. ``workers``: rollout workers, which run the episodes of their own workflow instead."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
         self.loop = BackgroundLoop(on_blocked=self.fail)
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
@@ -99,24 +99,24 @@ class EpisodePool:
 
     @contextmanager
     def locked(self) -> Iterator[EpisodeBook]:
-        """The book, in a block in which no episode starts, ends or takes a row. Keep it short."""
+        """Lends the book to a block in which no episode starts, ends or takes a row. Keep it short."""
         with self._changed:
             yield self._book
 
     def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, start: bool = False) -> None:
-        """Queues one episode on each row. ``start``: what the gate admits begins now, not when a batch is wanted."""
+        """Queues one episode for each row. ``start``: begin at once what the gate admits, not when a batch is wanted."""
         with self._changed:
             self._book.submit(rows, workflow)
             if start:
                 self._pump()
 
     def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
-        """Rows that follow when no submitted ones are left."""
+        """Sets the rows that are used when no submitted ones are left."""
         with self._changed:
             self._book.draw_from(loader, workflow)
 
     def judge(self, wish: Wish) -> bool:
-        """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
+        """Judges the scored candidates. Returns True if too few groups are left, so that more must be generated."""
         scored = list(zip(wish.candidates, wish.outcomes, strict=True))
         # without the lock, which the loop needs
         judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))
@@ -126,13 +126,13 @@ class EpisodePool:
             return len(self._book.waiting) < wish.count
 
     def collect(self, wish: Wish) -> int:
-        """Waits until enough groups stand. Takes them if all are judged; otherwise takes none and returns how many are not.
-        Other ranks help where all of them call for the same workflow.
+        """Waits until there are enough groups. Takes them if all are judged; otherwise takes none and returns the number of
+        those that are not. Other ranks help if all of them call for the same workflow.
 
         Raises:
-            WaitTimeout: after the patience of the wish; says what it waited for.
-            NoBatch: so many will never come.
-            Exception: what broke the pool, such as `EngineDied`.
+            WaitTimeout: the wish's patience ended; the message says what was missing.
+            NoBatch: there will never be enough groups.
+            Exception: the cause that broke the pool, such as `EngineDied`.
         """
         began = time.monotonic() - wish.metrics["time/wait_s"]
         try:
@@ -145,13 +145,13 @@ class EpisodePool:
         return len(wish.candidates)
 
     def end_step(self) -> None:
-        """Ends the step: the episodes that were taken are trained, and make room for others."""
+        """Ends the step: the episodes that were taken count as trained, and make room for others."""
         with self._changed:
             self._book.end_step()
             self._pump()
 
     def close(self) -> None:
-        """Aborts what runs; those prompts are pending again. Idempotent."""
+        """Aborts running episodes, whose prompts become pending again. Idempotent."""
         with self._changed:
             self._book.broken = self._book.broken or RuntimeError("the rollout is closed")
             self._book.abort_running()
@@ -177,7 +177,7 @@ class EpisodePool:
                     self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
     def _wave(self, deadline: float) -> None:
-        """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
+        """Deterministic runs: queues everything that the gate admits while the engine is paused, then starts it at once."""
         with self._changed:
             episodes = [] if self._book.running else self._book.admit()
         theirs = [episode for episode in episodes if self._others.runs(episode.workflow)]
@@ -189,7 +189,7 @@ class EpisodePool:
     # ------------------------------------------------------------------ with the lock
 
     def _try(self, wish: Wish) -> bool:
-        """One look: whether the groups of the batch stand. Takes them if all are judged. Raises if waiting is in vain."""
+        """Checks once for the groups of the batch, and takes them if all are judged. Raises if waiting is in vain."""
         book = self._book
         if book.broken is not None:
             raise book.broken
@@ -209,26 +209,26 @@ class EpisodePool:
         return True
 
     def _pump(self) -> None:
-        """Starts what the gate admits; in a deterministic run `_wave` does."""
+        """Starts the episodes that the gate admits; in a deterministic run `_wave` does this."""
         episodes = [] if self._deterministic else self._book.admit()
         if episodes:
             self.loop.call(self._spawn, episodes)
 
     def _stop(self, episode: Episode) -> None:
-        """Ends an episode that the book has let go."""
+        """Ends an episode that the book no longer has."""
         self._others.cancel(episode)
         if episode.task is not None:
             self.loop.call(episode.task.cancel)
 
     def _version(self) -> int:
-        """Number of the engine's weights."""
+        """Version number of the engine's weights."""
         assert self._engine is not None, "ranks other than 0 have no engine; rank 0 makes the batches"
         return self._engine.version.number
 
     # ------------------------------------------------------------------ on the loop's thread, without the lock
 
     def _spawn(self, episodes: Sequence[Episode]) -> None:
-        """Runs episodes that were admitted, here or on other ranks."""
+        """Runs admitted episodes, here or on other ranks."""
         loop, episodes = asyncio.get_running_loop(), [episode for episode in episodes if not episode.aborted]
         try:
             self._others.give(episodes)
@@ -265,7 +265,7 @@ class EpisodePool:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Breaks the pool: whoever waits gets this error. For any thread."""
+        """Breaks the pool: every waiting caller gets this error. May be called from any thread."""
         with self._changed:
             self._book.broken = self._book.broken or error
             self._changed.notify_all()

@@ -17,9 +17,9 @@ FOR_THE_RECORD = ("messages", "conversations", "words", "timings")
 def plain_group(group: Group) -> dict[str, Any]:
     """The plain data that `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has
     it."""
-    found = _fields(group, ("samples", "data", "failure_words"))
-    found["data"] = {name: group.data[name] for name in (EPOCH, INDEX) if isinstance(group.data.get(name), int)}
-    return found | {"samples": [_plain_sample(sample) for sample in group.samples]}
+    state = _fields(group, ("samples", "data", "failure_words"))
+    state["data"] = {name: group.data[name] for name in (EPOCH, INDEX) if isinstance(group.data.get(name), int)}
+    return state | {"samples": [_plain_sample(sample) for sample in group.samples]}
 
 
 def group_of(state: Mapping[str, Any]) -> Group:
@@ -29,23 +29,26 @@ def group_of(state: Mapping[str, Any]) -> Group:
 
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:
-    trajectories = [_fields(one, ("stop_reason",)) | {"stop_reason": int(one.stop_reason)} for one in sample.trajectories]
+    trajectories = [
+        _fields(trajectory, ("stop_reason",)) | {"stop_reason": int(trajectory.stop_reason)}
+        for trajectory in sample.trajectories
+    ]
     return _fields(sample, ("trajectories", *FOR_THE_RECORD)) | {"trajectories": trajectories}
 
 
 def _sample(state: Mapping[str, Any]) -> Sample:
-    return Sample(**{**state, "trajectories": tuple(_trajectory(one) for one in state["trajectories"])})
+    return Sample(**{**state, "trajectories": tuple(_trajectory(trajectory) for trajectory in state["trajectories"])})
 
 
 def _trajectory(state: Mapping[str, Any]) -> Trajectory:
-    own = {name: value.clone() if hasattr(value, "clone") else value for name, value in state.items()}
-    return Trajectory(**{**own, "stop_reason": StopReason(state["stop_reason"])})
+    values = {name: value.clone() if hasattr(value, "clone") else value for name, value in state.items()}
+    return Trajectory(**{**values, "stop_reason": StopReason(state["stop_reason"])})
 
 
 def _fields(value: Any, but: tuple[str, ...]) -> dict[str, Any]:
     """Field → value, mappings and tuples as dicts and lists."""
-    found = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
-    return {name: _plain(value) for name, value in found.items()}
+    values = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
+    return {name: _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -77,28 +80,28 @@ class Replay:
     def __init__(self, config: ReplayConfig, *, seed: int = 0):
         self.config, self.seed = config, seed
         self.reused = 0  # replays since the start
-        self._kept: dict[int, Kept] = {}
+        self._entries: dict[int, Kept] = {}
         self._last: list[Kept] = []
 
     def __len__(self) -> int:
         """Groups kept."""
-        return len(self._kept)
+        return len(self._entries)
 
     def draw(self, version: int) -> tuple[Group, ...]:
         """Up to `groups` groups for the batch that is trained at ``version``, in the order in which they were made."""
-        self._kept = {
-            number: kept
-            for number, kept in self._kept.items()
-            if version - kept.oldest <= self.config.max_age and kept.uses < self.config.max_uses
+        self._entries = {
+            number: entry
+            for number, entry in self._entries.items()
+            if version - entry.oldest <= self.config.max_age and entry.uses < self.config.max_uses
         }
-        numbers = sorted(self._kept)
+        numbers = sorted(self._entries)
         count = min(self.config.groups, len(numbers))
         chosen = sorted(random.Random(f"{self.seed}/replay {version}").sample(numbers, count))
-        self._last = [self._kept[number] for number in chosen]
-        for kept in self._last:
-            kept.uses += 1
+        self._last = [self._entries[number] for number in chosen]
+        for entry in self._last:
+            entry.uses += 1
         self.reused += count
-        return tuple(kept.group for kept in self._last)
+        return tuple(entry.group for entry in self._last)
 
     def add(self, groups: Sequence[Group]) -> None:
         """Keeps the new groups of a batch."""
@@ -111,7 +114,7 @@ class Replay:
                 if bool(t.loss_mask.any())
             ]
             if versions:
-                self._kept[group.group_id] = Kept(group, min(versions))
+                self._entries[group.group_id] = Kept(group, min(versions))
 
     def metrics(self, version: int) -> dict[str, float]:
         """Metrics of the last draw, and the count since the start; empty if replay is off."""
@@ -120,17 +123,17 @@ class Replay:
         return {
             "replay/groups": float(len(self._last)),
             "replay/reused": float(self.reused),
-            "replay/age_max": float(max((version - kept.oldest for kept in self._last), default=0)),
-            "replay/kept": float(len(self._kept)),
+            "replay/age_max": float(max((version - entry.oldest for entry in self._last), default=0)),
+            "replay/kept": float(len(self._entries)),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The groups that are kept, as plain data and tensors."""
-        kept = [[plain_group(kept.group), kept.oldest, kept.uses] for kept in self._kept.values()]
-        return {"reused": self.reused, "kept": kept}
+        groups = [[plain_group(entry.group), entry.oldest, entry.uses] for entry in self._entries.values()]
+        return {"reused": self.reused, "kept": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the place of what is here."""
         self.reused, self._last = int(state["reused"]), []
-        kept = [Kept(group_of(group), int(oldest), int(uses)) for group, oldest, uses in state["kept"]]
-        self._kept = {one.group.group_id: one for one in kept}
+        entries = [Kept(group_of(group), int(oldest), int(uses)) for group, oldest, uses in state["kept"]]
+        self._entries = {entry.group.group_id: entry for entry in entries}

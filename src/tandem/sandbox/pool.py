@@ -193,7 +193,7 @@ class SandboxWorker:
                 return
             except BlockingIOError:  # several may wait for this socket, and an event loop tells only one of them
                 if time.monotonic() > deadline:
-                    raise SandboxLost("a worker does not read what it is asked") from None
+                    raise SandboxLost("a worker does not read its requests") from None
                 await asyncio.sleep(0.01)
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Contents of a run folder, read from its files; tolerant of a run that was killed while writing."""
+"""Reads the contents of a run folder, also of a run that was killed while it wrote."""
 
 import contextlib
 import fcntl
@@ -18,29 +18,29 @@ from tandem.config.errors import ConfigError
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "control/changes")
 SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite", "trajectories", "checkpoints", "checkpoints/*")
-"""Files whose dates show when a run last wrote something."""
+"""Files whose dates show when a run last wrote anything."""
 
 BLOCK_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """A run that was found in a folder."""
+    """A run in a folder."""
 
     folder: Path
     steps: int = 0
-    """The last step in metrics.jsonl."""
+    """Last step in metrics.jsonl."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
     status: str = "unknown"
-    """The status in run.json; `running` in a folder that nobody holds means that the run was killed."""
+    """Status in run.json. If it says `running` and no process holds the folder's lock, the run was killed."""
 
     when: str = ""
-    """When it ended, or began where it never said so."""
+    """Time of its end; of its beginning if no end is recorded."""
 
     checkpoints: tuple[str, ...] = ()
     id: str = ""
-    """The run's own name; empty where run.json is lost."""
+    """The run's unique name; empty if run.json is lost."""
 
     def describe(self) -> str:
         words = {"running": "was killed before it could end", "unknown": "left no run.json"}
@@ -54,7 +54,7 @@ class ExistingRun:
 
 
 def _json(text: str) -> dict[str, Any]:
-    """The object in the text; empty where the text is torn or no object."""
+    """Parses a JSON object; empty if the text is torn or no object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -63,23 +63,23 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of lines; a line that a kill has torn is passed over. None where there is no file."""
+    """Yields the objects of a file of JSON lines; skips a line that a kill has torn. No file: none."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from filter(None, map(_json, lines))
 
 
 def run_info(folder: Path) -> dict[str, Any]:
-    """The contents of `run.json`; empty if there is none, or it is torn."""
+    """The contents of `run.json`; empty if the file is missing or torn."""
     record = folder / "run.json"
     return _json(record.read_text(encoding="utf-8", errors="replace")) if record.is_file() else {}
 
 
 def written_config(folder: Path, unknown: str, remedy: str) -> Any:
-    """The contents of `config.yaml`; an empty object if there is none.
+    """The contents of `config.yaml`; an empty object if there is no such file.
 
     Raises:
-        ConfigError: it cannot be read, so that nobody knows ``unknown``; ``remedy`` says what to do.
+        ConfigError: the file cannot be read, so that ``unknown`` is not known; the message ends with ``remedy``.
     """
     path = folder / "config.yaml"
     try:
@@ -89,13 +89,13 @@ def written_config(folder: Path, unknown: str, remedy: str) -> Any:
 
 
 def times_resumed(folder: Path) -> list[dict[str, Any]]:
-    """A line of `run.json` for each time that the run went on, oldest first."""
+    """The entries of `run.json` about each resumption of the run, oldest first."""
     lines = run_info(folder).get("resumed")
     return [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl; empty where there is none."""
+    """The last whole line of metrics.jsonl; empty if there is none."""
     path = folder / "metrics.jsonl"
     return next((line for line in map(_json, _from_the_end(path)) if line), {}) if path.is_file() else {}
 
@@ -125,7 +125,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_held(folder: Path) -> bool:
-    """True if a process has the lock of a run folder, as far as this machine can tell; nothing is written."""
+    """True if a process holds the lock of a run folder, as far as this machine can tell. Writes nothing."""
     lock = folder / ".lock"
     if not lock.is_file():
         return False
@@ -138,7 +138,7 @@ def is_held(folder: Path) -> bool:
 
 
 def begun_elsewhere(folder: Path) -> str | None:
-    """The machine whose process took the lock of a run folder last, by its host name; None where it was this one."""
+    """Host name of the machine that last locked the run folder; None if it was this one."""
     lock = folder / ".lock"
     words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.is_file() else []
     if len(words) < 4 or not words[1].isdecimal() or words[3] == socket.gethostname():
@@ -147,7 +147,7 @@ def begun_elsewhere(folder: Path) -> str | None:
 
 
 def silent_s(folder: Path) -> float:
-    """Seconds since its run wrote something: this machine's clock against that of whoever dates the files."""
+    """Seconds since the run last wrote, by this machine's clock and the file system's dates."""
     newest = 0.0
     for file in (file for name in SIGNS for file in folder.glob(name)):
         with contextlib.suppress(OSError):  # gone since
@@ -156,7 +156,7 @@ def silent_s(folder: Path) -> float:
 
 
 def existing_run(folder: Path) -> ExistingRun | None:
-    """The run in this folder, or None where there is none."""
+    """The run in this folder; None if there is none."""
     if not any(os.path.exists(folder / name) for name in OWN_FILES):  # False also where nobody may look
         return None
     info = run_info(folder)
@@ -173,14 +173,15 @@ def existing_run(folder: Path) -> ExistingRun | None:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """Folders below a root that may hold a run, in order: those of an experiment if the root is one, or itself if it is a
-    run's."""
+    """Folders below ``root`` that may hold a run, in order. If ``root`` is an experiment, its runs; if it is a run's folder,
+    itself."""
     nearer = [path for path in (root, *root.glob("*/")) if _is_no_experiment(path)]
     return sorted([*nearer, *root.glob("*/*/")])
 
 
 def _is_no_experiment(folder: Path) -> bool:
-    """True if the folder is a run's: it says so, or has a run's files and no run below it, which may be called like them."""
+    """True if the folder is a run's: it says so, or has a run's files and no run below it, whose folder may have the name of
+    such a file."""
     if os.path.isfile(folder / "run.json"):
         return True
     return _has_a_runs_files(folder) and not any(map(_has_a_runs_files, (*folder.glob("*/"), *folder.glob("*/*/"))))
@@ -191,8 +192,8 @@ def _has_a_runs_files(folder: Path) -> bool:
 
 
 def status_now(run: ExistingRun) -> dict[str, Any]:
-    """``status``, with `killed` for a run whose process is gone and `elsewhere` for one of another machine, whose name and
-    silence are told too: its processes cannot be asked from here."""
+    """The status as JSON: `killed` for a run whose process is gone, `elsewhere` for a run of another machine, with that
+    machine's name and the seconds of silence, because this machine cannot see its processes."""
     if run.status != "running" or is_held(run.folder):
         return {"status": run.status}
     host = begun_elsewhere(run.folder)

@@ -154,5 +154,5 @@ def _keep_best(run: Path) -> str:
     wish = config.get("checkpoint") if isinstance(config, dict) else None
     metric = wish.get("keep_best") if isinstance(wish, dict) else None
     if not metric:
-        raise ConfigError(f"{run} was begun without checkpoint.keep_best, so nobody knows what its best is; give a step")
+        raise ConfigError(f"{run} was begun without checkpoint.keep_best, so its best step is unknown; give a step")
     return str(metric)

@@ -1,5 +1,5 @@
-"""The list of a checkpoint's files, each with its size, SHA-256 and owner; and the choice of the checkpoint that a run goes
-on from: the newest that is whole. Imports no torch."""
+"""The manifest of a checkpoint (each file's size, SHA-256 and owner), and the choice of the newest intact checkpoint to
+resume from. Imports no torch."""
 
 import hashlib
 import itertools
@@ -17,12 +17,12 @@ from tandem.state.existing import checkpoints, step_of
 
 FORMAT = 1
 STATE = "state"
-"""Folder of a checkpoint that only Tandem reads; what lies beside it is a Hugging Face folder."""
+"""Folder in a checkpoint for Tandem alone; the files beside it are a Hugging Face folder."""
 
 FILE = f"{STATE}/manifest.json"
 MAX_BYTES = 2**26
 THREADS = 2
-"""Hashing releases the GIL."""
+"""Number of threads that hash files; hashing releases the GIL."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Manifest:
     """Path below the checkpoint → (bytes, SHA-256)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the step that it was saved after; finite ones."""
+    """Finite metrics of the step after which the checkpoint was saved."""
 
     format: int = FORMAT
 
 
 class InvalidCheckpoint(ValueError):
-    """Why a folder is no checkpoint that can be resumed; the text begins where "it …" would stand."""
+    """The reason why a folder is no checkpoint that can be resumed; the text continues the sentence "it …"."""
 
 
 def write_manifest(folder: Path, run: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -53,10 +53,10 @@ def write_manifest(folder: Path, run: str, step: int, metrics: Mapping[str, floa
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest as it stands, its own digest checked; the files are not read.
+    """Reads the manifest and checks its own digest; the files are not read.
 
     Raises:
-        InvalidCheckpoint: there is none, or it is torn, changed or of another format.
+        InvalidCheckpoint: the manifest is missing, torn, changed or of another format.
     """
     path = folder / FILE
     if not path.is_file():
@@ -85,16 +85,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, step: int, run: str | None) -> Manifest:
-    """Reads every file of a checkpoint and compares it. ``run``: whose it must be; None: anybody's.
+    """Reads every file of a checkpoint and compares it with the manifest. ``run``: the run that must have written it; None:
+    any.
 
     Raises:
-        InvalidCheckpoint: the first thing that is not as it was written.
+        InvalidCheckpoint: the first difference.
     """
     manifest = read_manifest(folder)
     if manifest.step != step:
         raise InvalidCheckpoint(f"is of step {manifest.step}, and its name says {step}")
     if run is not None and manifest.run != run:
-        raise InvalidCheckpoint(f"is foreign: made by the run {manifest.run}, and this is {run}")
+        raise InvalidCheckpoint(f"is foreign: made by the run {manifest.run}; this is the run {run}")
     for name, (size, _) in manifest.files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
@@ -127,7 +128,7 @@ def _hashed(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
 
 
 def _checked(name: str) -> str:
-    """A path below the checkpoint, as ours are."""
+    """Checks that a name is a path inside the checkpoint, and returns it."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or "\0" in name:
         raise InvalidCheckpoint(f"names a file outside of itself: {name!r}")
@@ -139,20 +140,20 @@ def digest_of(body: Mapping[str, Any]) -> str:
 
 
 class NothingToResume(ConfigError):
-    """There are checkpoints, and none of them can be resumed."""
+    """There are checkpoints, but none can be resumed."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to go on from."""
+    """The checkpoint from which a run resumes."""
 
     path: Path
     manifest: Manifest
     skipped: tuple[tuple[Path, str], ...] = ()
-    """Newer folders that are no checkpoints of this run, each with the reason."""
+    """Newer folders that are no valid checkpoints of this run, each with the reason."""
 
     def set_skipped_aside(self) -> None:
-        """Renames them, so that their steps can be saved again. Nothing is removed: somebody may want to look."""
+        """Renames the skipped folders, so that their steps can be saved again. Nothing is deleted."""
         for path, _ in self.skipped:
             names = (f"{path.name}.skipped" + (f".{number}" if number else "") for number in itertools.count())
             os.rename(path, next(aside for name in names if not (aside := path.with_name(name)).exists()))
@@ -163,12 +164,12 @@ class ResumePoint:
 
 
 def newest_valid(folder: Path, run: str | None) -> ResumePoint | None:
-    """The newest checkpoint in ``folder`` whose every byte is as it was written; None where there is none of any kind.
+    """The newest checkpoint in ``folder`` with every byte as it was written; None if there are no checkpoints.
 
-    ``run``: whose it must be; None: that is not known.
+    ``run``: the run that must have written it; None: unknown.
 
     Raises:
-        NothingToResume: there are some, and none is whole. Names each with what is wrong with it.
+        NothingToResume: there are checkpoints, and none is valid. Names each with its fault.
     """
     skipped: list[tuple[Path, str]] = []
     for path in reversed(checkpoints(folder)):

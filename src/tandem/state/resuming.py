@@ -56,7 +56,7 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
         if run is None or _left_nothing(run):
             return None
         if (run.steps or run.checkpoints) and not (folder / "config.yaml").is_file():
-            raise RunFolderTaken(f"{_taken(run)} It cannot go on: without config.yaml nobody knows what it was.")
+            raise RunFolderTaken(f"{_taken(run)} It cannot go on: its config.yaml is missing.")
         changed = tuple(_changes(folder, config))
         refused = [d for d in changed if not (d.may_change if override else d.passes)]
         longer = any(d.key.startswith("total_train_") for d in changed) and run.checkpoints

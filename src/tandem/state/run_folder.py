@@ -68,7 +68,7 @@ def run_path(root: str | Path, experiment: str, trial: str) -> Path:
     try:
         return Path(root).expanduser().joinpath(*parts)
     except RuntimeError as error:
-        raise ConfigError(f"run.root={root} begins with a home folder that nobody has: {error}") from error
+        raise ConfigError(f"run.root={root} begins with the home folder of an unknown user: {error}") from error
 
 
 class RunFolder:

@@ -1,7 +1,7 @@
-"""Changes of a run that goes on: taken between two steps, on all ranks, and written into the run.
+"""Changes a run while it goes on: applies requests between two steps, on all ranks, and records them in the run's folder.
 
-Consumes the requests of `tandem control` (`tandem.state.control`). What cannot be done is refused, and the run goes on as it
-was: everything new is made before anything old is let go.
+Consumes the requests of `tandem control` (`tandem.state.control`). A change that cannot be made is refused, and the run goes
+on as it was: every new object is made before an old one is released.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ BEGIN_WITH_IT = "this run began without one; begin a run with it, with the weigh
 
 @dataclass(frozen=True)
 class Changed:
-    """The rewards of a run as they will be."""
+    """The rewards of a run after a change."""
 
     config: TrainConfig
     plan: RunPlan
     reward: Reward
     taking_back: contextlib.ExitStack
-    """Lets go of all that is new, if the change does not come."""
+    """Releases all new objects, if the change fails."""
 
 
 class Control:
-    """Between the steps of a run of `tandem train`."""
+    """Applies changes between the steps of a run of `tandem train`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Control:
         written: Mapping[str, str],
         distils: bool,
     ):
-        """``written``: where each key of the configuration was written. ``distils``: the run learns from a teacher."""
+        """``written``: the place where each configuration key was set. ``distils``: the run learns from a teacher."""
         self._distils, self._written = distils, written
         self._config, self._plan, self._process = run.config, session.plan, run.process
         self._session, self._parts, self._rows = session, parts, run.rows
@@ -68,10 +68,10 @@ class Control:
         self._compares, self._count = parts.reward.compares, 0
 
     def before(self, step: int) -> None:
-        """Does what is asked for before this step, and what was done before it by a run that was cut off. Collective.
+        """Makes the changes that are requested now, and those that an interrupted run made before this step. Collective.
 
         Raises:
-            ConfigError: a change of before cannot be made again.
+            ConfigError: an earlier change cannot be made again.
         """
         mailbox = self._mailbox
         for request in self._process.team.share(lambda: [] if mailbox is None else list(mailbox.due(step))):
@@ -128,7 +128,7 @@ class Control:
             mailbox.answer(request.id, {"step": step, "reward": spec})
 
     def _prepare(self, config: TrainConfig) -> Changed:
-        """Makes all that is new; what is made is let go of again if something cannot be had. Collective."""
+        """Makes all new objects of a change; if one cannot be made, the others are released. Collective."""
         with contextlib.ExitStack() as stack, self._process.team.together():
             plan = self._checked_plan(config)
             reward = changed_reward_of(config, plan, self._parts)
@@ -137,10 +137,10 @@ class Control:
             return Changed(config, plan, reward, stack.pop_all())
 
     def _checked_plan(self, config: TrainConfig) -> RunPlan:
-        """The plan of the changed run, if it can be had here.
+        """The plan of the changed run.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the changed run is impossible here.
         """
         check(config, written=self._written)
         plan, session = plan_run(config), self._session
@@ -163,7 +163,7 @@ class Control:
         return plan
 
     def _check_reward(self, config: TrainConfig, plan: RunPlan, reward: Reward) -> None:
-        """Passes if each row can be judged, and by what the workflow was made for."""
+        """Checks that every row can be judged, and by kinds of reward that the workflow was built for."""
         if reward.compares and not self._compares:
             raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
         refuse_comparing(config, plan, reward, self._session.episodes.examiner.makes_group)

@@ -110,25 +110,25 @@ class RunAnswers:
         pending = len(index.pending()) if step < 0 else 0  # before looking: what is read meanwhile may be missing below
         only = None if step < 0 else step
         if not condition.words:
-            shown = [
+            samples = [
                 _excerpt(folder, row) for row in index.select(condition, ORDERS[order], step=only, window=(limit, offset))
             ]
             fit, stopped_at = index.count(condition, step=only), None
         else:
-            shown, fit, stopped_at = self._search(
+            samples, fit, stopped_at = self._search(
                 folder, index.select(condition, f"step DESC, {ORDERS[order]}", step=only), condition.words, offset, limit
             )
-        return {"rows": shown, "fit": fit, "stopped_at": stopped_at, "pending": pending}
+        return {"rows": samples, "fit": fit, "stopped_at": stopped_at, "pending": pending}
 
     @staticmethod
     def _search(
         folder: Path, rows: Iterable[dict[str, Any]], words: list[str], offset: int, limit: int
     ) -> tuple[list[dict[str, Any]], int, int | None]:
         """(samples, how many fit, the step at which time was over). The record of a step is opened once."""
-        until, shown, fit = time.monotonic() + SEARCH_S, [], 0
+        until, excerpts, fit = time.monotonic() + SEARCH_S, [], 0
         for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
             if time.monotonic() > until:
-                return shown, fit, step
+                return excerpts, fit, step
             with (
                 contextlib.suppress(OSError, ValueError),  # the record is gone, or empty
                 lines_path(folder, step).open("rb") as file,
@@ -137,10 +137,10 @@ class RunAnswers:
                 for row in of_step:
                     line = data[row["offset"] : row["offset"] + row["length"]]
                     if _has(line, words) and _says(parse_line(line) or {}, words):
-                        if fit >= offset and len(shown) < limit:
-                            shown.append(_excerpt(folder, row))
+                        if fit >= offset and len(excerpts) < limit:
+                            excerpts.append(_excerpt(folder, row))
                         fit += 1
-        return shown, fit, None
+        return excerpts, fit, None
 
     def _group(self, folder: Path, step: int, group: int) -> list[dict[str, Any]]:
         """All that was recorded of the samples of a group, best reward first."""
@@ -149,15 +149,19 @@ class RunAnswers:
         rows = index.rows(
             "SELECT * FROM samples WHERE step = ? AND grp = ? ORDER BY reward DESC, line LIMIT 500", [step, group]
         )
-        found = [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
-        shown = ShownMedia()
-        return [{**sample, "media": [shown.of(one) for one in media_numbers(sample.get("messages"))]} for sample in found]
+        samples = [{"line": row["line"], **bounded(parse_line(read_text(folder, row)) or {})} for row in rows]
+        media = ShownMedia()
+        return [
+            {**sample, "media": [media.of(number) for number in media_numbers(sample.get("messages"))]} for sample in samples
+        ]
 
     def _again(self, folder: Path, step: int, group: int, other: str) -> dict[str, Any]:
         """The groups of the same prompt in a run, which may be this one: (step, group, samples, success) as recorded."""
-        asked, index = self.index(folder), self.index(self.runs.folder(other))
-        asked.update(step)
-        prompt = next(asked.rows("SELECT prompt FROM samples WHERE step = ? AND grp = ?", [step, group]), {"prompt": None})
+        first_index, index = self.index(folder), self.index(self.runs.folder(other))
+        first_index.update(step)
+        prompt = next(
+            first_index.rows("SELECT prompt FROM samples WHERE step = ? AND grp = ?", [step, group]), {"prompt": None}
+        )
         sql = "SELECT step, grp, samples, success FROM groups WHERE prompt = ? ORDER BY step, grp LIMIT 2000"
         groups = [list(row.values()) for row in index.rows(sql, [prompt["prompt"]])]
         return {"groups": groups, "pending": len(index.pending())}
@@ -173,22 +177,22 @@ class RunAnswers:
             raise ConfigError("this prompt was not trained, and of those no tokens are recorded")
         columns = TokenColumns(folder, step, index_folder(self._cache, folder))
         piece, note = decoder(folder)
-        told = []
-        for one in columns.trajectories(row["sample_id"]):
-            ids = one["input_ids"][first : first + MOST_TOKENS].tolist()
-            told.append(
+        entries = []
+        for trajectory in columns.trajectories(row["sample_id"]):
+            ids = trajectory["input_ids"][first : first + MOST_TOKENS].tolist()
+            entries.append(
                 {
                     **{
-                        "length": len(one["input_ids"]),
+                        "length": len(trajectory["input_ids"]),
                         "first": first,
                         "ids": ids,
                         "pieces": [piece(token) for token in ids],
                     },
-                    "trained": one["loss_mask"][first : first + MOST_TOKENS].astype(int).tolist(),
-                    "columns": told_columns(one, first),
+                    "trained": trajectory["loss_mask"][first : first + MOST_TOKENS].astype(int).tolist(),
+                    "columns": told_columns(trajectory, first),
                 }
             )
-        return {"note": note, "trajectories": told, "times": columns.times(row["sample_id"])}
+        return {"note": note, "trajectories": entries, "times": columns.times(row["sample_id"])}
 
     def _prompts(self, folder: Path, order: str, offset: int) -> dict[str, Any]:
         """The success of each prompt over time: the mean accuracy of its recorded samples, or reward where there is none."""
@@ -207,10 +211,10 @@ class RunAnswers:
             cell = [float(f"{row['success']:.4g}"), row["samples"], row["step"], row["grp"]]
             cells.setdefault(row["prompt"], {})[row["place"]] = cell
         ranked = sorted(cells, key=lambda prompt: _PROMPT_ORDERS[order](list(cells[prompt].values())))
-        shown = ranked[offset : offset + MOST_PROMPTS]
-        marks = ",".join("?" * len(shown))
-        texts = {row["prompt"]: row["text"] for row in index.rows(f"SELECT * FROM prompts WHERE prompt IN ({marks})", shown)}
-        rows = [{"text": texts.get(prompt, ""), "cells": cells[prompt]} for prompt in shown]
+        page = ranked[offset : offset + MOST_PROMPTS]
+        marks = ",".join("?" * len(page))
+        texts = {row["prompt"]: row["text"] for row in index.rows(f"SELECT * FROM prompts WHERE prompt IN ({marks})", page)}
+        rows = [{"text": texts.get(prompt, ""), "cells": cells[prompt]} for prompt in page]
         edges = list(range(first, last + 1, width))
         return {"rows": rows, "count": len(ranked), "edges": edges, "pending": pending}
 
@@ -263,15 +267,15 @@ def read_text(folder: Path, row: Mapping[str, Any]) -> bytes:
 
 def _has(line: bytes, words: list[str]) -> bool:
     """True if each word is in the line, which writes quotes and line ends as JSON does."""
-    said = line.decode(errors="replace").lower()
-    return all(json.dumps(word, ensure_ascii=False)[1:-1] in said for word in words)
+    text = line.decode(errors="replace").lower()
+    return all(json.dumps(word, ensure_ascii=False)[1:-1] in text for word in words)
 
 
 def _says(sample: Mapping[str, Any], words: list[str]) -> bool:
     """True if each word is in what the model read or wrote."""
     read = (str(sample.get("prompt") or ""), str(sample.get("completion") or ""), *_texts(sample.get("messages")))
-    said = "\n".join(read).lower()
-    return all(word in said for word in words)
+    text = "\n".join(read).lower()
+    return all(word in text for word in words)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -279,8 +283,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -300,10 +304,10 @@ def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         "failures",
         "source",
     )
-    told = {name: row[name] for name in keep} | {"group": row["grp"]}
+    excerpt = {name: row[name] for name in keep} | {"group": row["grp"]}
     prompt = sample.get("prompt")  # a prompt that was dropped before anything was generated has its turns alone
-    told["prompt"] = (prompt if isinstance(prompt, str) else question_of(sample))[-SHOWN_PROMPT:]
-    return told | {"completion": str(sample.get("completion") or "")[:SHOWN_PROMPT]}
+    excerpt["prompt"] = (prompt if isinstance(prompt, str) else question_of(sample))[-SHOWN_PROMPT:]
+    return excerpt | {"completion": str(sample.get("completion") or "")[:SHOWN_PROMPT]}
 
 
 def bounded(value: Any, most: int = MOST_TEXT) -> Any:
@@ -311,7 +315,7 @@ def bounded(value: Any, most: int = MOST_TEXT) -> Any:
     if isinstance(value, str):
         return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} more characters)"
     if isinstance(value, dict):
-        return {str(key)[:500]: bounded(one, most) for key, one in value.items()}
+        return {str(key)[:500]: bounded(item, most) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [bounded(one, most) for one in value[:2000]]
+        return [bounded(item, most) for item in value[:2000]]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -40,14 +40,14 @@ def report(questions: RunAnswers) -> str:
     hashes = " ".join(map(_hash, scripts))
     rest = "img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
     policy = f"default-src 'none'; script-src {hashes}; style-src {_hash(style)}; {rest}"
-    held = json.dumps({"written": now()[:16].replace("T", " "), "answers": answers(questions)}, allow_nan=False)
+    data = json.dumps({"written": now()[:16].replace("T", " "), "answers": answers(questions)}, allow_nan=False)
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>Tandem</title>',
             f'<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>\n<div id="app"></div>',
-            f'<script type="application/json" id="answers">{held.replace("<", chr(92) + "u003c")}</script>',
+            f'<script type="application/json" id="answers">{data.replace("<", chr(92) + "u003c")}</script>',
             *(f"<script>{script}</script>" for script in scripts),
             "</body>\n</html>\n",
         ]
@@ -65,8 +65,8 @@ def bundle(folder: Path, first: str) -> str:
     while waiting:
         name = waiting.pop()
         if name not in imports:
-            found = _IMPORT.findall((folder / name).read_text())
-            imports[name] = {_beside(folder, name, other) for _, other in found}
+            statements = _IMPORT.findall((folder / name).read_text())
+            imports[name] = {_beside(folder, name, other) for _, other in statements}
             waiting += imports[name]
     return "\n".join(_module(folder, name) for name in TopologicalSorter(imports).static_order())
 
@@ -77,12 +77,12 @@ def _beside(folder: Path, name: str, other: str) -> str:
 
 def _module(folder: Path, name: str) -> str:
     text = (folder / name).read_text()
-    given = ", ".join(_EXPORT.findall(text))
+    exports = ", ".join(_EXPORT.findall(text))
     text = _IMPORT.sub(lambda found: f"const {found[1]} = {_variable(_beside(folder, name, found[2]))};", text)
     text = _EXPORT.sub("", text)
     if re.search(r"^\s*(?:import|export)\b", text, re.MULTILINE) or "</script" in text.lower():
         raise AssertionError(f"{name} imports or exports in a way that a report cannot take")
-    return f"const {_variable(name)} = (() => {{\n{text}\nreturn {{ {given} }};\n}})();"
+    return f"const {_variable(name)} = (() => {{\n{text}\nreturn {{ {exports} }};\n}})();"
 
 
 def _variable(name: str) -> str:
@@ -91,30 +91,30 @@ def _variable(name: str) -> str:
 
 def answers(questions: RunAnswers) -> dict[str, Any]:
     """The answers that the pages of a report ask for, by question; samples as far as there is room."""
-    found = questions.runs.all()
-    if not any(map(is_run, found.values())):
+    runs = questions.runs.all()
+    if not any(map(is_run, runs.values())):
         raise ConfigError("there is no run in these folders")
-    held, room = {_key("runs", {}): questions.ask("runs", {})}, MOST_BYTES
-    for name, folder in found.items():
-        for key, said in _of_run(questions, name, folder):
-            held[key] = said
-    room -= len(json.dumps(held))
+    entries, room = {_key("runs", {}): questions.ask("runs", {})}, MOST_BYTES
+    for name, folder in runs.items():
+        for key, answer in _of_run(questions, name, folder):
+            entries[key] = answer
+    room -= len(json.dumps(entries))
     if room < 0:
         raise ConfigError("the curves and logs of these runs are too much for one file; name fewer runs")
-    for number, name in enumerate(found):
-        share = room // (len(found) - number)
+    for number, name in enumerate(runs):
+        share = room // (len(runs) - number)
         steps = questions.ask("steps", {"run": name})
-        taken: set[int] = set()
+        fitting_steps: set[int] = set()
         for step in _spread(steps):
             more = dict(_of_step(questions, name, step, share))
             size = len(json.dumps(more))
             if size > share:
                 break
             share, room = share - size, room - size
-            held |= more
-            taken.add(step)
-        held[_key("steps", {"run": name})] = sorted(taken)
-    return held
+            entries |= more
+            fitting_steps.add(step)
+        entries[_key("steps", {"run": name})] = sorted(fitting_steps)
+    return entries
 
 
 def _key(name: str, body: Mapping[str, Any]) -> str:
@@ -124,15 +124,15 @@ def _key(name: str, body: Mapping[str, Any]) -> str:
 
 def _of_run(questions: RunAnswers, name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     questions.index(folder).update()
-    asked: list[tuple[str, dict[str, Any]]] = [
+    requests: list[tuple[str, dict[str, Any]]] = [
         ("curves", {"after": 0, "file": ""}),
         ("facts", {}),
         ("config", {}),
         ("reasons", {}),
     ]
-    asked += [("log", {"name": one}) for one in {"log.txt": None, **logs(folder)}]
-    asked += [("prompts", {"order": order, "offset": 0}) for order in _ORDERS]
-    for question, body in asked:
+    requests += [("log", {"name": log}) for log in {"log.txt": None, **logs(folder)}]
+    requests += [("prompts", {"order": order, "offset": 0}) for order in _ORDERS]
+    for question, body in requests:
         yield _key(question, {"run": name, **body}), questions.ask(question, {"run": name, **body})
 
 
@@ -145,20 +145,20 @@ def _spread(steps: list[int]) -> list[int]:
 def _of_step(questions: RunAnswers, name: str, step: int, room: int) -> Iterator[tuple[str, Any]]:
     """The samples of a step, and their tokens as far as those fit in half the room."""
     body = {"run": name, "step": step, "filter": "", "order": "group", "offset": 0, "limit": 1000}
-    said = questions.ask("samples", body)
-    yield _key("samples", body), said
+    samples = questions.ask("samples", body)
+    yield _key("samples", body), samples
     yield _key("timeline", {"run": name, "step": step}), questions.ask("timeline", {"run": name, "step": step})
-    for group in dict.fromkeys(row["group"] for row in said["rows"]):
+    for group in dict.fromkeys(row["group"] for row in samples["rows"]):
         body = {"run": name, "step": step, "group": group}
         yield _key("group", body), bounded(questions.ask("group", body), MOST_TEXT)
     room //= 2
-    for row in said["rows"]:
+    for row in samples["rows"]:
         body = {"run": name, "step": step, "line": row["line"], "first": 0}
         try:
-            told = questions.ask("tokens", body)
+            tokens = questions.ask("tokens", body)
         except ConfigError:
             continue  # a dropped prompt has none
-        room -= len(json.dumps(told))
+        room -= len(json.dumps(tokens))
         if room < 0:
             return
-        yield _key("tokens", body), told
+        yield _key("tokens", body), tokens

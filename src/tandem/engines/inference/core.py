@@ -148,7 +148,7 @@ class EngineCore:
     def step(self) -> Finished:
         """One round: admit, a piece of prefill and/or one token for every started sequence; returns what finished."""
         if self.weights is None:
-            raise RuntimeError("the weights sleep; deliver them anew (stage, swap) before the next step")
+            raise RuntimeError("the weights sleep; deliver them again (stage, swap) before the next step")
         began = time.perf_counter()
         finished, self._finished = self._finished + self._expire(), []
         scheduler, unread = self._scheduler, len(self.slots.unread)

@@ -59,6 +59,7 @@ class Slab:
 
     def release(self, row: Row) -> None:
         """Moves the last row into the hole, so that rows in use stay the first ones."""
+        # Rows in use stay a prefix of the slab, so attention reads one contiguous slice and needs no gather.
         last = self.rows.pop()
         if last is not row:
             for tensor in (*self.keys, *self.values):
@@ -90,6 +91,7 @@ class KVCache:
     def capacity_for(self, tokens: int) -> int:
         """The capacity of the row that holds so many tokens: steps of 32 to 128, then about a quarter each."""
         step = 32
+        # Few distinct capacities keep slabs few; above 128 tokens at most about a quarter of a row is waste.
         while tokens > 4 * step:
             step *= 2
         return min(-(-tokens // step) * step, max(self.budget_tokens, tokens))
@@ -128,6 +130,7 @@ class KVCache:
 
     def move(self, row: Row, capacity: int) -> None:
         """Moves a row to the slab of a larger capacity; the caller has asked `fits` for that before."""
+        # A stand-in keeps the old place while ``row`` moves: allocating may resize the slab and move other rows.
         old = Row(row.slab, row.index)
         old.slab.rows[old.index] = old
         new = self.allocate(row.slab.pool, capacity)
@@ -172,6 +175,7 @@ def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype
         )
     gib = cache_gib(config, device.type)
     cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, gib)
+    # 32 is the smallest row
     if cache.budget_tokens < 32:
         raise ConfigError(
             f"rollout.engine.kv_cache_gib={gib} holds {cache.budget_tokens} tokens of this model, "

@@ -40,8 +40,10 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def uniform(streams: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Draws ``[B]`` float64 in (0, 1) from streams ``[B]`` at absolute positions ``[B]`` (both int64)."""
+    # int64 arithmetic wraps around as SplitMix64's uint64 does; only shifts and the last step see the sign
     values = streams + (positions + 1) * _signed(_GOLDEN)
     values = (values ^ _shifted(values, 30)) * _signed(_MULTIPLY_1)
     values = (values ^ _shifted(values, 27)) * _signed(_MULTIPLY_2)
     values = values ^ _shifted(values, 31)
+    # the upper 53 bits, all that float64 holds; half a step keeps both 0 and 1 out, whose logarithms are infinite
     return (_shifted(values, 11).double() + 0.5) * 2.0**-53

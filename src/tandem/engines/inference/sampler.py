@@ -82,6 +82,7 @@ def sample(
         tokens ``[B]`` int64, and log-probabilities ``[B]`` float32 of softmax(logits / temperature), before top-p, top-k and
         forbidden tokens.
     """
+    # the kernels know no truncation, which needs the probabilities sorted
     if compiled is not None and compiled.dtype == logits.dtype and rows.top_p is None:
         banned = None if forbidden is None else (forbidden.rows, forbidden.tokens)
         return compiled.draw(logits, rows.temperatures, uniforms, rows.greedy, banned)
@@ -94,6 +95,7 @@ def sample(
         whole = torch.logsumexp(logits[forbidden.limited], dim=-1)
         logits[forbidden.rows, forbidden.tokens] = float("-inf")
     probabilities = torch.softmax(logits, dim=-1)
+    # One uniform for a row, whatever truncates: a row's token then does not depend on the settings of its neighbours.
     tokens = draw_tokens(probabilities, uniforms)
     if rows.top_p is not None and rows.top_k is not None:
         truncated = rows.truncated
@@ -107,6 +109,7 @@ def sample(
     logprobs = probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()
     if forbidden is not None:
         limited = forbidden.limited
+        # the logit less the sum over all tokens, because the softmax above is over the allowed ones
         logprobs[limited] = logits[limited, tokens[limited]] - whole
     return tokens, logprobs
 
@@ -175,6 +178,7 @@ def widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:
     """The table with at least so many columns."""
     if columns <= table.shape[1]:
         return table
+    # doubled, so that growing one column at a time stays linear
     wide = torch.full((len(table), max(columns, 2 * table.shape[1])), fill, dtype=table.dtype, device=table.device)
     wide[:, : table.shape[1]] = table
     return wide

@@ -1,8 +1,7 @@
-"""The sequences under way: as objects, and as lines of tables, which a step reads and writes as tensors, so that no token
-costs Python.
+"""Sequences under way: a Python object for each, and a row of tensor tables, so that no token costs Python code.
 
-The tables are in the host's memory. A step sends the device what it needs of them, and waits for it once: for the tokens, on
-a GPU for those of the step before. Lists are made of them once, when a sequence ends.
+The tables are in host memory. A step uploads what it needs of them and waits for the device once: for its tokens, or on a
+GPU for those of the step before. A row becomes Python lists once, when its sequence ends.
 """
 
 from collections.abc import Iterable
@@ -27,15 +26,16 @@ class SharedPrompt:
     """A prompt whose keys and values several samples read; computed once."""
 
     request: LLMRequest
-    """The first that asked for it; the others have the same `key`."""
+    """The first request with this prompt; the others have the same `key`."""
 
     row: Row
     positions: torch.Tensor | None = None
-    """Rotary positions ``[S, 3]`` of its tokens; None where they are their places."""
+    """Rotary positions ``[S, 3]`` of the prompt; None if each token's position is its index."""
 
     members: list["Sequence"] = field(default_factory=list)
     hidden: torch.Tensor | None = None
-    """``[hidden]`` of its last token, from which every member draws its first; None until it is computed."""
+    """``[hidden]`` state of the last prompt token, from which each member draws its first token; None until it is computed.
+    """
 
     @property
     def length(self) -> int:
@@ -50,34 +50,35 @@ class Sequence:
     request: LLMRequest
     max_new_tokens: int
     deadline: float | None = None
-    """On the monotonic clock."""
+    """Time at which the request ends, in seconds of the monotonic clock; None: never."""
 
     stop_text: StopText | None = None
     positions: torch.Tensor | None = None
-    """Rotary positions ``[S, 3]`` of its prompt; None where they are the tokens' places."""
+    """Rotary positions ``[S, 3]`` of its prompt; None if each token's position is its index."""
 
     slot: int = -1
-    """Its line in the tables of `Slots`; -1 while it waits."""
+    """Its row in the tables of `Slots`; −1 while it waits."""
 
     row: Row | None = None
-    """Keys and values of the whole sequence, or of the own tokens where the prompt is shared."""
+    """Cache row with keys and values of the whole sequence, or of its own tokens alone if the prompt is shared."""
 
     prompt: SharedPrompt | None = None
     started: bool = False
-    """It has its first token and takes part in decode steps."""
+    """True once it has its first token and takes part in decode steps."""
 
     arrival: int = 0
-    """Its number among all requests, by the order in which they came."""
+    """Its number among all requests, in order of arrival."""
 
     clock: RequestClock = field(default_factory=RequestClock)
     hidden: torch.Tensor | None = None
-    """``[hidden]`` of the last token of its own prompt, once that is computed, until its first token is drawn from it."""
+    """``[hidden]`` state of the last token of its own prompt, between prefill and the draw of its first token."""
 
     extras: Extras | None = None
-    """Wishes beside its tokens; None: it has none."""
+    """The request's wishes beside tokens (grammar, top tokens); None if it has none."""
 
     def last_hidden(self) -> torch.Tensor:
-        """Takes the hidden state of the last token of its prompt, which has been computed."""
+        """Returns the hidden state ``[hidden]`` of the last prompt token, which must be computed; its own copy is
+        dropped."""
         hidden = (self.prompt or self).hidden
         assert hidden is not None
         self.hidden = None
@@ -85,18 +86,18 @@ class Sequence:
 
     @property
     def offset(self) -> int:
-        """Rotary position of a token that it draws, less the token's place."""
+        """Rotary position of a drawn token minus the token's index."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.positions)
 
     @property
     def tokens_before(self) -> int:
-        """Tokens in its row before the first that it draws."""
+        """Number of prompt tokens in its own row; 0 if the prompt is shared."""
         return len(self.request.input_ids) if self.prompt is None else 0
 
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens to be run through the model into a row, in one piece or several."""
+    """Tokens that the model still has to read into a cache row, in one piece or several."""
 
     tokens: torch.Tensor
     """``[n]`` int64."""
@@ -104,29 +105,29 @@ class Prefill:
     row: Row
     owner: Sequence | SharedPrompt
     base: SharedPrompt | None = None
-    """The prompt that comes before these tokens."""
+    """The shared prompt that precedes these tokens."""
 
     done: int = 0
     media: tuple[int, ...] = ()
-    """Media numbers of the first tokens, of all or fewer; those that follow are text."""
+    """Media numbers of the first tokens (all or fewer); the tokens after them are text."""
 
     positions: torch.Tensor | None = None
-    """Rotary positions ``[n, 3]`` of the first tokens, of all or fewer."""
+    """Rotary positions ``[n, 3]`` of the first tokens (all or fewer)."""
 
     key: tuple[int, ...] = ()
-    """The identity of the tokens, where they are a whole prompt that others may begin alike: see `LLMRequest.key`."""
+    """Identity of a whole prompt whose beginning other prompts may share (see `LLMRequest.key`); empty for other tokens."""
 
     alike: tuple[tuple["Prefill", int], ...] = ()
-    """Earlier jobs that begin alike, and how many tokens each has in common; empty once the beginning is copied."""
+    """Earlier prefills with the same beginning, each with the number of common tokens; empty once these are copied."""
 
     gone: bool = False
-    """Its row was given back, or may not be copied from."""
+    """True once its row is released, or must not be copied from."""
 
     scored: Extras | None = None
-    """Who wants the log-probabilities of these tokens."""
+    """The extras that want the log-probabilities of these tokens; None: nobody does."""
 
     def at(self, start: int, count: int) -> torch.Tensor:
-        """Rotary positions of a piece of its tokens, ``[count]`` or ``[count, 3]``."""
+        """Rotary positions of ``count`` tokens from index ``start`` on, ``[count]`` or ``[count, 3]``."""
         offset = self.owner.offset if isinstance(self.owner, Sequence) else 0
         before = 0 if self.base is None else self.base.length
         plain = torch.arange(start, start + count) + before + offset
@@ -137,14 +138,14 @@ class Prefill:
 
 
 class SlotBatch(NamedTuple):
-    """Sequences that draw their next token together, and what does not change between two draws."""
+    """Sequences that draw their next token together, with the tensors that stay the same between two draws."""
 
     sequences: list[Sequence]
     slots: torch.Tensor
-    """``[B]`` int64, their lines in the tables, on the host."""
+    """``[B]`` int64 rows in the tables, on the host."""
 
     places: torch.Tensor
-    """The same on the device."""
+    """``slots`` on the device."""
 
     rows: SamplingRows
     watched: Watched | None
@@ -152,23 +153,23 @@ class SlotBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Tokens that a step has drawn, and that the host has perhaps not seen yet."""
+    """Tokens that a step has drawn; the host may not have read them yet."""
 
     sequences: list[Sequence]
     slots: torch.Tensor
-    """``[B]``, as the tensors that follow."""
+    """``[B]`` int64 rows in the tables."""
 
     counts: torch.Tensor
-    """Tokens that each had drawn before."""
+    """``[B]`` int64: number of tokens that each sequence had drawn before this step."""
 
     version: int
     found: tuple[Download, ...]
-    """Tokens and log-probabilities; from a device both in one float64 ``[2, B]``, which holds either exactly."""
+    """Tokens and log-probabilities ``[B]``; from a device both in one float64 ``[2, B]``, which holds either exactly."""
 
     top: TopRows | None = None
 
     def home(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both, on the host."""
+        """Waits for the tokens and log-probabilities, ``[B]`` each, and returns them on the host."""
         if len(self.found) == 2:
             return self.found[0].wait(), self.found[1].wait()
         both = self.found[0].wait()
@@ -176,7 +177,7 @@ class DrawnTokens:
 
 
 class Slots:
-    """State of up to ``count`` running sequences. ``compiled``: kernels that draw; None: torch does."""
+    """State of up to ``count`` running sequences. ``compiled``: the kernels that sample; None: torch samples."""
 
     def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device, compiled: Kernels | None):
         self._device, self._compiled = device, compiled
@@ -186,7 +187,7 @@ class Slots:
             return torch.zeros((count, *shape), dtype=dtype)
 
         self.last = torch.zeros(count, dtype=torch.long, device=device)
-        """Newest token, not yet in the cache; on the device, where the next step begins with it."""
+        """Newest token of each row, not in the cache yet; on the device, where the next step reads it."""
 
         self.positions = table(torch.long)
         """Absolute position of the next token to be drawn."""
@@ -195,15 +196,15 @@ class Slots:
         """Tokens drawn so far."""
 
         self._known = table(torch.long)
-        """The number of them that the host has seen: all, or all but those of the latest steps."""
+        """Drawn tokens that the host has read: `counts` minus the draws in `unread`."""
 
         self.offsets = table(torch.long)
-        """Rotary positions, less `positions`."""
+        """Rotary position of the next token minus `positions`."""
 
         self._limits, self._streams = table(torch.long), table(torch.long)
         self._sampling = SamplingTable(count, vocab_size, eos, device)
         self.unread: list[DrawnTokens] = []
-        """Draws whose tokens the host has not seen yet; the oldest first."""
+        """Draws whose tokens the host has not read yet, oldest first."""
 
         self._tokens, self._versions = table(torch.long, 16), table(torch.long, 16)
         self._logprobs = table(torch.float32, 16)
@@ -236,7 +237,7 @@ class Slots:
         return SlotBatch(sequences, slots, self._there(slots), self._sampling.rows(slots), watched)
 
     def draw(self, batch: SlotBatch, logits: torch.Tensor, version: int) -> None:
-        """Draws the next tokens from ``logits [B, V]`` on the device. The host waits for nothing; `record` does."""
+        """Draws the next tokens from ``logits [B, V]`` on the device. The host does not wait here; `record` waits."""
         slots, rows = batch.slots, batch.rows
         positions, counts = self.positions[slots], self.counts[slots]
         forbidden = self._sampling.forbidden(slots, counts) if rows.minimums else None
@@ -254,16 +255,15 @@ class Slots:
         self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent)), top))
 
     def at_limit(self, batch: SlotBatch) -> list[Sequence]:
-        """Those that have drawn all that they may."""
+        """The sequences that have drawn as many tokens as they may."""
         full = (self.counts[batch.slots] >= self._limits[batch.slots]).nonzero().flatten().tolist()
         return [batch.sequences[i] for i in full]
 
     def record(self) -> tuple[list[Sequence], torch.Tensor, list[int], list[int]]:
-        """Writes down the tokens of the oldest draw. Those of sequences that have ended meanwhile are dropped.
+        """Stores the tokens of the oldest unread draw; tokens of sequences that have ended meanwhile are dropped.
 
         Returns:
-            The sequences that are left, their tokens, places among them that ended with a stop token, and places that
-            reached their limit.
+            The remaining sequences, their tokens, and the indices of those that drew a stop token or reached their limit.
 
         Raises:
             NonFinite: the logits are not numbers.
@@ -296,7 +296,7 @@ class Slots:
         return upload(tensor, self._device)
 
     def num_drawn(self, sequence: Sequence) -> int:
-        """Tokens drawn so far; none before it has a slot."""
+        """Number of drawn tokens that the host has read; 0 before the sequence has a slot."""
         return int(self._known[sequence.slot]) if sequence.slot >= 0 else 0
 
     def drawn(self, sequence: Sequence) -> torch.Tensor:

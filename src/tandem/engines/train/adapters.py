@@ -1,4 +1,4 @@
-"""The weights of a model with adapters: merged for whoever reads whole weights, the adapter alone for whoever takes it."""
+"""The weights of a model with adapters: merged for readers of whole weights, or the adapter alone."""
 
 import contextlib
 import itertools
@@ -26,25 +26,25 @@ from tandem.models.packed import PackedModel
 from tandem.models.streaming import tensors_of
 
 SAMPLED = 4
-"""Matrices that are looked at to see what rounding leaves of an adapter."""
+"""Number of matrices that `EngineAdapters.surviving` looks at."""
 
 
 def named_weights(config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team) -> NamedWeights:
-    """Those of an engine."""
+    """The named weights of a train engine: `AdaptedWeights` if it trains adapters, else `NamedWeights`."""
     kind = AdaptedWeights if config.lora.rank is not None and holder.masters else NamedWeights
     return kind(config, holder, model, team)
 
 
 class EngineAdapters(TrainedAdapter):
-    """Those of one model; see `TrainedAdapter`."""
+    """The adapters of one model; see `TrainedAdapter`."""
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel):
         self._config, self._holder, self._model = config, holder, model
         self.layers = {name.removeprefix(PREFIX): layer for name, layer in lora_matrices(model).items()}
-        """Hugging Face name of a matrix's module → the module."""
+        """Hugging Face name of a module with an adapter → the module."""
 
         self.places = {f"{name}.{which}.weight": f"{PREFIX}{name}.{which}" for name in self.layers for which in (A, B)}
-        """Name of a tensor, as it is published and saved → that in the holder."""
+        """Published and saved name of an adapter tensor → its name in the holder."""
 
         inside = set(self.places.values())
         order = (name for name, _ in model.named_parameters())
@@ -62,8 +62,8 @@ class EngineAdapters(TrainedAdapter):
     def merged(
         self, tensors: Mapping[str, torch.Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Merged weights, as `TrainedAdapter.merged` says; None stands for its own tensors. ``dtype``: None leaves them as
-        they are."""
+        """Yields merged weights, see `TrainedAdapter.merged`. ``tensors``: adapter tensors; None: those that are trained
+        here. ``dtype``: None keeps each tensor's own."""
         for name in self.names:
             module = name.removesuffix(".weight")
             if module in self.layers:
@@ -73,7 +73,7 @@ class EngineAdapters(TrainedAdapter):
                 yield name, self._holder.full(PREFIX + name, dtype)
 
     def merge(self, module: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The matrix of one module, float32 (as it is while B is 0, and where it has no adapter)."""
+        """The merged matrix of one module, float32. A matrix without an adapter, or with B = 0, is returned as it is."""
         if module not in self.layers:
             return weight
         names = [f"{module}.{which}.weight" for which in (A, B)]
@@ -84,8 +84,8 @@ class EngineAdapters(TrainedAdapter):
         return merged(weight, a, b, self._config.lora.scaling)
 
     def surviving(self, dtype: torch.dtype) -> float | None:
-        """The share that survives rounding, see `TrainedAdapter.surviving`: the rounded change's projection on the exact
-        one, over all entries together."""
+        """The share of the adapter that survives rounding to ``dtype`` (see `TrainedAdapter.surviving`): the projection of
+        the rounded change on the exact change, over all entries of `SAMPLED` matrices."""
         modules = list(self.layers)
         kept = exact = 0.0
         for module in {modules[i * (len(modules) - 1) // (SAMPLED - 1)]: None for i in range(SAMPLED)}:  # first to last
@@ -101,7 +101,7 @@ class EngineAdapters(TrainedAdapter):
 
 
 class AdaptedWeights(NamedWeights):
-    """Masters are the adapters, and heads that are new; all else is frozen, and stays the base's."""
+    """The named weights of a model that trains adapters and new heads; its other weights are frozen and stay the base's."""
 
     adapter: EngineAdapters
     base: str
@@ -115,17 +115,18 @@ class AdaptedWeights(NamedWeights):
         self._saved = self.adapter.places | heads
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The merged weights as a stream. Without ``dtype``, tensors without an adapter come in the base's."""
+        """Yields the merged weights. Without ``dtype``, tensors without an adapter have the base's dtype."""
         return self.adapter.merged(dtype=dtype)
 
     def _whole(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return self.stream(dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes an adapter; or, in `TrainEngine.using` alone, whole weights.
+        """Loads the tensors of an adapter; or whole weights, but only inside `TrainEngine.using`.
 
         Raises:
-            ConfigError: whole weights that would stay; the base belongs to the folder that it is from.
+            ConfigError: whole weights outside of `TrainEngine.using`: the base belongs to the folder that it was loaded
+                from.
         """
         stream = iter(weights)
         first = next(stream, None)
@@ -167,7 +168,7 @@ class AdaptedWeights(NamedWeights):
         )
 
     def _pattern(self) -> str:
-        """A regular expression of the whole names of the matrices of a media model; empty for a model of text."""
+        """A regular expression for the full names of a media model's adapted matrices; empty for a text model."""
         if self._model.media is None:
             return ""
         family, parts = self._model.media.family, []

@@ -1,8 +1,8 @@
 """The layout of a model and its float32 master weights over processes; frozen parameters have no masters.
 
-`Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. "All" is what tensor parallelism leaves a
-rank of each matrix. Both show the same: ``masters``, the parameters that the optimizer moves, whose ``.grad`` is complete
-after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradients and masters its own way.)
+`Replica`: one process has the whole model. `Sharded`: FSDP2 gives each process a part; under tensor parallelism "the whole
+model" is a rank's piece of each matrix. Both have ``masters``, the parameters that the optimizer updates, whose ``.grad`` is
+complete after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradients and masters its own way.)
 """
 
 import contextlib
@@ -29,61 +29,62 @@ class Holder(ABC):
 
     model: nn.Module
     masters: dict[str, nn.Parameter]
-    """Name in ``model`` → float32 parameter; tied ones once."""
+    """Name in ``model`` → float32 parameter that is trained; tied parameters once."""
 
     frozen: dict[str, nn.Parameter]
-    """The parameters that nobody trains, in the dtype of the computation: most of them beside adapters, else none."""
+    """Name → parameter that is not trained, in the compute dtype: most of the model beside adapters, otherwise none."""
 
     pieces: Pieces | None = None
-    """The cuts of matrices, under tensor parallelism."""
+    """The cuts of matrices under tensor parallelism; None without it."""
 
     in_host_memory: bool = False
-    """True if masters, gradients and moments are there, and stay there when others are moved."""
+    """True if masters, gradients and moments are in host memory, and stay there when the rest moves."""
 
     lent: bool = False
-    """True if other weights are in the model for a moment: see `restored`."""
+    """True while other weights are in the model: see `restored`."""
 
     borrowed: frozenset[str] = frozenset()
-    """Those of ``frozen`` whose memory is another holder's."""
+    """Names in ``frozen`` whose memory belongs to another holder."""
 
     _lender: "Holder | None" = None
     _borrowers: "tuple[weakref.ref[Holder], ...]" = ()
 
     @property
     def device(self) -> torch.device:
-        """On which ranks exchange numbers."""
+        """The device on which ranks exchange numbers."""
         return next(iter((self.masters or self.frozen).values())).device
 
     @abstractmethod
     def publish(self) -> None:
-        """After the masters have changed: the model computes with their new values."""
+        """Updates the weights that the model computes with after masters have changed."""
 
     @abstractmethod
     def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A master or frozen parameter, or this rank's piece where it is cut, from all shards; cast before they travel."""
+        """Gathers a master or frozen parameter (its piece on this rank, if it is cut) from all shards, cast before it
+        travels."""
 
     @abstractmethod
     def _put(self, name: str, value: torch.Tensor) -> None:
-        """Overwrites what `_gather` gives."""
+        """Overwrites the tensor that `_gather` returns."""
 
     def compute(self, *arguments: Any) -> Any:
-        """The model's forward pass."""
+        """Runs the model's forward pass."""
         return self.model(*arguments)
 
     def accumulate(self, *, last: bool) -> None:
-        """Before each backward pass of a step. ``last``: none follows it."""
+        """Prepares the next backward pass of a step. ``last``: no other follows."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds to the gradients."""
+        """Adds the loss's gradients to ``.grad``."""
         loss.backward()
 
     def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> Any:
-        """The optimizer that moves the masters in ``groups``; it has ``step``, ``zero_grad``, ``param_groups``, ``state``,
+        """Makes the optimizer of the masters in ``groups``; it has ``step``, ``zero_grad``, ``param_groups`` and ``state``,
         as torch's."""
         return torch.optim.AdamW(groups, fused=True, **settings)
 
     def moments(self, adamw: Any) -> dict[str, dict[str, Any]]:
-        """Moments and number of steps of each master that has any, as a state has them; see `state_of`."""
+        """Moments and number of steps of each master that has any, in the form of a state (see `state_of`)."""
         state = adamw.state
         return {
             name: {what: self.state_of(name, x) for what, x in state[master].items()}
@@ -92,21 +93,22 @@ class Holder(ABC):
         }
 
     def take_moments(self, adamw: Any, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Takes whole moments in the place of those that ``adamw`` has; each rank cuts its part out of them."""
+        """Replaces the moments of ``adamw`` by whole ones; each rank cuts its part out of them."""
         adamw.state.clear()
         for name, found in moments.items():
             adamw.state[self.masters[name]] = {what: self.laid_out(name, x) for what, x in found.items()}
 
     def held(self, name: str) -> nn.Parameter:
-        """A master or frozen parameter, as this rank has it."""
+        """This rank's master or frozen parameter."""
         return self.masters[name] if name in self.masters else self.frozen[name]
 
     def full(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The whole of it, on the device, in ``dtype`` (None: as it is held); collective where it is sharded or cut."""
+        """A whole master or frozen parameter, on the device; ``dtype`` None keeps its own. Collective if it is sharded or
+        cut."""
         return self._put_together(name, self._gather(name, dtype))
 
     def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """`full` of one after another, each valid until the next is asked for."""
+        """`full` of each name in order; a tensor is valid until the next is taken."""
         return (self.full(name, dtype) for name in names)
 
     def _put_together(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -118,27 +120,27 @@ class Holder(ABC):
         return own if self.pieces is None else self.pieces.shape(name, own)
 
     def assign(self, name: str, value: torch.Tensor) -> None:
-        """Overwrites one with the whole tensor ``value``; every rank calls it with the same value."""
+        """Overwrites a parameter with the whole tensor ``value``, which must be equal on every rank."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
         if name in self.frozen:
             self._forget_features()
 
     def _forget_features(self) -> None:
-        """After frozen weights have changed: features of images and sounds are computed anew."""
+        """Forgets features of images and sounds, which must be computed again after frozen weights have changed."""
         media = getattr(self.model, "media", None)
         if media is not None:
             media.forget()
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
-        """A master, or a moment that lies as it does, as a state has it: to be made whole where matrices are cut, else as it
-        is; numbers without a shape are as they are."""
+        """A master, or a moment with the same layout, in the form of a state: with a function that makes it whole if
+        matrices are cut, otherwise unchanged. Numbers without a shape stay as they are."""
         pieces = self.pieces
         if pieces is None or not tensor.dim():
             return tensor
         return Parted(lambda: pieces.whole(name, _whole(tensor)), lambda: pieces.part(name, part_of(tensor)))
 
     def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of a whole tensor, on the device of the master ``name`` and cut as it is."""
+        """A copy of a whole tensor, on the device of the master ``name`` and cut like it."""
         master = self.masters[name]
         cut = whole if self.pieces is None or not whole.dim() else self.pieces.piece(name, whole)
         if not isinstance(master, DTensor) or not whole.dim():
@@ -146,7 +148,8 @@ class Holder(ABC):
         return _divided(cut, master)
 
     def finish_gradients(self) -> None:
-        """After the last backward pass: sums the gradients of which ranks that share matrices have a part each."""
+        """Completes gradients after the last backward pass: sums those of which ranks that share matrices have a part
+        each."""
         if self.pieces is None:
             return
         masters = [self.masters[name] for name in sorted(self.pieces.summed)]
@@ -159,7 +162,7 @@ class Holder(ABC):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """After this block all weights are as before it, to the bit; inside, others may be put in their place."""
+        """A block that may overwrite weights; after it all weights are as before, to the bit."""
         parameters = self.masters | self.frozen
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.lent = True
@@ -175,14 +178,14 @@ class Holder(ABC):
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """A block in which the model computes in float32 with the rounded weights that it has; yields False if it cannot.
+        """A block in which the model computes in float32 with its rounded weights; yields False if it cannot.
 
         Nothing may be trained or published inside.
         """
         yield False
 
     def borrow(self, names: Iterable[str], lender: "Holder") -> None:
-        """From now on these frozen parameters are the lender's, in its memory, wherever that moves."""
+        """Makes these frozen parameters share the lender's memory, wherever the lender moves it."""
         self.borrowed, self._lender = frozenset(names), lender
         lender._borrowers = (*(one for one in lender._borrowers if one() is not None), weakref.ref(self))
         self._point()
@@ -193,12 +196,12 @@ class Holder(ABC):
             self.frozen[name].data = self._lender.frozen[name].data
 
     def lend_again(self) -> None:
-        """After frozen parameters have got other memory: their borrowers go along."""
+        """Gives borrowers the new memory of frozen parameters that have moved."""
         for borrower in filter(None, (one() for one in self._borrowers)):
             borrower._point()
 
     def move(self, device: torch.device | str) -> None:
-        """Moves model and masters, but not what is borrowed."""
+        """Moves the model and its masters, but no borrowed parameters."""
         for name in self.borrowed:
             self.frozen[name].data = torch.empty(0, dtype=self.frozen[name].dtype)
         self.model.to(device)
@@ -206,13 +209,13 @@ class Holder(ABC):
         self.lend_again()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of every master and frozen parameter in memory of its own, with its name."""
+        """Yields (name, this rank's part) of every master and frozen parameter with memory of its own."""
         for name, parameter in (self.masters | self.frozen).items():
             if name not in self.borrowed:
                 yield name, _local(parameter.detach())
 
     def copies(self) -> list[torch.Tensor]:
-        """Copies of the masters that `publish` makes."""
+        """The model's rounded copies of the masters, which `publish` makes."""
         return []
 
     def square_sum(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -220,20 +223,20 @@ class Holder(ABC):
         return gradient.pow(2).sum(dtype=torch.float64)
 
     def square_sums(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum of the squares of several, ``[]`` float64. On a GPU a few kernels read each gradient once, which sum float32
-        in a tree; the result depends on how parameters are cut."""
+        """Sum of the squares of several gradients, ``[]`` float64. On a GPU a few kernels read each gradient once and sum
+        float32 in a tree, so the result depends on the cuts of parameters."""
         if gradients and gradients[0].is_cuda:
             return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
         sums = [self.square_sum(gradient) for gradient in gradients]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
     def local_gradients(self) -> Iterator[torch.Tensor]:
-        """This rank's part of every gradient there is."""
+        """Yields this rank's part of every gradient."""
         for _, gradient in self.named_local_gradients():
             yield gradient
 
     def named_local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, with the masters' names."""
+        """Yields this rank's part of every gradient, with the master's name."""
         for name, master in self.masters.items():
             if master.grad is not None:
                 yield name, _local(master.grad)
@@ -244,14 +247,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it, on the device of its mesh, over which alone it can be gathered: its shards may be in host memory."""
+    """Gathers a whole tensor on the device of its mesh, because shards in host memory cannot be gathered there."""
     if not isinstance(tensor, DTensor):
         return tensor
     return _moved(tensor, tensor.device_mesh.device_type).full_tensor()
 
 
 def _divided(value: torch.Tensor, master: DTensor) -> DTensor:
-    """A copy of ``value``, which every rank has, cut as ``master`` is and where it is."""
+    """A copy of ``value``, which every rank has, cut and placed like ``master``."""
     mesh = master.device_mesh
     # src_data_rank=None: every rank cuts its own part out of the tensor that it has
     cut = distribute_tensor(value.to(mesh.device_type, copy=True), mesh, master.placements, src_data_rank=None)
@@ -259,7 +262,7 @@ def _divided(value: torch.Tensor, master: DTensor) -> DTensor:
 
 
 def _moved(tensor: DTensor, device: str) -> DTensor:
-    """With its shards on another kind of device."""
+    """A copy of the tensor with its shards on another kind of device."""
     local = tensor.to_local()
     if local.device.type == device:
         return tensor
@@ -269,16 +272,16 @@ def _moved(tensor: DTensor, device: str) -> DTensor:
 
 
 def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The parameters that are trained, and those that are not."""
+    """(parameters that are trained, parameters that are frozen), each by name."""
     named = dict(model.named_parameters())
     return {n: p for n, p in named.items() if p.requires_grad}, {n: p for n, p in named.items() if not p.requires_grad}
 
 
 class Replica(Holder):
-    """All in one process.
+    """A model that is whole in one process.
 
-    In float32 masters and model are the same tensors. In bfloat16 the model has rounded copies, made once a step; their
-    gradients are added to the masters' in float32 as soon as each is complete.
+    In float32 masters and model are the same tensors. In bfloat16 the model has rounded copies, which are made once a step;
+    a copy's gradient is added to its master's in float32 as soon as it is complete.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, pieces: Pieces | None = None):
@@ -327,7 +330,7 @@ class Replica(Holder):
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """All parameters become float32 copies of themselves, which is exact; the rounded ones come back afterwards."""
+        """Makes all parameters float32 copies of themselves, which is exact; the rounded ones come back afterwards."""
         parameters = list(self.model.parameters())
         rounded = [parameter.data for parameter in parameters]
         try:
@@ -359,9 +362,14 @@ class Sharded(Holder):
         gradient_sync: Literal["step", "micro_batch"] = "step",
         offload: bool = False,
     ):
-        """``mesh``: shards, or replicas by shards. ``fill``: gives a module its weights, just before it is sharded.
-        ``gradient_sync``: how often gradients are summed over ranks. ``offload``: shards of masters, gradients and moments
-        are in host memory, where the optimizer steps; a layer is brought to the device while it is computed.
+        """Shards a model.
+
+        Args:
+            mesh: shards, or replicas by shards.
+            fill: loads a module's weights, just before it is sharded.
+            gradient_sync: how often gradients are summed over ranks.
+            offload: keeps shards of masters, gradients and moments in host memory, where the optimizer runs; a layer is
+                brought to the device while it is computed.
         """
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
@@ -380,7 +388,8 @@ class Sharded(Holder):
         self.masters, self.frozen = _parted(model)
 
     def accumulate(self, *, last: bool) -> None:
-        """Until they are summed over ranks, each rank has all gradients of its own sequences; after it, its shard."""
+        """Prepares the next backward pass. Until gradients are summed over ranks, each rank has all gradients of its own
+        sequences; afterwards its shard of the sum."""
         assert isinstance(self.model, FSDPModule)
         if self._gradient_sync == "step":
             self.model.set_requires_gradient_sync(last)
@@ -388,7 +397,8 @@ class Sharded(Holder):
             self.model.set_requires_all_reduce(last)  # between replicas once in any case: it costs no memory
 
     def publish(self) -> None:
-        """Lets go of what a forward pass without a backward one left gathered: the next one gathers the new values."""
+        """Frees parameters that a forward pass without a backward pass left gathered, so that the next pass gathers the new
+        values."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -406,13 +416,13 @@ class Sharded(Holder):
         return whole
 
     def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Whole tensors, as `Holder.fulls` says: many small ones travel together, up to `BUCKET_BYTES`."""
+        """Yields whole tensors, see `Holder.fulls`; small ones travel together, up to `BUCKET_BYTES`."""
         for bucket in buckets(names, lambda name: self.held(name).numel() * (dtype or self.held(name).dtype).itemsize):
             for name, piece in zip(bucket, self._gather_together(bucket, dtype), strict=True):
                 yield self._put_together(name, piece)
 
     def _gather_together(self, names: Sequence[str], dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-        """`_gather` of these by one exchange."""
+        """Gathers several tensors by one exchange."""
         mesh = self._mesh
         held = [self.held(name).detach() for name in names]
         shards = [_local(one).to(mesh.device_type, dtype or one.dtype) for one in held]

@@ -1,4 +1,4 @@
-"""The ranks that train one model, and the groups that they form for what they divide among themselves."""
+"""The ranks that train one model, and their groups by what they divide: batch, parameters, matrices, tokens."""
 
 import atexit
 import itertools
@@ -16,69 +16,75 @@ from tandem.models.context_parallel import Context
 
 @dataclass(frozen=True)
 class Ranks:
-    """All of them, and where this one stands.
+    """The ranks that train one model, and the place of this rank among them.
 
-    Rank ``((r·data + d)·context + c)·tensor + t`` has place (r, d, c, t): neighbours share matrices, as they talk most.
+    Rank ``((r·data + d)·context + c)·tensor + t`` has place (r, d, c, t): neighbours share matrices, because they
+    communicate most.
     """
 
     layout: Layout
     group: dist.ProcessGroup | None = None
-    """All of them; None for a process alone."""
+    """Process group of all these ranks; None for a single process."""
 
     rank: int = 0
-    """In ``group``."""
+    """This process's rank in ``group``."""
 
     shards: DeviceMesh | None = None
-    """Over which FSDP keeps parameters, ``[shards]`` or ``[replicas, shards]``; None where each rank has all of its own."""
+    """Mesh over which FSDP shards parameters, ``[shards]`` or ``[replicas, shards]``; None if each rank keeps its parameters
+    whole."""
 
     tensor: dist.ProcessGroup | None = None
-    """Those that share matrices; None where there is one."""
+    """Group of the ranks that share matrices with this one; None if it shares them with nobody."""
 
     context: Context | None = None
-    """Those that share tokens; None where there is one."""
+    """Group of the ranks that share tokens with this one; None if it shares them with nobody."""
 
     key: str = "actor.backend"
     """The configuration key where the layout was written, for errors."""
 
     @property
     def team(self) -> Team:
-        """All of them."""
+        """The ranks as a team."""
         return Team.alone() if self.group is None else Team(self.group)
 
     @property
     def batch(self) -> int:
-        """The number of this rank's micro-batch among those that are computed at a time."""
+        """Index of this rank's micro-batch among those that are computed at the same time."""
         return self.rank // (self.layout.context * self.layout.tensor)
 
     @property
     def sums(self) -> int:
-        """Ranks over which FSDP or DeepSpeed takes the mean of gradients, where the step needs their sum."""
+        """Number of ranks over which FSDP or DeepSpeed averages gradients; a step needs their sum, so it multiplies by
+        this."""
         if self.layout.zero is not None:
             return self.layout.data
         return 1 if self.shards is None else self.layout.batches * self.layout.context
 
     @property
     def is_first_with_batch(self) -> bool:
-        """True if this rank speaks for those that compute the same sequences."""
+        """True if this rank reports for all ranks that compute the same sequences."""
         return self.rank % (self.layout.context * self.layout.tensor) == 0
 
     @property
     def is_first_with_shard(self) -> bool:
-        """True if this rank counts the part of a whole parameter that it keeps; others may keep the same part."""
+        """True if this rank counts its part of an uncut parameter; other ranks may keep the same part."""
         return self.rank % self.layout.tensor == 0 and self.is_in_first_replica
 
     @property
     def is_in_first_replica(self) -> bool:
-        """True if this rank's part of a cut parameter is counted."""
+        """True if this rank counts its part of a cut parameter; other replicas keep the same part."""
         return self.rank < self.layout.ranks // self.layout.replicas
 
 
 def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.device, key: str = "actor.backend") -> Ranks:
-    """The ranks of ``backend``. ``group``: None takes the default group where torch.distributed is initialised, else this
-    process alone. ``key``: where the backend was written. Collective.
+    """Forms the ranks of ``backend``. Collective.
+
+    Args:
+        group: None takes the default group if torch.distributed is initialised, otherwise this process alone.
+        key: the configuration key of ``backend``, for errors.
 
     Raises:
-        ConfigError: the group has another size than the backend says.
+        ConfigError: the group has another number of ranks than the backend.
     """
     layout = parse_layout(backend, key)
     if group is None and dist.is_available() and dist.is_initialized():
@@ -127,14 +133,14 @@ def _context(layout: Layout, rank: int) -> Context | None:
 
 
 def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sums in place; without a group there is one rank."""
+    """Sums ``value`` over ``group`` in place. Without a group there is one rank, and nothing to do."""
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
 
 
 def form_group(device: torch.device) -> None:
-    """A process group of this process alone, for libraries that want one, where there is none."""
+    """Makes a process group of this process alone if there is none, for libraries that need one."""
     if not dist.is_initialized():
         kind = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)

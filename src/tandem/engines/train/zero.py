@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO behind the contract of the other backends.
 
 Each rank keeps a part of the float32 masters and of AdamW's moments (stage 1), of the gradients (2), of the parameters (3);
-see arXiv:1910.02054. DeepSpeed gathers parameters, reduces gradients and moves the masters. What a step is (loss, norm,
-clipping, schedule, when it is skipped) is decided where it is for every backend: in `SpreadEngine` and `Optimizer`.
+see arXiv:1910.02054. DeepSpeed gathers parameters, reduces gradients and updates the masters. `SpreadEngine` and `Optimizer`
+decide all else of a step (loss, norm, clipping, schedule, skipping), as for every backend.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ LOG = logging.getLogger("tandem.train")
 
 
 def share(zero: Any, stage: int, rank: int, masters: Sequence[torch.Tensor]) -> bool:
-    """True if masters are in the memory of the parameters from now on; where the two do not lie alike, all stays as it was,
-    and that is logged. ``zero``: DeepSpeed's optimizer. ``masters``: this rank's part, one flat tensor a group."""
+    """Puts float32 masters into the memory of the parameters; returns False, with a warning, if their layouts differ.
+    ``zero``: DeepSpeed's optimizer. ``masters``: this rank's part, one flat tensor per group."""
     try:
         difference = _difference(zero, stage, masters, _working(zero, stage, rank))
     except (AttributeError, RuntimeError) as error:  # another version, which has them somewhere else
@@ -51,7 +51,7 @@ def share(zero: Any, stage: int, rank: int, masters: Sequence[torch.Tensor]) -> 
 
 
 def lay(zero: Any, stage: int, rank: int, masters: Sequence[torch.Tensor]) -> None:
-    """Puts masters where the parameters are, which have the same numbers: at first, and when these were moved."""
+    """Points masters to the memory of the parameters, which hold the same numbers. Needed again whenever parameters move."""
     for master, working in zip(masters, _working(zero, stage, rank), strict=True):
         master.data = working
     if stage < 3:
@@ -59,7 +59,7 @@ def lay(zero: Any, stage: int, rank: int, masters: Sequence[torch.Tensor]) -> No
 
 
 def _working(zero: Any, stage: int, rank: int) -> list[torch.Tensor]:
-    """This rank's part of the parameters, cut as the masters are, wherever they are at this time."""
+    """This rank's part of the parameters, cut as the masters are, in their present memory."""
     if stage == 3:
         return list(zero.lp_param_buffer.detach().split(zero.fp16_partitioned_groups_flat_numel))
     flats = zip(zero.bit16_groups_flat, zero.partition_size, strict=True)
@@ -67,7 +67,7 @@ def _working(zero: Any, stage: int, rank: int) -> list[torch.Tensor]:
 
 
 def _difference(zero: Any, stage: int, masters: Sequence[torch.Tensor], working: Sequence[torch.Tensor]) -> str | None:
-    """Between how masters and parameters lie; None if there is none."""
+    """Says how the layouts of masters and parameters differ; None if they are equal."""
     if [_form(master) for master in masters] != [_form(piece) for piece in working]:
         return "they are cut in two ways"
     if not all(torch.equal(master, piece) for master, piece in zip(masters, working, strict=True)):
@@ -84,7 +84,7 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _pairs(zero: Any, stage: int, group: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """By parameter of a group: this rank's part of its master, and of itself."""
+    """Yields, for each parameter of a group, this rank's part of its master and of the parameter itself."""
     if stage == 3:
         for parameter in zero.fp16_groups[group]:
             yield zero.get_local_fp32_param(parameter), parameter.ds_tensor
@@ -97,7 +97,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroHolder(Holder):
-    """A model that DeepSpeed spreads. `masters` are its parameters, which name what lies in flat pieces over the ranks."""
+    """A model that DeepSpeed shards over ranks. `masters` has its parameters by name; their values are in flat pieces on all
+    ranks."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class ZeroHolder(Holder):
         device: torch.device,
         fill: Callable[[nn.Module], None],
     ):
-        """``fill``: gives a module its weights, float32; under stage 3 one layer after another is filled and divided, so
-        that no rank ever has all of them. Collective.
+        """``fill``: loads a module's weights, float32. Under stage 3 layers are filled and divided one after another, so
+        that no rank ever has the whole model. Collective.
 
         Raises:
             ConfigError: DeepSpeed is not installed.
@@ -130,7 +131,8 @@ class ZeroHolder(Holder):
         self._changed = False
 
     def _divide(self, module: nn.Module) -> None:
-        """Stage 3 leaves this rank its part of each parameter. What rounding would lose is kept for the masters."""
+        """Divides the module's parameters over the ranks (stage 3). Exact values are kept for the masters if parameters are
+        rounded."""
         if self._dtype != torch.float32:
             for name, parameter in self.model.named_parameters():
                 if not parameter.is_meta and name not in self._exact:
@@ -168,12 +170,12 @@ class ZeroHolder(Holder):
             self._engine.backward(loss)
 
     def step(self) -> None:
-        """DeepSpeed's: moves the masters by the gradients that there are, and gathers what the model computes with."""
+        """Updates the masters by the current gradients, and gathers the parameters that the model computes with."""
         with local_rank(self._device):
             self._engine.step()
 
     def drop_gradients(self) -> None:
-        """Forgets gradients, whole ones and those of a step that was not finished, as DeepSpeed does where one overflows."""
+        """Forgets all gradients, also those of an unfinished step, as DeepSpeed does when a gradient overflows."""
         zero = self.zero
         zero.zero_grad(set_to_none=True)
         zero._epilogue_ran_this_backward = False  # or the next backward pass would add to what is dropped
@@ -186,13 +188,13 @@ class ZeroHolder(Holder):
             zero.micro_step_id = -1
 
     def named_local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's pieces, under the numbers of their groups: none of them is another rank's too."""
+        """Yields this rank's gradient pieces with the number of their group; no piece is on two ranks."""
         for group, pieces in self.zero.averaged_gradients.items():
             for piece in pieces or ():
                 yield str(group), piece
 
     def publish(self) -> None:
-        """DeepSpeed does it after a step; here after masters were overwritten."""
+        """Updates the model's parameters after masters were overwritten. After a step DeepSpeed does it by itself."""
         if not self._changed:
             return
         if self.stage < 3:
@@ -207,7 +209,7 @@ class ZeroHolder(Holder):
         return self._shapes[name]
 
     def state_of(self, name: str, tensor: torch.Tensor) -> Parted:
-        """A master, as a state has it."""
+        """A master in the form in which a state holds it."""
         return Parted(partial(self._gather, name), partial(self._held_part, name))
 
     def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -227,7 +229,8 @@ class ZeroHolder(Holder):
         self._set(name, self._part(whole) if self.stage == 3 else whole)
 
     def _set(self, name: str, value: torch.Tensor, moment: str | None = None) -> None:
-        """Overwrites a master, or one of its moments. ``value``: under stage 3 this rank's part, else the whole."""
+        """Overwrites a master, or its moment ``moment``. ``value``: this rank's part under stage 3, else the whole
+        tensor."""
         parameter, utils = self.masters[name], self._deepspeed.utils
         if moment is None:
             set_it = utils.safe_set_local_fp32_param if self.stage == 3 else utils.safe_set_full_fp32_param
@@ -243,7 +246,7 @@ class ZeroHolder(Holder):
         return pad(whole.flatten(), (0, size * self._ranks - whole.numel()))[size * self.rank : size * (self.rank + 1)]
 
     def flat_pieces(self) -> list[torch.Tensor]:
-        """This rank's part of the masters, float32, one flat tensor a group."""
+        """This rank's part of the masters, float32, one flat tensor per group."""
         return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
 
     def moments(self, adamw: "_Moved") -> dict[str, dict[str, Any]]:
@@ -258,7 +261,7 @@ class ZeroHolder(Holder):
         return Parted(partial(self._gather_moment, name, what), partial(self._held_part, name, what))
 
     def _held_part(self, name: str, moment: str | None = None) -> TensorPart:
-        """This rank's part of a master, or of one of its moments: some of the row of its entries."""
+        """This rank's slice of the flattened master, or of its moment ``moment``."""
         parameter: Any = self.masters[name]  # with attributes of DeepSpeed's
         shape, utils = self._shapes[name], self._deepspeed.utils
         if self.stage == 3:
@@ -276,17 +279,17 @@ class ZeroHolder(Holder):
         return self._deepspeed.utils.safe_get_full_optimizer_state(self.masters[name], what)
 
     def _link_moments(self) -> None:
-        """Lets DeepSpeed find each master's moments in the flat ones, which it does by itself at its first step only."""
+        """Lets DeepSpeed find each master's moments in the flat ones; by itself it does so only at its first step."""
         if self.stage < 3:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
     @torch.no_grad()
     def take_moments(self, adamw: "_Moved", moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Takes moments, as `Holder.take_moments` says.
+        """Loads moments, see `Holder.take_moments`.
 
         Raises:
-            ConfigError: masters that took different numbers of steps; nothing was changed then.
+            ConfigError: the masters took different numbers of steps; nothing is changed then.
         """
         steps = {float(found["step"]) for found in moments.values()}
         if moments and (len(steps) > 1 or moments.keys() != self.masters.keys()):
@@ -343,20 +346,20 @@ class ZeroHolder(Holder):
         self._lay_together()
 
     def _lay_together(self) -> None:
-        """After parameters were moved: masters that share their memory are there too."""
+        """Lets masters share the parameters' memory again, after these were moved."""
         if self.shared:
             lay(self.zero, self.stage, self.rank, self.flat_pieces())
 
 
 class _Moved:
-    """The interface that `Optimizer` asks of torch's AdamW, done by DeepSpeed: it moves its flat pieces with one."""
+    """DeepSpeed's optimizer behind the interface of torch's AdamW, which `Optimizer` uses."""
 
     def __init__(self, holder: ZeroHolder, adamw: torch.optim.AdamW):
         self._holder, self._adamw = holder, adamw
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups where learning rates stand."""
+        """The parameter groups, each with its learning rate."""
         return self._adamw.param_groups
 
     @property
@@ -365,7 +368,7 @@ class _Moved:
         return self._adamw.state
 
     def step(self) -> None:
-        """Moves the masters."""
+        """Updates the masters."""
         self._holder.step()
 
     def zero_grad(self) -> None:

@@ -1,4 +1,4 @@
-"""Parts that the dialects beside chat completions share: fields by what they do, and a history that grows by parts."""
+"""Shared parts of the dialects beside chat completions: groups of fields, and a history that grows part by part."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a dialect's body by what they do here. Any other is refused: a new one may leave out half the history,
-    because the maker's own service stores it."""
+    """The fields of a dialect's body, grouped by their effect here. Any other field is refused: a new one may leave out half
+    the history, because the maker's own service stores it."""
 
     read: Collection[str]
-    """Fields that the dialect's reader looks at."""
+    """Fields that the dialect's reader reads."""
 
     sampling: Collection[str]
-    """Fields of sampling: the trainer decides them."""
+    """Fields of sampling, which the trainer decides."""
 
     harmless: Collection[str]
-    """Fields that change nothing of the model's turn."""
+    """Fields that do not change the model's turn."""
 
     refused: Mapping[str, str]
-    """Fields that would change what a reply means, each with the reason why it is refused where it is set."""
+    """Fields that would change the meaning of a reply, each with the reason for which it is refused when it is set."""
 
     def sort(self, body: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names that are set among the fields of sampling, and among those that change nothing.
+        """The fields of sampling, and the harmless fields, that the body sets.
 
         Raises:
-            Refusal: 400, another field is set.
+            Refusal: status 400, the body sets another field.
         """
         given = [name for name, value in body.items() if value is not None]
         for name in given:
@@ -43,45 +43,45 @@ class Fields:
 
 
 def refused(where: str, why: str) -> Refusal:
-    """A refusal of what cannot be had here; ``where`` is its path in the body."""
+    """Makes a refusal for a field that is not served. ``where``: its path in the body."""
     return Refusal(400, f"{where} is not served here: {why}", code="unsupported", param=where)
 
 
 def wrong(where: str, rule: str, value: Any) -> Refusal:
-    """A refusal of what has not the dialect's shape."""
+    """Makes a refusal for a value that breaks the dialect's ``rule``."""
     return Refusal(400, f"{where} {rule}, got {value!r:.80}", param=where)
 
 
 def as_text(value: Any, where: str) -> str:
-    """A string."""
+    """Returns ``value`` if it is a string. Raises `Refusal`."""
     if not isinstance(value, str):
         raise wrong(where, "must be a string", value)
     return value
 
 
 def as_object(value: Any, where: str) -> Mapping[str, Any]:
-    """A JSON object."""
+    """Returns ``value`` if it is a JSON object. Raises `Refusal`."""
     if not isinstance(value, Mapping):
         raise wrong(where, "must be an object", value)
     return value
 
 
 def as_list(value: Any, where: str) -> Sequence[Any]:
-    """A JSON array; null is an empty one."""
+    """Returns ``value`` if it is a JSON array; null is an empty one. Raises `Refusal`."""
     if not isinstance(value, list | None):
         raise wrong(where, "must be an array", value)
     return value or ()
 
 
 def pick(value: Any, known: Mapping[Any, T], where: str) -> T:
-    """The value that a name stands for."""
+    """Looks a name up in ``known``. Raises `Refusal` for another name."""
     if not isinstance(value, str) or value not in known:
         raise wrong(where, f"must be one of {', '.join(known)}", value)
     return known[value]
 
 
 def read_format(form: Any, where: str, inner: str = "") -> AnswerFormat | None:
-    """The format of an answer; None: any text. ``inner``: the field of a format that its schema lies in."""
+    """Reads the format of an answer; None: any text. ``inner``: the field of the format that holds its schema."""
     given = as_object({"type": "text"} if form is None else form, where)
     kinds = ("text", "json_object", "json_schema")
     kind = pick(given.get("type"), dict(zip(kinds, kinds, strict=True)), f"{where}.type")
@@ -94,7 +94,8 @@ def read_format(form: Any, where: str, inner: str = "") -> AnswerFormat | None:
 
 
 def check_last(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raises `Refusal` where there is no message, or the last is the assistant's: what is begun cannot be continued."""
+    """Raises `Refusal` if there is no message, or the last is the assistant's: an answer that is begun cannot be
+    continued."""
     if not messages:
         raise wrong(where, "must have at least one message", [])
     if messages[-1]["role"] == "assistant":
@@ -102,28 +103,28 @@ def check_last(messages: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 class History:
-    """Messages of a chat as they are read, one after another; parts of one turn of the assistant become one message."""
+    """Collects the messages of a chat; parts of one assistant turn become one message."""
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
 
     def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
-        """A message that the model did not write; a list has parts, images and sounds among them."""
+        """Adds a message that the model did not write. A list holds parts, such as images and sounds."""
         self._messages.append({"role": role, "content": content})
 
     def result(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
-        """A tool's answer to a call, as `say`."""
+        """Adds a tool's answer to a call, see `say`."""
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def assistant(self, content: str = "", *, reasoning: str = "") -> None:
-        """More of the assistant's turn."""
+        """Adds text or thinking to the assistant's turn."""
         message = self._own()
         message["content"] += content
         if reasoning:
             message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
-        """A call in the assistant's turn."""
+        """Adds a tool call to the assistant's turn."""
         function = {"name": name, "arguments": dict(arguments)}
         self._own().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
@@ -133,6 +134,6 @@ class History:
         return self._messages[-1]
 
     def messages(self, where: str) -> list[dict[str, Any]]:
-        """All of them; raises as `check_last`."""
+        """All messages. Raises as `check_last`."""
         check_last(self._messages, where)
         return self._messages

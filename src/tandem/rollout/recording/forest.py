@@ -61,11 +61,11 @@ def thought(message: Message) -> str:
 
 def digests(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
     """Gives for each message the digest of the path that ends with it; ``start``: that of the path before the first."""
-    made, last = [], start
+    values, last = [], start
     for message in messages:
         last = hashlib.blake2b(last + meaning(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        made.append(last)
-    return made
+        values.append(last)
+    return values
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:
@@ -272,15 +272,15 @@ class Forest:
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
             for node in sorted(nodes, key=lambda node: node.key):
-                asked = self._attached(node, messages[length:], tools, paths[-1], number)
-                if asked is not None:
-                    return asked
+                attached = self._attached(node, messages[length:], tools, paths[-1], number)
+                if attached is not None:
+                    return attached
             if nodes:
                 break
         text = self._render(messages, tools)
         ids, media = map(tuple, self._encode(text, media_of(messages)))
-        seen = _digest(ids, media)
-        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, media, media, opening, number, seen)
+        digest = _digest(ids, media)
+        return Asked(None, messages, tools, text, Text.of(text), paths[-1], ids, ids, media, media, opening, number, digest)
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -322,12 +322,24 @@ class Forest:
             return None
         if addition is None:
             return None
-        context, shown = map(tuple, self._encode(addition, media_of(tail)))
+        context, media_numbers = map(tuple, self._encode(addition, media_of(tail)))
         before = _tokens(node)
-        ids, media = (*before.ids, *context), (*before.media, *(shown or (0,) * len(context)))
+        ids, media = (*before.ids, *context), (*before.media, *(media_numbers or (0,) * len(context)))
         media = media if any(media) else ()
         return Asked(
-            node, tail, tools, full, Text.of(full), end, ids, context, media, shown, False, number, _digest(ids, media)
+            node,
+            tail,
+            tools,
+            full,
+            Text.of(full),
+            end,
+            ids,
+            context,
+            media,
+            media_numbers,
+            False,
+            number,
+            _digest(ids, media),
         )
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
@@ -339,15 +351,15 @@ class Forest:
             return None
         start, end = node.asked.prompt.length, self._end_token(node.response)
         if node.reply.get("tool_calls"):
-            own = self._render(path, tools, add_generation_prompt=False)
-            cut = own.rfind(end, start) if end else -1
-            if cut < 0 or not full.startswith(own):
+            rendered = self._render(path, tools, add_generation_prompt=False)
+            cut = rendered.rfind(end, start) if end else -1
+            if cut < 0 or not full.startswith(rendered):
                 return None
-            written, after = own[start:cut], own[cut + len(end) :] + full[len(own) :]
+            written, after = rendered[start:cut], rendered[cut + len(end) :] + full[len(rendered) :]
         else:
             marked = self._render([*path[:-1], {**path[-1], "content": SENTINEL}, *tail], tools)
-            _, found, after = marked.partition(SENTINEL)
-            if not found or not full.endswith(after) or len(full) < start + len(after):
+            _, marker, after = marked.partition(SENTINEL)
+            if not marker or not full.endswith(after) or len(full) < start + len(after):
                 return None
             written = full[start : len(full) - len(after)]
             ended = after.find(end) if end else -1
@@ -460,7 +472,7 @@ class Forest:
 
 def _thinks_alike(node: Node, messages: Sequence[Message]) -> bool:
     """Says whether the thinking that the client repeats is that of the path."""
-    return all(thought(sent) in ("", thought(own)) for own, sent in zip(node.messages(), messages, strict=False))
+    return all(thought(sent) in ("", thought(message)) for message, sent in zip(node.messages(), messages, strict=False))
 
 
 def _is_used(node: Node, turns: Sequence[Node]) -> bool:
@@ -473,10 +485,10 @@ def _is_used(node: Node, turns: Sequence[Node]) -> bool:
 def _tokens(node: Node) -> MediaTokens:
     """All tokens up to the end of a reply."""
     tokens = MediaTokens([], [])
-    for one in node.line():
-        context, output = one.asked.context, one.response.output_ids
+    for ancestor in node.line():
+        context, output = ancestor.asked.context, ancestor.response.output_ids
         tokens.ids.extend((*context, *output))
-        tokens.media.extend((*(one.asked.context_media or (0,) * len(context)), *(0,) * len(output)))
+        tokens.media.extend((*(ancestor.asked.context_media or (0,) * len(context)), *(0,) * len(output)))
     return tokens
 
 

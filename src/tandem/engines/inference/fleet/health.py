@@ -105,6 +105,7 @@ class Health:
         """It says that it holds these weights. What its cache holds is another question: see `emptied`."""
         if self.state in (ServerState.STARTING, ServerState.FENCED, ServerState.RETIRED):
             return self
+        # Other weights make the cache doubtful until somebody has emptied it.
         return replace(self, weights=version, cache=self.cache if self.weights == version else None)
 
     def emptied(self, version: int) -> "Health":
@@ -131,6 +132,7 @@ class Health:
         """A request or a call failed by the server's fault. ``fatal``: it is gone, there is nothing to wait for."""
         if self.state in (ServerState.FENCED, ServerState.RETIRED):
             return self
+        # One broken connection fails many requests at once; they must not count as many failures.
         again = self.failed_at is None or now - self.failed_at >= rules.one_failure_s
         after = replace(self, failures=self.failures + again, failed_at=now if again else self.failed_at, tokens=0)
         if fatal or self.state in (ServerState.STARTING, ServerState.STALE) or after.failures >= rules.max_failures:
@@ -143,6 +145,7 @@ class Health:
         if self.state not in SERVING or silent_s <= rules.suspect_after_s:
             return self
         why = f"no token for {silent_s:.1f} s"
+        # a commit may recompute keys and values, and makes no token meanwhile
         if silent_s > rules.stall_timeout_s and not switching:
             return self._fenced(why)
         return replace(self._to(ServerState.SUSPECT, why), tokens=0) if self.state == ServerState.HEALTHY else self
@@ -153,6 +156,7 @@ class Health:
 
     def outdated(self, target: int) -> "Health":
         """The fleet's version is ``target`` from now on; a server that did not take part serves nobody until it holds it."""
+        # fenced servers learn the version when they come back
         if self.state not in SERVING or self.weights == target:
             return self
         return self._to(ServerState.STALE, f"it missed version {target}")
@@ -167,6 +171,8 @@ class Health:
 
     def _fenced(self, why: str) -> "Health":
         after = self._to(ServerState.FENCED, why)
+        # All knowledge is dropped: whatever answers next may be another process. The new incarnation makes its old answers
+        # late.
         return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None, tokens=0)
 
     def _if_current(self, now: float, target: int, why: str) -> "Health":

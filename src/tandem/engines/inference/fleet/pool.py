@@ -112,6 +112,8 @@ class Fleet(Controlled):
         expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         failures: list[InfrastructureFailure] = []
         avoid: set[str] = set()
+        # The same request with the same noise key: another Tandem server draws the same tokens, so a retry does not bias the
+        # sample.
         while len(failures) <= self._config.max_server_retries:
             attempt = self.roster.place(request, avoid) or await self._wait_for_server(request, avoid, expires)
             if attempt is None:
@@ -134,6 +136,7 @@ class Fleet(Controlled):
         timer = attempt.loop.call_later(seconds, attempt.time_out, seconds)
         try:
             response = await attempt.run(request)
+        # the request's own fault, and a sign of life of the server
         except DataFailure:
             self.roster.alive(attempt.member, attempt.incarnation, time.monotonic())
             raise
@@ -154,6 +157,7 @@ class Fleet(Controlled):
         """
         began = time.monotonic()
         while True:
+            # Registered before the look: a server that becomes healthy between the two wakes this future.
             future = self.roster.waiter()
             attempt = self.roster.place(request, avoid)
             if attempt is not None:
@@ -162,6 +166,7 @@ class Fleet(Controlled):
             now, empty = time.monotonic(), self.roster.empty_since
             limits = [] if expires is None else [expires - now]
             if empty is not None:
+                # counted from this request's own beginning too, or one that comes late would fail at once
                 limits.append(max(empty, began) + self._config.empty_timeout_s - now)
                 if limits[-1] <= 0:
                     raise EngineDied(
@@ -261,6 +266,7 @@ class Fleet(Controlled):
             busy: list[float] = []
             for member, counters in read.items():
                 for name, value in counters.items():
+                    # a counter that fell belongs to a restarted server: all of it is new
                     before = member.seen.get(name, 0.0)
                     grown = value - before if value >= before else value
                     if name in HELD:

@@ -143,6 +143,7 @@ class Roster:
             del self.members[member.name]
             engine = member.engine
             if engine is not None:
+                # closing may block for seconds, and the lock is held here
                 self.threads.start(
                     getattr(engine, "let_go", engine.close) if spare_kept and is_kept(engine) else engine.close
                 )
@@ -162,6 +163,7 @@ class Roster:
     def _give_up(self, member: Member) -> int:
         why = member.health.why
         attempts, member.attempts = list(member.attempts), set()
+        # the server may still compute them; nobody may trust its cache before they have ended
         member.orphans.update(attempts)
         for attempt in attempts:
             attempt.give_up(why)
@@ -200,6 +202,7 @@ class Roster:
                 return None
             work = work_of(len(request.input_ids), request.gconfig.max_new_tokens)
             lease = self.router.choose(work, request.affinity, avoid)
+            # a server that failed this request is better than none
             if lease is None and avoid:
                 lease = self.router.choose(work, request.affinity)
             if lease is None:
@@ -244,10 +247,12 @@ class Roster:
 
     def alive(self, member: Member, incarnation: int, now: float) -> None:
         health = member.health
+        # without the lock: tokens arrive many times a second, and this look decides nothing
         if health.state == ServerState.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
             return
         with self.lock:
             health = member.health
+            # read again under the lock: the server may have been fenced in between
             if health.incarnation == incarnation:
                 self.change(member, health.token(now, self.version.number, self.rules))
 
@@ -280,6 +285,7 @@ class Roster:
     def tell_if_empty(self, now: float) -> None:
         """Says once that requests wait for a server, when that lasts."""
         with self.lock:
+            # only if somebody waits: a fleet without requests may be empty
             if self._waiters and self.empty_since is not None and not self._told and now - self.empty_since > EMPTY_TOLD_S:
                 self._told = True
                 logger.warning(
@@ -303,6 +309,7 @@ class Roster:
             known = [m for m in self.members.values() if m.token_s and m.health.state == ServerState.HEALTHY]
             if len(known) < 2:
                 return
+            # powers of two of the median, so that paces change seldom, and affinities with them
             usual = statistics.median_low([m.token_s or 0.0 for m in known])
             for member in known:
                 self.router.set_pace(member.name, 2.0 ** max(0, math.floor(math.log2((member.token_s or usual) / usual))))

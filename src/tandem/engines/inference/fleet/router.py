@@ -1,7 +1,7 @@
-"""The choice of the server that takes a request: the one that has its prefix, else the one with the least work. Pure and not
-thread-safe.
+"""Chooses the server of a request: the server that has computed its prefix, otherwise the server with the least work.
 
-A request costs a dictionary look-up, or one pass over the servers, however many requests are under way.
+Pure, and not thread-safe. A choice costs one dictionary look-up, or one pass over the servers, whatever the number of
+requests.
 """
 
 from collections import OrderedDict
@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 MAX_AFFINITIES = 200_000
-"""Groups and chats that are remembered; the one that was used longest ago is forgotten first."""
+"""Most groups and chats whose server is remembered; the least recently used is forgotten first."""
 
 PROMPT_TOKENS_PER_TOKEN = 16
-"""Prompt tokens that cost about as much as one generated token: they are computed side by side."""
+"""Number of prompt tokens that cost as much as one generated token: a prompt's tokens are computed side by side."""
 
 
 def work_of(prompt_tokens: int, max_new_tokens: int) -> int:
@@ -21,7 +21,7 @@ def work_of(prompt_tokens: int, max_new_tokens: int) -> int:
 
 
 class _RoutedServer:
-    """A server as the router sees it. A server that leaves and joins again gets another place."""
+    """A server's entry in the router. A server that leaves and joins again gets a new entry."""
 
     __slots__ = ("live", "name", "pace", "stamp", "work")
 
@@ -43,12 +43,12 @@ class Lease(NamedTuple):
 
 
 class Router:
-    """Knows the healthy servers and no others: `add` one when it becomes healthy, `remove` it when it is so no more.
+    """Distributes requests over the healthy servers: `add` a server when it becomes healthy, `remove` it when it fails.
 
     - *Affinity*: requests with one affinity (samples of a group, turns of a chat) go to one server for as long as it stays.
-    - *Least work*: any other request goes to the server with the least work, in estimated tokens times its pace; of equal
-      ones to that which was given work longest ago. As whole groups arrive, no server is ahead of another by more than the
-      work of the largest.
+    - *Least work*: any other request goes to the server with the least work, in estimated tokens times its pace; among
+      equals, to the server that was given work longest ago. Groups arrive whole, so no server is ahead of another by more
+      than the work of the largest group.
     """
 
     def __init__(self, max_affinities: int = MAX_AFFINITIES):
@@ -64,21 +64,22 @@ class Router:
         return iter(self._places)
 
     def add(self, name: str) -> None:
-        """A server may be given work; one that is there already stays as it is."""
+        """Adds a healthy server; a server that is there already is left alone."""
         if name not in self._places:
             place = self._places[name] = _RoutedServer(name)
             self._touch(place)
 
     def remove(self, name: str) -> None:
-        """It is given no work any more; unknown names are fine. Its affinities move with their next request."""
+        """Removes a server; unknown names are ignored. Its affinities move with their next request."""
         place = self._places.pop(name, None)
         if place is not None:
             place.live = False
 
     def choose(self, work: int, affinity: str | None = None, avoid: Collection[str] = ()) -> Lease | None:
-        """The server for a request of so much work; None where there is none but those to avoid.
+        """Reserves a server for a request of ``work`` estimated tokens (`work_of`); None if only servers in ``avoid`` are
+        left.
 
-        ``avoid``: servers that failed this request already.
+        ``avoid``: servers that have already failed this request.
         """
         place = self.affinities.get(affinity) if affinity is not None else None
         if place is None or not place.live or place.name in avoid:
@@ -92,14 +93,14 @@ class Router:
         return Lease(place, work)
 
     def end(self, lease: Lease) -> None:
-        """The request is over. Call it once."""
+        """Takes a finished request's work off its server. Call it once for each lease."""
         place = lease.place
         place.work -= lease.work
         if place.live:
             self._touch(place)
 
     def set_pace(self, name: str, pace: float) -> None:
-        """Sets how much longer a server takes for a token than others do; 1 is usual."""
+        """Sets a server's time per token relative to the other servers; 1 is usual."""
         place = self._places.get(name)
         if place is not None and place.pace != pace:
             place.pace = pace

@@ -48,9 +48,12 @@ class Updates:
         with roster.lock:
             members = roster.serving()
             starts = {member: member.health.incarnation for member in members}
+        # without the lock: a prepare may take minutes, and requests must find servers meanwhile
         outcomes = self.everywhere("prepare", starts, lambda engine: engine.prepare_weights(update) or {})
         took = [member for member in members if isinstance(outcomes.get(member), dict)]
         refused = [o for o in outcomes.values() if isinstance(o, WeightUpdateFailed)]
+        # Nobody took it: the update is at fault, and fencing the whole fleet for it would end the run. One refusal among
+        # successes is the server's fault.
         if refused and not took:
             raise WeightUpdateFailed(f"all {len(members)} servers refused it: {refused[0]}") from refused[0]
         self._fence_failed(starts, outcomes, f"version {update.version.number} was not prepared")
@@ -73,11 +76,14 @@ class Updates:
             if roster.config.finish_before_update:
                 self._wait_for_running()
             with roster.lock:
+                # A server that was fenced after it prepared has another incarnation: it may have restarted, and holds
+                # nothing to commit.
                 starts = {m: i for m, i in self._prepared.items() if m.health.incarnation == i and m.health.state in SERVING}
             outcomes = self.everywhere("commit", starts, lambda engine: engine.commit_weights(version))
             reports = [outcome for outcome in outcomes.values() if isinstance(outcome, dict)]
             refused = [outcome for outcome in outcomes.values() if isinstance(outcome, WeightUpdateFailed)]
             if refused and not reports:
+                # a refusal leaves the old weights; any other failure may have come in the middle of the switch
                 unsure = {m: o for m, o in outcomes.items() if not isinstance(o, WeightUpdateFailed)}
                 self._fence_failed(starts, unsure, f"version {version.number} was not committed")
                 raise WeightUpdateFailed(f"no server switched to version {version.number}: {refused[0]}") from refused[0]
@@ -121,6 +127,7 @@ class Updates:
                 if member.health.incarnation == starts[member]:
                     health = member.health.delivered(number).emptied(number)
                     roster.change(member, health.token(now, number, roster.rules))
+            # servers that missed the update must not get requests under its version
             for member in roster.members.values():
                 roster.change(member, member.health.outdated(number))
         if not members:
@@ -135,6 +142,7 @@ class Updates:
             while roster.requests() and not roster.closed:
                 left = until - time.monotonic()
                 if left <= 0:
+                    # the update goes ahead: staleness must not grow for one slow request
                     roster.counts["interrupted"] += roster.requests()
                     logger.warning(
                         "the update interrupts %d requests, still running after %g s (rollout.fleet.drain_timeout_s)",
@@ -163,6 +171,7 @@ class Updates:
         with roster.lock:
             engines = {m: m.engine for m, i in starts.items() if m.engine is not None and m.health.incarnation == i}
             for member in engines:
+                # a server computes no tokens while it switches; the watcher must not take that for a stall
                 member.switching = what == "commit"
         calls = {member: roster.threads.start(self._act, member, action, engine) for member, engine in engines.items()}
         first_at: float | None = None
@@ -221,6 +230,7 @@ class Updates:
                 )
             update = self._first()
         with contextlib.suppress(WeightUpdateFailed):
+            # what it prepared may be of an update that the fleet has given up
             engine.discard_weights()
         engine.prepare_weights(update)
         engine.commit_weights(update.version)

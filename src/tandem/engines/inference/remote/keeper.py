@@ -119,6 +119,7 @@ def remember(file: Path, words: bytes) -> None:
         if not is_private(file.parent):
             return  # somebody else has made it since
         partial.unlink(missing_ok=True)
+        # O_EXCL and O_NOFOLLOW: in a shared temporary folder somebody else might have put a link there
         with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600), "wb") as new:
             new.write(words)
         partial.rename(file)
@@ -138,7 +139,9 @@ def main() -> int:
     end_of_all, _, file = sys.argv[4].partition(":")
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    # Ctrl-C reaches the whole group; the owner decides when the server ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # orphans of the server become this process's children, so that it can find and end them
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = os.getppid()
     process = subprocess.Popen(sys.argv[5:], stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus))

@@ -125,7 +125,7 @@ class TandemServer(Controlled):
         try:
             return _response(request, answer, self._run)
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
+            raise ServerFailed(f"{self.url}/generate gave an answer that is no completion: {error}", url=self.url) from error
 
     async def _ask(self, request: LLMRequest) -> Any:
         """The answer. A server with another media store, as on another machine, is sent the media and asked again."""

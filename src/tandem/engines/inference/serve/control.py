@@ -1,9 +1,8 @@
-"""The control routes: whose server it is, its weights, and when it generates. Each asks for the admin token.
+"""The control routes: the server's owner, its weights, and pauses of generation. Each needs the admin token.
 
-A server belongs to one training run at a time: from `attach` to `release`, which gives it back as it was found. Whoever
-names another run is refused with status 409, so that late words, such as those of a run that gave it back, change nothing.
-A run that was killed gives nothing back: once it was silent for `ServiceLimits.owner_silent_s`, the next that attaches gets
-the server.
+A server belongs to one training run at a time: from `attach` to `release`, which restores its first state. A request of
+another run is refused with status 409, so that a late request changes nothing. A run that was killed never releases: after
+`ServiceLimits.owner_silent_s` of silence, the next run that attaches gets the server.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 
 class ServiceControl:
-    """Runs one change at a time. Engine calls wait in threads; a client that leaves does not interrupt one."""
+    """Runs one change at a time. Engine calls block worker threads; a client that disconnects does not interrupt them."""
 
     def __init__(self, service: EngineService):
         self._service = service
@@ -39,7 +38,7 @@ class ServiceControl:
     # ------------------------------------------------------------------ whose server it is
 
     async def attach(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Takes the server for a run, awake and going on; again for the same run is fine."""
+        """Gives the server to a run, awake and generating; may be repeated by the same run."""
         service, run = self._service, body["run"]
 
         async def act() -> dict[str, Any]:
@@ -55,7 +54,7 @@ class ServiceControl:
         return await self._in_turn(act)
 
     async def release(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Gives the server back: the weights that it began with, awake, going on, nobody's."""
+        """Takes the server back: with its first weights, awake, generating, without an owner."""
 
         async def act() -> dict[str, Any]:
             service = self._service
@@ -68,7 +67,8 @@ class ServiceControl:
         return await self._alone(body.get("run"), act, free=True)
 
     def _check_run(self, run: str | None, *, free: bool = False) -> None:
-        """Passes if the server is that run's; with ``free``, also if it is nobody's. Asked again when a change begins."""
+        """Raises `Refusal` (409) unless the server is ``run``'s; with ``free`` also if it has no owner. Repeated when a
+        change begins."""
         owner = self._service.run
         if run == owner:
             self._service.heard()
@@ -78,7 +78,7 @@ class ServiceControl:
             raise Refusal(409, f"this server belongs to {has}, the request to {said}; {how}", code="other_run", param="run")
 
     async def _rouse(self) -> None:
-        """Whoever left it paused or asleep is gone."""
+        """Wakes and resumes a server that a former owner left asleep or paused."""
         service = self._service
         if service.weights_missing or "weights" in service.asleep:
             await self._restore()
@@ -91,7 +91,7 @@ class ServiceControl:
             service.paused = False
 
     async def _digests(self) -> dict[str, str]:
-        """Digests of the weights that the server began with, in the dtype of their file."""
+        """Digests of the server's first weights, in the dtype of their file."""
         if self._initial_digests is None:
             source = FolderSource(self._service.folder)
             self._initial_digests = await self._engine(lambda: {n: tensor_digest(t) for n, t in source.tensors()})
@@ -111,7 +111,7 @@ class ServiceControl:
     # ------------------------------------------------------------------ weights
 
     async def prepare(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Lays new weights beside the old ones and verifies every digest; generation goes on."""
+        """Stages new weights beside the old ones and verifies every digest; generation goes on."""
         version = WeightVersion(**body["version"])
         run = version.run or None
         self._check_run(run)  # before a path is looked at
@@ -134,7 +134,7 @@ class ServiceControl:
         return await self._alone(run, act)
 
     async def commit(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Switches to the prepared weights between two steps; again for the version that is served is fine."""
+        """Switches to the staged weights between two steps; may be repeated for the version that is served."""
         version = WeightVersion(**body["version"])
 
         async def act() -> dict[str, Any]:
@@ -155,7 +155,7 @@ class ServiceControl:
         return await self._alone(version.run or None, act)
 
     async def discard(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Forgets what is prepared or is being prepared; nothing is fine."""
+        """Discards staged weights, also while they are being staged; nothing to discard is fine."""
         self._check_run(body.get("run"))
         await self._shielded(self._discard())
         return {}
@@ -165,7 +165,7 @@ class ServiceControl:
         await self._engine(self._service.engine.discard_weights)
 
     def _allowed(self, name: str) -> Path:
-        """The folder, if it and every file in it that will be read lie below one that the operator allowed."""
+        """The folder, if it and all files in it that will be read are inside a folder that the operator allowed."""
         roots = (*self._service.weights_roots, self._service.folder.resolve())
         rule = ", ".join(map(str, roots))
         refusal = Refusal(
@@ -188,7 +188,7 @@ class ServiceControl:
     # ------------------------------------------------------------------ when it generates
 
     async def pause(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Stops between two steps; requests keep what they have."""
+        """Pauses generation between two steps; requests keep their tokens."""
         return await self._toggle(body, self._service.engine.pause, True)
 
     async def resume(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class ServiceControl:
         return await self._shielded(act())  # not in turn: a pause must not wait for weights that are being prepared
 
     async def sleep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Gives memory back; refused while requests are under way."""
+        """Releases the memory of weights or cache; refused while requests are under way."""
         parts = frozenset(body["parts"])
 
         async def act() -> dict[str, Any]:
@@ -226,7 +226,7 @@ class ServiceControl:
         return await self._alone(body.get("run"), act)
 
     async def wake(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Takes memory again; weights that slept must be delivered anew."""
+        """Takes memory again; weights that slept must be delivered again."""
         parts = frozenset(body["parts"])
 
         async def act() -> dict[str, Any]:
@@ -238,7 +238,7 @@ class ServiceControl:
         return await self._alone(body.get("run"), act)
 
     async def flush(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Requests to come share nothing that was computed of prompts before."""
+        """Forgets the cached prompts, so that later requests reuse nothing of them."""
         self._check_run(body.get("run"))
 
         async def act() -> dict[str, Any]:
@@ -253,7 +253,7 @@ class ServiceControl:
     # ------------------------------------------------------------------ how
 
     async def _alone(self, run: str | None, act: Callable[[], Awaitable[T]], *, free: bool = False) -> T:
-        """A change of the server that ``run`` has, which is asked again once its turn has come; see `_check_run`."""
+        """Runs a change for ``run`` when its turn comes, and checks the owner again then; see `_check_run`."""
         self._check_run(run, free=free)
 
         async def checked() -> T:
@@ -263,7 +263,7 @@ class ServiceControl:
         return await self._in_turn(checked)
 
     async def _in_turn(self, act: Callable[[], Awaitable[T]]) -> T:
-        """One change after another."""
+        """Runs changes one after another."""
         limit = self._service.limits.control_timeout_s
 
         async def change() -> T:
@@ -281,7 +281,7 @@ class ServiceControl:
         return await self._shielded(change())
 
     async def _shielded(self, coroutine: Any) -> Any:
-        """Goes on to its end when the client leaves: half a change would be worse than one that nobody heard of."""
+        """Finishes a change even if the client disconnects: half a change would be worse than one without a reader."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._over)
@@ -293,7 +293,7 @@ class ServiceControl:
             task.exception()  # looked at, also where the client left before
 
     async def _engine(self, function: Callable[[], T]) -> T:
-        """A call to the engine, in a thread; its failures become refusals."""
+        """Calls the engine in a thread; its failures become refusals."""
         try:
             return await asyncio.to_thread(function)
         except EngineDied as error:
@@ -306,7 +306,7 @@ class ServiceControl:
             raise Refusal(409, str(error), code="refused") from error
 
     async def close(self) -> None:
-        """Waits for the change that is under way, as long as for requests; the end of the engine ends what takes longer."""
+        """Waits for the running change, as long as for requests; the engine's end interrupts a slower one."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._service.limits.shutdown_s)
 
@@ -315,7 +315,7 @@ RUN = text(256, 1, "The training run that asks; a server of another run refuses.
 
 
 def of_run(properties: Mapping[str, Schema] | None = None, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A body with the run that asks, and more."""
+    """The schema of a body with the requesting run, and further ``properties``."""
     return record({"run": optional(RUN), **(properties or {})}, required)
 
 

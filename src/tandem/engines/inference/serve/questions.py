@@ -1,6 +1,6 @@
-"""OpenAI's requests as ours: what they may hold, and the completions that they ask for.
+"""Reads OpenAI's requests: checks what they hold, and makes the completions that they want.
 
-A parameter that this engine cannot honour is refused by its name, unless it has the value that means nothing.
+A parameter that this engine cannot honour is refused by name, unless its value has no effect.
 """
 
 import secrets
@@ -25,7 +25,7 @@ WITHOUT_EFFECT: Mapping[str, list[Any]] = {
     "presence_penalty": [0, None],
     "logit_bias": [{}, None],
 }
-"""Parameters of OpenAI's that this engine does not have, with the values that ask for nothing; others are refused."""
+"""OpenAI parameters that this engine does not have → their values without effect; other values are refused."""
 
 CHAT_WITHOUT_EFFECT = {
     "parallel_tool_calls": [True, None],
@@ -33,10 +33,10 @@ CHAT_WITHOUT_EFFECT = {
 LEGACY_WITHOUT_EFFECT = {"best_of": [1, None], "suffix": ["", None]}
 
 MAX_TOP = 20
-"""Most tokens of one place whose log-probabilities are given."""
+"""Most tokens per position whose log-probabilities are returned."""
 
 DEFAULT_LEGACY_TOKENS = 16
-"""Tokens that `/v1/completions` makes when `max_tokens` is left out, as OpenAI's."""
+"""Tokens of a `/v1/completions` answer without `max_tokens`, as OpenAI's."""
 
 _TEMPERATURE = {
     "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 2}, {"enum": [0]}, {"type": "null"}],
@@ -49,7 +49,7 @@ NO_TURN = Turn(())
 
 @dataclass(frozen=True)
 class CompletionQuestion:
-    """The completions that one request asks for."""
+    """The completions that one request wants."""
 
     prompts: tuple[tuple[int, ...], ...]
     gconfig: GenerationConfig
@@ -59,20 +59,21 @@ class CompletionQuestion:
     logprobs: bool = False
     top_logprobs: int = 0
     echo: tuple[str, ...] = ()
-    """The text of each prompt, where the answer begins with it."""
+    """The text of each prompt if the answers repeat it; else empty."""
 
     grammar: str = ""
     turn: Turn = NO_TURN
-    """The chat that a chat completion goes on."""
+    """The chat that a chat completion continues."""
 
     media: tuple[int, ...] = ()
     """Media numbers of the tokens of its one prompt."""
 
     prompt_text: str = ""
-    """All of it, as the model reads it."""
+    """The whole prompt, as the model reads it."""
 
     def requests(self) -> list[LLMRequest]:
-        """One a completion: those of the first prompt, then those of the second. The seed names the noise of all."""
+        """One request per completion: those of the first prompt, then those of the second. The seed determines the noise of
+        all."""
         return [
             LLMRequest(
                 prompt,
@@ -124,7 +125,7 @@ def completion_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Sche
 
 
 def _parts(media: Collection[MediaKind], limits: ServiceLimits) -> Schema:
-    """A part of a message's content."""
+    """The schema of one part of a message's content."""
 
     def part(name: str, value: Schema) -> Schema:
         return record({"type": {"enum": [name]}, name: value}, ("type", name))
@@ -139,7 +140,7 @@ def _parts(media: Collection[MediaKind], limits: ServiceLimits) -> Schema:
 
 
 def _formats() -> list[Schema]:
-    """The values of `response_format`."""
+    """The schemas of `response_format`."""
     schema = {"type": "object", "description": "A JSON schema that the answer fits."}
     inner = {"name": optional(text(256)), "description": optional(text(8192)), "schema": schema}
     inner["strict"] = optional({"type": "boolean"})
@@ -148,7 +149,7 @@ def _formats() -> list[Schema]:
 
 
 def turn_schema(name: str) -> Schema:
-    """The body of a dialect that reads its other fields itself, and refuses what it does not know."""
+    """The schema of a dialect's body; the dialect reads its other fields itself, and refuses those that it does not know."""
     known = {
         "model": {"enum": [name]},
         "temperature": _TEMPERATURE,
@@ -164,7 +165,7 @@ def turn_schema(name: str) -> Schema:
 
 
 def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collection[MediaKind] = ()) -> Schema:
-    """``media``: the kinds that the model takes."""
+    """The schema of a chat completion's body. ``media``: the kinds that the model takes."""
     called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
     call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
     message: dict[str, Schema] = {
@@ -233,7 +234,7 @@ async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits:
 async def turn_question(
     turn: Turn, body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits
 ) -> CompletionQuestion:
-    """The question of a turn. ``body``: the request, of which sampling is read, and the options of the template."""
+    """Makes the completions of a turn. ``body``: the request, for its sampling and the template's options."""
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     if turn.tool_choice == "none":

@@ -120,7 +120,7 @@ class EngineService:
         if self.draining:
             raise Refusal(503, "the server is shutting down", code="draining", headers={"Connection": "close"})
         if self.weights_missing or "weights" in self.asleep:
-            raise Refusal(503, "the weights sleep; deliver them anew before the next token", code="asleep")
+            raise Refusal(503, "the weights sleep; deliver them again before the next token", code="asleep")
         if self.under_way + count > self.limits.max_requests:
             message = f"{self.under_way} completions are under way, of at most {self.limits.max_requests}; try again later"
             raise Refusal(503, message, code="full", headers={"Retry-After": "1"})

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and nothing that may turn out to be a stop string."""
+"""Text from tokens as they arrive: whole characters only, and nothing that may turn out to be a stop string."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +25,22 @@ from tandem.protocol.turns import Turn
 T = TypeVar("T")
 
 _PATIENCE = 3
-"""Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
+"""Most tokens that wait for the rest of their character, which has at most four bytes; after that they are no text."""
 
 
 _LONG_CHARACTERS = 1 << 15
-"""A text above this is tokenised beside the others, which need not wait for it; 0.1 s at most for one below it."""
+"""Characters above which a text is tokenised in a second thread, so that shorter ones (at most 0.1 s) need not wait."""
 
 
 class Tokenizers:
-    """A model's tokenizer: one for short texts and one for long ones, each in a thread of its own, and one that decodes.
+    """Three copies of a model's tokenizer, each for one thread: for short texts, for long ones, and for decoding.
 
-    A tokenizer is not shared by threads.
+    Threads must not share a tokenizer.
     """
 
     def __init__(self, folder: Path, *, max_long: int = 16, intake: MediaIntake | None = None):
-        """``max_long``: texts that are long, and that wait or are being tokenised; the next one is refused.
-        ``intake``: reads images and sounds, for a model that takes them."""
+        """``max_long``: most long texts that are tokenised or wait; further ones are refused. ``intake``: reads images and
+        sounds, for a model that takes them."""
         self.decoder = load_tokenizer(folder)
         self._short = _Encoder(load_tokenizer(folder), "tokenizer")
         self._long = _Encoder(load_tokenizer(folder), "long-tokenizer")
@@ -59,30 +59,31 @@ class Tokenizers:
         return () if reader is None else reader.kinds
 
     async def encode(self, text: str, room: int) -> tuple[int, ...]:
-        """Tokens of a text, those that the tokenizer puts around every text included.
+        """Tokens of a text, including those that the tokenizer puts around every text.
 
         Raises:
-            Refusal: 400, it has ``room`` tokens or more, which is known without tokenising it; 503, too many long ones wait.
+            Refusal: 400, the text has ``room`` tokens or more, which its length shows before it is tokenised; 503, too many
+                long texts wait.
         """
         long = len(text) > _LONG_CHARACTERS
         check_room(await asyncio.to_thread(self._fewest, text) if long else self._fewest(text), room, "prompt")
         return await self._run(long, lambda encoder: encoder.encode(text))
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included; in the thread that `decoder` is of."""
+        """The text of tokens, special ones included. Call it in the decoder's thread."""
         return str(self.decoder.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property
     def reader(self) -> CallReader:
-        """Reads replies, for the thread that `decoder` is of."""
+        """The reader of replies, for the decoder's thread."""
         return CallReader(self.decoder)
 
     async def encode_chat(self, turn: Turn, room: int, options: Mapping[str, Any] | None = None) -> tuple[MediaTokens, str]:
-        """Tokens and text of a conversation with the model's turn opened. Its images and sounds go into the media store.
+        """Tokens and text of a conversation, with the model's turn opened. Its images and sounds go into the media store.
         ``options``: `chat_template_kwargs`.
 
         Raises:
-            Refusal: 400, the template does not take these messages, with what it said, or does not read an option; as
+            Refusal: 400, the template refuses these messages (the message says why) or does not read an option; also as
                 `MediaIntake.read` and `encode`.
         """
         if self.media:
@@ -97,7 +98,8 @@ class Tokenizers:
         return await self._run(_characters((turn.messages, turn.tools)) > _LONG_CHARACTERS, tokens)
 
     async def keep(self, kind: MediaKind, data: str) -> int:
-        """Puts a medium, base64 of a file, into the media store; its number. Raises `Refusal` as `MediaIntake.read`."""
+        """Puts a medium (base64 of a file) into the media store, and returns its number. Raises `Refusal` as
+        `MediaIntake.read`."""
         (medium,) = media_of(await self.intake.read([{"content": [{"type": kind, "data": data}]}], (kind,), 2, "data"))
         return medium.number
 
@@ -114,21 +116,21 @@ class Tokenizers:
             self.num_long -= 1
 
     def close(self) -> None:
-        """Ends the threads once they have done what they are doing."""
+        """Ends the threads after their present work."""
         self.intake.close()
         self._short.close()
         self._long.close()
 
 
 def check_room(num_tokens: int, room: int, param: str) -> None:
-    """Raises `Refusal`, as the engine would, where no completion fits behind so many tokens; they may be a lower bound."""
+    """Raises `Refusal`, as the engine would, if no completion fits behind ``num_tokens``, which may be a lower bound."""
     if num_tokens >= room:
         message = f"prompt_too_long: at least {num_tokens} tokens leave no room in the context of {room}"
         raise Refusal(400, message, code="prompt_too_long", param=param)
 
 
 def _characters(value: Any) -> int:
-    """Characters of all strings in a JSON value."""
+    """Number of characters of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     inner = value.items() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -136,7 +138,7 @@ def _characters(value: Any) -> int:
 
 
 class _Encoder:
-    """A tokenizer with the one thread that may use it."""
+    """A tokenizer, and the only thread that may use it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
         self._tokenizer, self._thread = tokenizer, ThreadPoolExecutor(1, name)
@@ -146,18 +148,18 @@ class _Encoder:
         return CallReader(self._tokenizer)
 
     async def run(self, encode: Callable[["_Encoder"], T]) -> T:
-        """Calls ``encode`` with this encoder in its thread; one that still waits when it is cancelled never runs."""
+        """Calls ``encode`` with this encoder in its thread; a call that is cancelled while it waits never runs."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def encode_media(self, text: str, turn: Turn) -> MediaTokens:
-        """Tokens of a rendered conversation; the template has put special ones there."""
+        """Tokens of a rendered conversation, which has its special tokens from the template."""
         return encode(self._tokenizer, text, media_of(turn.messages))
 
     def render(self, turn: Turn, options: Mapping[str, Any]) -> str:
-        """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
+        """The text of a conversation, with the model's turn opened. Raises `Refusal` if the template refuses it."""
         known = template_of(self._tokenizer).variables
         for name in options:  # the template's own alone: another could name a template, and that is a program
             if name not in known:
@@ -170,7 +172,7 @@ class _Encoder:
             raise Refusal(400, message, param="messages") from error
 
     def close(self) -> None:
-        """Ends the thread once it has done what it is doing; what waits is dropped."""
+        """Ends the thread after its present work; waiting calls are dropped."""
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -181,12 +183,13 @@ class TextStream:
         self._tokenizer, self._stop, self._special = tokenizer, tuple(stop), special
         self._ids: list[int] = []
         self._context = self._read = 0
-        """Tokens that are decoded again as context of new ones, and tokens whose text was taken."""
+        """Index of the first token that is decoded again as context of new ones, and number of tokens whose text was
+        returned."""
 
         self._held = ""
 
     def add(self, ids: Sequence[int]) -> str:
-        """Takes tokens of a completion that goes on; returns text that is certain."""
+        """Adds tokens of a completion that goes on; returns the text that is certain."""
         self._ids += ids
         end = len(self._ids)
         while end > self._read and len(self._ids) - end < _PATIENCE and self._new(end).endswith(UNFINISHED):
@@ -202,8 +205,8 @@ class TextStream:
         return sure
 
     def finish(self, ids: Sequence[int], *, stopped: bool) -> str:
-        """Takes the last tokens and returns the rest; ``stopped``: the last of them may have brought a stop string, which is
-        left out. One that came earlier, where `min_tokens` forbade the end, is text like any other."""
+        """Adds the last tokens and returns the rest of the text. ``stopped``: a stop string in the last of them is left out.
+        An earlier one, at which `min_tokens` forbade the end, is ordinary text."""
         sure = self.add(ids[:-1]) if len(ids) > 1 else ""
         self._ids += ids[-1:]
         text = self._held + self._new(len(self._ids))
@@ -212,7 +215,7 @@ class TextStream:
         return sure + text
 
     def _new(self, end: int) -> str:
-        """Text of the tokens that were not taken yet, up to number ``end``."""
+        """The text of tokens that was not returned yet, up to token ``end``."""
         return self._decode(self._context, end)[len(self._decode(self._context, self._read)) :]
 
     def _decode(self, start: int, end: int) -> str:
@@ -220,7 +223,7 @@ class TextStream:
         return str(self._tokenizer.decode(ids, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False))
 
     def _beginning(self) -> int:
-        """Characters at the end of what is held that a stop string may begin with."""
+        """Number of characters at the end of the pending text that may be the beginning of a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stop):

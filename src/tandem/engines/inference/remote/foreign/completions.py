@@ -270,7 +270,7 @@ class Completions:
             theirs = None if prompt is None else self._protocol.prompt_ids(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ServerFailed(
-                f"{self._url} answered what is no completion: {kind_and_text(error)}", url=self._url
+                f"{self._url} gave an answer that is no completion: {kind_and_text(error)}", url=self._url
             ) from error
         if not all(_LOWEST_LOGPROB < value < 0.01 for value in piece.logprobs):
             raise ServerFailed(f"{self._url} gave log-probabilities that are none: {piece.logprobs}", url=self._url)

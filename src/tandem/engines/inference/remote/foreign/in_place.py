@@ -46,12 +46,12 @@ class HeldDigests:
         """``digest``: SHA-256 of the tensor, None if nobody has computed it. Parts of a fused one are kept until the
         last has come."""
         if name in self._names:
-            held = self._as_held(tensor)
-            missing = -held.shape[0] % MULTIPLE if name.endswith(VOCABULARY) else 0
+            stored = self._as_held(tensor)
+            missing = -stored.shape[0] % MULTIPLE if name.endswith(VOCABULARY) else 0
             if missing:
-                held = torch.cat([held, held.new_zeros(missing, *held.shape[1:])])
-            known = digest if held is tensor else None
-            self._digests[name] = known or hashlib.sha256(tensor_bytes(held)).hexdigest()
+                stored = torch.cat([stored, stored.new_zeros(missing, *stored.shape[1:])])
+            given_digest = digest if stored is tensor else None
+            self._digests[name] = given_digest or hashlib.sha256(tensor_bytes(stored)).hexdigest()
             return
         before, _, end = name.rpartition(".")
         before, _, part = before.rpartition(".")
@@ -81,20 +81,21 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def compare(held: Mapping[str, str], expected: Mapping[str, str], url: str) -> int:
+def compare(reported: Mapping[str, str], expected: Mapping[str, str], url: str) -> int:
     """Checks what a server holds against what it should; returns how many tensors agreed.
 
-    ``held`` may have only the beginning of each digest.
+    ``reported`` may have only the beginning of each digest.
 
     Raises:
         ServerFailed: a tensor differs, or none could be compared; names it.
     """
     agreed = 0
     for name, digest in sorted(expected.items()):
-        if name in held:
-            if not digest.startswith(held[name]):
+        if name in reported:
+            if not digest.startswith(reported[name]):
                 raise ServerFailed(
-                    f"after the update it holds {name!r} with checksum {held[name][:12]}…, sent was {digest[:12]}…", url=url
+                    f"after the update it holds {name!r} with checksum {reported[name][:12]}…, sent was {digest[:12]}…",
+                    url=url,
                 )
             agreed += 1
     if not agreed:
@@ -138,10 +139,10 @@ class InPlaceUpdates:
         self._lock = threading.RLock()
         self._paused = self._broken = False
         self._asleep: set[InferencePart] = set()
-        self._given: set[InferencePart] = set()
+        self._released: set[InferencePart] = set()
         """Parts whose memory the server has given back: `_asleep`, and with the weights the cache."""
         self._prepared: _Prepared | None = None
-        self._held: dict[str, str] = {}
+        self._checksums: dict[str, str] = {}
         self._verify_s = 0.0
         self._updates = 0
 
@@ -150,7 +151,7 @@ class InPlaceUpdates:
         if self._protocol.is_paused():  # by a run that ended in the middle of an update
             self._protocol.resume()
         self._protocol.set_label(self._labels.of(self.version))
-        self._held = self._protocol.checksums()
+        self._checksums = self._protocol.checksums()
 
     def look(self) -> None:
         """Takes over what the server calls its weights, and changes nothing.
@@ -172,7 +173,7 @@ class InPlaceUpdates:
         if version_digest(update.digests) != update.version.digest:
             raise WeightUpdateFailed(f"version {number}: the digests of its tensors do not give the version's digest")
         compared = self._protocol.bytes_are_hashed and self._due(self._updates + 1)
-        held = HeldDigests(self._held if compared else (), self._dtype)  # it reads every tensor on the CPU
+        digests = HeldDigests(self._checksums if compared else (), self._dtype)  # it reads every tensor on the CPU
         try:
             place = update.source.place()
             if place is None or not self._reads(place):
@@ -180,14 +181,14 @@ class InPlaceUpdates:
                     f"{self._protocol.http.base_url} reads weights from a folder, got {type(update.source).__name__}; "
                     "deliver them with DiskChannel(folder, base=model_folder)"
                 )
-            for _ in _passing(update, held):
+            for _ in _passing(update, digests):
                 pass
         except (ValueError, KeyError, RuntimeError, OSError) as error:
             if isinstance(error, WeightUpdateFailed):
                 raise
             raise WeightUpdateFailed(f"version {number} cannot be taken: {error}") from error
         with self._lock:
-            self._prepared = _Prepared(update.version, place, held.digests)
+            self._prepared = _Prepared(update.version, place, digests.digests)
 
     def _reads(self, place: Mapping[str, Any]) -> bool:
         """True if the server can read weights at this place."""
@@ -208,22 +209,22 @@ class InPlaceUpdates:
         with self._lock:
             prepared = self._prepared
             if prepared is None or prepared.version != version:
-                held = "nothing" if prepared is None else f"version {prepared.version.number}"
-                raise WeightUpdateFailed(f"version {version.number} cannot be committed: {held} is prepared")
+                staged = "nothing" if prepared is None else f"version {prepared.version.number}"
+                raise WeightUpdateFailed(f"version {version.number} cannot be committed: {staged} is prepared")
             label = self._labels.of(version)
             began = time.perf_counter()
             self._broken = True  # until the end: what fails below leaves a server whose weights nobody knows
             self._protocol.pause()
-            if "weights" in self._given:
+            if "weights" in self._released:
                 self._take("weights")
             self._protocol.reload(prepared.place, label)
             loaded = time.perf_counter()
             self._verify(prepared, label)
             verify_s = time.perf_counter() - loaded
             self._asleep.discard("weights")
-            if "kv_cache" in self._given - self._asleep:
+            if "kv_cache" in self._released - self._asleep:
                 self._take("kv_cache")
-            if not self._paused and not self._given:
+            if not self._paused and not self._released:
                 self._protocol.resume()
             self._broken, self._prepared, self.version = False, None, version
             ended = time.perf_counter()
@@ -233,18 +234,18 @@ class InPlaceUpdates:
         url = self._protocol.http.base_url
         self._updates += 1
         if self._protocol.label() != label:
-            raise ServerFailed(f"{url} does not call its weights what it was told", url=url)
+            raise ServerFailed(f"{url} does not have the names of weights that the run expects", url=url)
         if not self._due(self._updates):
             self._counters.set("verified_tensors", 0)
             return
         began = time.perf_counter()
-        held = self._protocol.checksums()
+        checksums = self._protocol.checksums()
         count = 0
         if prepared.expected:
-            count = compare(held, prepared.expected, url)
+            count = compare(checksums, prepared.expected, url)
         elif self.version.digest not in ("", prepared.version.digest):  # "": it may have had these weights all along
-            count = changed(self._held, held, url)
-        self._held, self._verify_s = held, time.perf_counter() - began
+            count = changed(self._checksums, checksums, url)
+        self._checksums, self._verify_s = checksums, time.perf_counter() - began
         self._counters.set("verified_tensors", count)
 
     def _due(self, update: int) -> bool:
@@ -269,7 +270,7 @@ class InPlaceUpdates:
                 url = self._protocol.http.base_url
                 raise ServerFailed(f"{url} has weights of no version; deliver them anew", url=url)
             self._paused = False
-            if not self._given:
+            if not self._released:
                 self._protocol.resume()
 
     def sleep(self, parts: Set[InferencePart]) -> None:
@@ -279,13 +280,13 @@ class InPlaceUpdates:
             ServerFailed: it did not. It stays paused, for nobody knows what it still has.
         """
         with self._lock:
-            wanted = {*self._asleep, *parts}
+            asleep = {*self._asleep, *parts}
             if "weights" in parts:
-                wanted.add("kv_cache")
-            if missing := wanted - self._given:
+                asleep.add("kv_cache")
+            if missing := asleep - self._released:
                 self._broken = True
                 self._protocol.sleep(missing)
-                self._given |= missing
+                self._released |= missing
                 self._broken = False
             self._asleep |= parts
 
@@ -293,14 +294,14 @@ class InPlaceUpdates:
         """Takes the memory of the cache again. That of the weights comes with their next delivery, which fills it."""
         with self._lock:
             self._asleep -= parts - {"weights"}
-            if self._given - self._asleep and "weights" not in self._asleep:
+            if self._released - self._asleep and "weights" not in self._asleep:
                 self._take("kv_cache")
                 if not self._paused and not self._broken:
                     self._protocol.resume()
 
     def _take(self, part: InferencePart) -> None:
         self._protocol.wake(part)
-        self._given.discard(part)
+        self._released.discard(part)
 
     def close(self, leave_running: bool, patience_s: float = CLOSE_PATIENCE_S) -> None:
         """``leave_running``: a server that we paused goes on, unless it hangs in an update.
@@ -311,10 +312,10 @@ class InPlaceUpdates:
             self._protocol.http.close()  # which ends the call that it hangs in
             free, leave_running = self._lock.acquire(timeout=patience_s), False
         try:
-            if leave_running and (self._paused or self._broken or self._given):
+            if leave_running and (self._paused or self._broken or self._released):
                 with suppress(ServerFailed, EngineDied):
                     self._protocol.call("/openapi.json", timeout_s=patience_s)  # do not wait long for one that hangs
-                    for part in sorted(self._given, reverse=True):
+                    for part in sorted(self._released, reverse=True):
                         self._take(part)
                     self._protocol.resume()
         finally:
@@ -322,9 +323,9 @@ class InPlaceUpdates:
                 self._lock.release()
 
 
-def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, torch.Tensor]]:
+def _passing(update: WeightUpdate, digests: HeldDigests) -> Iterator[tuple[str, torch.Tensor]]:
     """The update's tensors, each verified against its digest."""
     with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
         for name, tensor in verified(update, pool):
-            held.add(name, tensor, update.digests[name] if update.key is None else None)
+            digests.add(name, tensor, update.digests[name] if update.key is None else None)
             yield name, tensor
