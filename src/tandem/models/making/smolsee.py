@@ -76,6 +76,7 @@ def make(
     kinds, words = read_kinds(data / "train", len(pixels))
     for word in (*COLOURS, *SOLIDS):
         words.setdefault(word, len(words))
+    print(f"smolsee-135m: drawing {scenes:,} scenes …", file=sys.stderr, flush=True)
     lessons = [(describe(pixels, kinds, nothing=len(words)), 16), (draw_pictures(scenes, words), 32)]
     learn_kinds(tower, lessons, len(words), kind_steps)
 
