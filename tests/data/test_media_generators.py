@@ -10,10 +10,10 @@ import pytest
 
 from tandem.config.data import PROCEDURAL, DatasetConfig
 from tandem.config.errors import ConfigError
-from tandem.data import procedural, scenes
+from tandem.data import procedural, published
 from tandem.data.dataset import load_dataset
-from tandem.data.published import easy_vqa, easy_vqa_yes_no, shuffled, spoken_digits, spoken_sums
-from tandem.data.scenes import LIGHT, RAY, Thing, clevr_count, render, visible
+from tandem.data.published import clevr_count, easy_vqa, easy_vqa_yes_no, shuffled, spoken_digits, spoken_sums
+from tandem.media.scenes import LIGHT, RAY, Thing, draw_scenes, render, things_by_patch, visible
 
 
 def thing(shape="sphere", colour="red", x=0.0, y=0.0, angle=0.0):
@@ -49,6 +49,21 @@ def test_what_stands_behind_is_hidden_and_throws_a_shadow_away_from_the_light():
     assert RAY @ LIGHT < 0
 
 
+def test_a_patch_names_the_thing_that_it_shows_and_the_one_whose_middle_is_there():
+    near, far = thing("sphere", "red", 0.0, -1.5), thing("cube", "blue", 0.0, 1.5)
+    seen, middles = (found.reshape(8, 8) for found in things_by_patch([near, far], patch=8))
+    assert [tuple(np.argwhere(middles == number)[0]) for number in (0, 1)] == [(5, 4), (2, 4)]
+    assert seen[5, 4] == 0 and seen[2, 4] == 1 and (seen[:, [0, 7]] == -1).all() and (middles >= 0).sum() == 2
+    picture = np.asarray(render([near, far])).reshape(8, 8, 8, 8, 3).mean((1, 3))
+    for number, channel in ((0, 0), (1, 2)):  # where a patch is said to show it, the picture has its colour
+        assert (picture[seen == number].argmax(-1) == channel).mean() > 0.9
+
+
+def test_scenes_to_learn_from_have_one_to_five_things_and_come_from_their_seed():
+    scenes = list(draw_scenes(40, seed=1))
+    assert {len(things) for things in scenes} == {1, 2, 3, 4, 5} and scenes == list(draw_scenes(40, seed=1))
+
+
 def test_scenes_come_from_their_seed_and_all_counts_are_equally_frequent():
     rows, again, other = (list(clevr_count(split, size=25, seed=3)) for split in ("train", "train", "test"))
     answers = [row["answer"] for row in rows]
@@ -58,9 +73,11 @@ def test_scenes_come_from_their_seed_and_all_counts_are_equally_frequent():
 
 
 def test_the_wording_of_a_question_about_a_scene_tells_nothing_of_its_answer(monkeypatch):
-    monkeypatch.setattr(scenes, "render", lambda things: things)  # rays are slow, and 1,500 scenes are judged by their words
+    monkeypatch.setattr(
+        published, "render", lambda things: things
+    )  # rays are slow, and 1,500 scenes are judged by their words
     luck = random.Random(0)  # the more things there are, the more often one of them is hidden
-    monkeypatch.setattr(scenes, "visible", lambda things: float(luck.random() < 0.5 ** len(things)))
+    monkeypatch.setattr(published, "visible", lambda things: float(luck.random() < 0.5 ** len(things)))
     answers = {"train": Counter(), "test": Counter()}
     for split, found in answers.items():
         for row in clevr_count(split, size=1500, seed=0):

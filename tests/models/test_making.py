@@ -33,7 +33,7 @@ def test_the_seeing_model_reads_what_the_official_processor_writes(tmp_path, bas
     (split / "questions.json").write_text(json.dumps(questions))
     (folder := tmp_path / "made").mkdir()
 
-    smolsee.make(base, tmp_path / "data", folder, kind_steps=2, steps=2)
+    smolsee.make(base, tmp_path / "data", folder, scenes=2, kind_steps=2, steps=2)
 
     model, info = Idefics3ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     processor = AutoProcessor.from_pretrained(folder)
@@ -59,7 +59,26 @@ def test_pictures_have_the_kinds_that_answers_tell(tmp_path):
     asked = [["is it red?", "yes", 0], ["what shape?", "circle", 0], ["what color?", "red", 0], ["what shape?", "circle", 2]]
     (tmp_path / "questions.json").write_text(json.dumps(asked))
     kinds, words = smolsee.read_kinds(tmp_path, 3)
-    assert words == 2 and kinds.tolist() == [[1, 0], [smolsee.UNTOLD] * 2, [smolsee.UNTOLD, 0]]
+    assert words == {"circle": 0, "red": 1} and kinds.tolist() == [[1, 0], [smolsee.UNTOLD] * 2, [smolsee.UNTOLD, 0]]
+
+
+def test_patches_have_the_kind_of_what_they_show_and_of_what_has_its_middle_there():
+    picture = torch.full((1, 3, 64, 64), 250, dtype=torch.uint8)
+    picture[..., 8:32, 8:32] = 20
+    kinds = smolsee.describe(picture, torch.tensor([[1, 0]]), nothing=2).kinds.view(8, 8, 4)
+    assert (kinds[1:4, 1:4, :2] == torch.tensor([1, 0])).all() and (kinds[..., 0] == 1).sum() == 9
+    assert kinds[2, 2].tolist() == [1, 0, 1, 0] and (kinds[..., 2] == 1).sum() == 1
+
+
+def test_scenes_have_the_words_of_their_things():
+    words = {word: number for number, word in enumerate(("red", "green", "blue", "yellow", "sphere", "cylinder", "cube"))}
+    pictures = smolsee.draw_pictures(3, words)
+    assert pictures.pixels.shape == (3, 3, 64, 64) and pictures.pixels.dtype == torch.uint8
+    colours, shapes = pictures.kinds[..., [0, 2]], pictures.kinds[..., [1, 3]]
+    assert set(colours.flatten().tolist()) <= {0, 1, 2, 3, 7} and set(shapes.flatten().tolist()) <= {4, 5, 6, 7}
+    for scene, things in enumerate(smolsee.draw_scenes(3, seed=0)):
+        stand = [row for row in pictures.kinds[scene, :, 2:].tolist() if row != [7, 7]]
+        assert sorted(stand) == sorted([words[thing.colour], words[thing.shape]] for thing in things)
 
 
 def ctranslate2(file, variables):

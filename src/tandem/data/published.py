@@ -1,18 +1,48 @@
 """Data sets with pictures and sounds: scenes that are computed, and rows about published pictures and recordings."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tandem.data.scenes import clevr_count
 from tandem.data.splits import check_split
 from tandem.media.public import easy_vqa_folder, spoken_digit_files
+from tandem.media.scenes import COLOURS, KINDS, MAX_THINGS, MIN_VISIBLE, SHAPES, draw_things, render, visible
 
 Rows = Iterator[dict[str, Any]]
 Generator = Callable[..., Rows]
 
 YES_NO = ("yes", "no")
+QUESTIONS = [pair for pair in itertools.product([None, *COLOURS], [None, *SHAPES]) if any(pair)]
+"""A colour, a shape, or both: of these there may be none in a scene that is not empty."""
+
+
+def clevr_count(split: str, *, size: int, seed: int) -> Rows:
+    """``size`` scenes of one to five things, and a question about each: how many things of a colour, of a shape, or of
+    both there are. The answers 0 to 4 are equally frequent behind every wording, so the question alone tells nothing of its
+    answer. `train` and `test` are drawn apart.
+
+    Raises:
+        ConfigError: another split.
+    """
+    check_split("clevr_count", split)
+    draw = random.Random(f"clevr_count/{split}/{seed}")
+    for _ in range(size):
+        wanted, (colour, shape) = draw.randint(0, 4), draw.choice(QUESTIONS)
+        meant = [kind for kind in KINDS if colour in (None, kind[0]) and shape in (None, kind[1])]
+        others = [kind for kind in KINDS if kind not in meant]
+        while True:  # answer and wording stay while places are drawn, or hidden things would make small answers frequent
+            more = draw.randint(0 if wanted else 1, MAX_THINGS - wanted)
+            kinds = draw.choices(meant, k=wanted) + draw.choices(others, k=more)
+            draw.shuffle(kinds)
+            things = draw_things(draw, kinds)
+            if len(things) == len(kinds) and visible(things) >= MIN_VISIBLE:
+                break
+        words = " ".join([*([colour] if colour else []), f"{shape or 'thing'}s"])
+        text = f"How many {words} are there? Answer with just the number."
+        content = [{"type": "image", "image": render(things)}, {"type": "text", "text": text}]
+        yield {"messages": [{"role": "user", "content": content}], "answer": str(wanted)}
 
 
 def easy_vqa(

@@ -3,7 +3,8 @@
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from transformers import (
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
+from tandem.media.scenes import COLOURS, draw_scenes, render, things_by_patch
+from tandem.media.scenes import SHAPES as SOLIDS
 from tandem.models.making.folder import chat_tokenizer, frozen_text_model, keep_new_tokens, question_tokens, write_folder
 from tandem.models.making.learning import LearnedTokens, Lesson, learn, rise_and_fall
 from tandem.models.precision import fast_bfloat16, resolve_dtype
@@ -30,7 +33,7 @@ TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(
 EXPANSION = AROUND + WHOLE + IMAGE * PLACEHOLDERS + AROUND
 """A picture in the prompt, as Idefics3's processor writes one that is not cut into tiles."""
 
-KIND_STEPS, STEPS = 400, 240
+SCENES, KIND_STEPS, STEPS = 2400, 600, 240
 OPEN, CLOSED = 10, 6
 """Questions of a step: with open answers, and with yes or no."""
 
@@ -43,7 +46,9 @@ CONTRAST = 12
 
 @torch.random.fork_rng(devices=[])  # the caller's random numbers stay as they are
 @torch.enable_grad()
-def make(base: Path, data: Path, folder: Path, kind_steps: int = KIND_STEPS, steps: int = STEPS) -> None:
+def make(
+    base: Path, data: Path, folder: Path, scenes: int = SCENES, kind_steps: int = KIND_STEPS, steps: int = STEPS
+) -> None:
     """Writes the model into ``folder``. ``base``: SmolLM2-135M; ``data``: the folder ``data`` of the package easy-vqa."""
     torch.manual_seed(0)
     tokenizer = chat_tokenizer(base, [WHOLE, *TILES, AROUND, IMAGE, END], "image", IMAGE)
@@ -68,7 +73,12 @@ def make(base: Path, data: Path, folder: Path, kind_steps: int = KIND_STEPS, ste
     model.model.text_model.load_state_dict(text.model.state_dict())
     tower, connector = model.model.vision_model, model.model.connector
     pixels = read_pixels(data / "train")
-    learn_kinds(tower, pixels, *read_kinds(data / "train", len(pixels)), kind_steps)
+    kinds, words = read_kinds(data / "train", len(pixels))
+    for word in (*COLOURS, *SOLIDS):
+        words.setdefault(word, len(words))
+    print(f"smolsee-135m: drawing {scenes:,} scenes …", file=sys.stderr, flush=True)
+    lessons = [(describe(pixels, kinds, nothing=len(words)), 16), (draw_pictures(scenes, words), 32)]
+    learn_kinds(tower, lessons, len(words), kind_steps)
 
     def features(questions: Sequence[Lesson]) -> Tensor:
         return connector(states(tower, pixels[[question.medium for question in questions]])).flatten(0, 1)
@@ -80,15 +90,48 @@ def make(base: Path, data: Path, folder: Path, kind_steps: int = KIND_STEPS, ste
     write_folder(folder, model, make_processor(tokenizer))
 
 
-def read_kinds(split: Path, pictures: int) -> tuple[Tensor, int]:
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures, and what each of their patches shows."""
+
+    pixels: Tensor
+    """``[M, 3, SIDE, SIDE]``, bytes."""
+
+    kinds: Tensor
+    """``[M, patches, 4]``: numbers of words for the colour and shape of the object that the patch shows a part of, and for
+    those of the object whose middle is in it; the number of all words where there is none, `UNTOLD` where nobody says."""
+
+
+def describe(pixels: Tensor, kinds: Tensor, nothing: int) -> Pictures:
+    """Pictures of one object each, of these kinds ``[M, 2]``."""
+    shown = shows_object(pixels)
+    places = torch.cartesian_prod(*2 * [torch.arange(SIDE // PATCH)]).float()
+    middles = (shown.float() @ places / shown.sum(1, keepdim=True).clamp(min=1)).round().long()
+    middle = nn.functional.one_hot(middles @ torch.tensor([SIDE // PATCH, 1]), shown.shape[1]) > 0
+    return Pictures(
+        pixels, torch.cat([torch.where(here[..., None], kinds[:, None], nothing) for here in (shown, middle)], -1)
+    )
+
+
+def draw_pictures(count: int, words: Mapping[str, int]) -> Pictures:
+    """Scenes like those of `clevr_count`."""
+    pixels, kinds = [], []
+    for things in draw_scenes(count, seed=0):
+        numbers = [(words[thing.colour], words[thing.shape]) for thing in things] + [(len(words),) * 2]  # -1: there is none
+        pixels.append(np.asarray(render(things)))
+        kinds.append(np.concatenate([np.array(numbers)[found] for found in things_by_patch(things, PATCH)], -1))
+    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.from_numpy(np.stack(kinds)))
+
+
+def read_kinds(split: Path, pictures: int) -> tuple[Tensor, dict[str, int]]:
     """The colour and the shape that each picture shows, as far as answers tell, ``[M, 2]``: numbers of words, or `UNTOLD`;
-    and how many words there are."""
+    and the numbers of the words."""
     kinds = torch.full((pictures, 2), UNTOLD)
     words: dict[str, int] = {}
     for _, answer, picture in json.loads((split / "questions.json").read_text(encoding="utf-8")):
         if answer not in ("yes", "no"):
             kinds[picture, int(answer in SHAPES)] = words.setdefault(answer, len(words))
-    return kinds, len(words)
+    return kinds, words
 
 
 def shows_object(pixels: Tensor) -> Tensor:
@@ -104,18 +147,17 @@ def states(tower: nn.Module, pixels: Tensor) -> Tensor:
     return seen.float()
 
 
-def learn_kinds(tower: nn.Module, pixels: Tensor, kinds: Tensor, words: int, steps: int, size: int = 32) -> None:
+def learn_kinds(tower: nn.Module, lessons: Sequence[tuple[Pictures, int]], words: int, steps: int) -> None:
     """The first lesson, without the language model: each patch tells the colour and the shape of the object that it shows a
-    part of, or that it shows none.
+    part of, and of the object whose middle it shows, or that there is none.
 
     Args:
-        pixels: ``[M, 3, SIDE, SIDE]`` bytes.
-        kinds, words: see `read_kinds`.
+        lessons: pictures, and how many of them a step sees; in every other step it sees them in a mirror.
     """
     for module in tower.modules():  # transformers' 0.02 is meant for wider layers: these would pass nearly nothing on
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
-    head = nn.Linear(WIDTH, 2 * (words + 1))
+    head = nn.Linear(WIDTH, 4 * (words + 1))
     matrices = [weight for weight in tower.encoder.parameters() if weight.ndim == 2]
     inside = set(matrices)
     others = [weight for weight in (*tower.parameters(), *head.parameters()) if weight not in inside]
@@ -125,10 +167,13 @@ def learn_kinds(tower: nn.Module, pixels: Tensor, kinds: Tensor, words: int, ste
     ]
     schedules = [rise_and_fall(optimizer, steps) for optimizer in optimizers]
     for step in range(1, steps + 1):
-        chosen = torch.randint(len(pixels), (size,))
-        shown = shows_object(pixels[chosen])
-        wanted = torch.where(shown[..., None], kinds[chosen][:, None], words)
-        logits = head(states(tower, pixels[chosen])).unflatten(-1, (2, -1))
+        chosen = [(pictures, torch.randint(len(pictures.pixels), (size,))) for pictures, size in lessons]
+        pixels = torch.cat([pictures.pixels[numbers] for pictures, numbers in chosen])
+        wanted = torch.cat([pictures.kinds[numbers] for pictures, numbers in chosen])
+        if step % 2:
+            pixels = pixels.flip(-1)
+            wanted = wanted.unflatten(1, (SIDE // PATCH, -1)).flip(2).flatten(1, 2)
+        logits = head(states(tower, pixels)).unflatten(-1, (4, -1))
         loss = nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=UNTOLD)
         loss.backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -136,7 +181,7 @@ def learn_kinds(tower: nn.Module, pixels: Tensor, kinds: Tensor, words: int, ste
             optimizer.zero_grad()
             schedule.step()
         if step % max(1, steps // 4) == 0:
-            told = shown[..., None] & (wanted != UNTOLD)
+            told = (wanted != UNTOLD) & (wanted != words)
             right = (logits.argmax(-1) == wanted)[told].float().mean()
             print(f"smolsee-135m: words, step {step} of {steps}, {right:.0%} right", file=sys.stderr, flush=True)
 

@@ -6,12 +6,9 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
-
-from tandem.data.splits import check_split
 
 COLOURS = {"red": (0.75, 0.12, 0.12), "green": (0.12, 0.55, 0.15), "blue": (0.15, 0.25, 0.85), "yellow": (0.9, 0.8, 0.1)}
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -23,6 +20,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 
 ELEVATION = np.radians(40)
 RAY = np.array([0.0, np.cos(ELEVATION), -np.sin(ELEVATION)])
+UP, RAISED = np.array([0.0, np.sin(ELEVATION), np.cos(ELEVATION)]), 0.2
+"""The direction of a column of pixels, and how far above the middle of the floor the camera looks."""
+
 LIGHT = np.array([-0.45, -0.45, 0.77])
 VIEW = 2.6
 """Half the width of what the camera sees; things stand up to `REACH` from the middle."""
@@ -75,8 +75,6 @@ class Thing:
 
 
 KINDS = list(itertools.product(COLOURS, SHAPES))
-ASKED = [pair for pair in itertools.product([None, *COLOURS], [None, *SHAPES]) if any(pair)]
-"""A colour, a shape, or both: of these there may be none in a scene that is not empty."""
 
 
 def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[Thing]:
@@ -103,9 +101,8 @@ def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[T
 def _origins(side: int) -> np.ndarray:
     """Origins of the rays of all pixels, ``[side², 3]``, row by row from the upper left."""
     steps = (np.arange(side) + 0.5) / side * 2 * VIEW - VIEW
-    up = np.array([0.0, np.sin(ELEVATION), np.cos(ELEVATION)])
     right, high = np.meshgrid(steps, -steps)
-    return right.reshape(-1, 1) * np.array([1.0, 0.0, 0.0]) + (high.reshape(-1, 1) + 0.2) * up - 10 * RAY
+    return right.reshape(-1, 1) * np.array([1.0, 0.0, 0.0]) + (high.reshape(-1, 1) + RAISED) * UP - 10 * RAY
 
 
 def visible(things: Sequence[Thing], side: int = 48) -> float:
@@ -138,28 +135,31 @@ def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
     return Image.fromarray((255 * image.clip(0, 1)).astype(np.uint8))
 
 
-def clevr_count(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """``size`` scenes of one to five things, and a question about each: how many things of a colour, of a shape, or of
-    both there are. The answers 0 to 4 are equally frequent behind every wording, so the question alone tells nothing of its
-    answer. `train` and `test` are drawn apart.
+def draw_scenes(count: int, seed: int) -> Iterator[list[Thing]]:
+    """Scenes of one to five things, in half of them of at most two kinds. They are others than those of `clevr_count`."""
+    draw = random.Random(f"scenes/{seed}")
+    while count:
+        kinds = draw.choices(KINDS, k=draw.randint(1, MAX_THINGS))
+        if draw.random() < 0.5:
+            kinds = draw.choices(kinds[:2], k=len(kinds))
+        things = draw_things(draw, kinds)
+        if len(things) == len(kinds) and visible(things) >= MIN_VISIBLE:
+            count -= 1
+            yield things
 
-    Raises:
-        ConfigError: another split.
-    """
-    check_split("clevr_count", split)
-    draw = random.Random(f"clevr_count/{split}/{seed}")
-    for _ in range(size):
-        wanted, (colour, shape) = draw.randint(0, 4), draw.choice(ASKED)
-        meant = [kind for kind in KINDS if colour in (None, kind[0]) and shape in (None, kind[1])]
-        others = [kind for kind in KINDS if kind not in meant]
-        while True:  # answer and wording stay while places are drawn, or hidden things would make small answers frequent
-            more = draw.randint(0 if wanted else 1, MAX_THINGS - wanted)
-            kinds = draw.choices(meant, k=wanted) + draw.choices(others, k=more)
-            draw.shuffle(kinds)
-            things = draw_things(draw, kinds)
-            if len(things) == len(kinds) and visible(things) >= MIN_VISIBLE:
-                break
-        words = " ".join([*([colour] if colour else []), f"{shape or 'thing'}s"])
-        text = f"How many {words} are there? Answer with just the number."
-        content = [{"type": "image", "image": render(things)}, {"type": "text", "text": text}]
-        yield {"messages": [{"role": "user", "content": content}], "answer": str(wanted)}
+
+def things_by_patch(things: Sequence[Thing], patch: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
+    """What the patches of ``patch`` × ``patch`` pixels show, row by row: the number of the thing that fills most of the
+    patch, at least a tenth of it; and the number of the thing whose middle is there, hidden or not. -1: there is none."""
+    across = side // patch
+    distances = np.stack([thing.strike(_origins(side), RAY)[0] for thing in things])
+    nearest = np.where(np.isfinite(distances).any(0), distances.argmin(0), len(things))
+    patches = nearest.reshape(across, patch, across, patch).swapaxes(1, 2).reshape(across**2, -1)
+    shares = np.stack([(patches == number).mean(1) for number in range(len(things))])
+    seen = np.where(shares.max(0) >= 0.1, shares.argmax(0), -1)
+    middles = np.full(across**2, -1)
+    for number, thing in enumerate(things):
+        height = np.array([thing.x, thing.y, thing.size]) @ UP - RAISED
+        row, column = ((VIEW - height) / (2 * VIEW) * across, (thing.x + VIEW) / (2 * VIEW) * across)
+        middles[int(row) * across + int(column)] = number
+    return seen, middles
