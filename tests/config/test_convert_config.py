@@ -214,11 +214,15 @@ def test_what_cannot_be_read_or_known_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("trainer", "key", "value", "words"),
     [
-        ("grpo", "per_device_train_batch_size", "many", "must be a number of at least 1, got 'many'"),
-        ("grpo", "num_generations", 0, "must be a number of at least 1, got 0"),
+        ("grpo", "per_device_train_batch_size", "many", "must be a whole number of at least 1, got 'many'"),
+        ("grpo", "num_generations", 0, "must be a whole number of at least 1, got 0"),
         ("grpo", "loss_type", ["dapo"], "must be a word, got"),
         ("sft", "max_steps", float("inf"), "must be a number, got inf"),
-        ("ppo", "data.train_batch_size", [8], "must be a number of at least 1, got"),
+        ("ppo", "data.train_batch_size", [8], "must be a whole number of at least 1, got"),
+        ("sft", "per_device_train_batch_size", 1.5, "must be a whole number of at least 1, got 1.5"),
+        ("grpo", "epsilon_high", "big", "must be a number, got 'big'"),
+        ("sft", "max_steps", 10**400, "must be a number, got 1000"),
+        ("ppo", "trainer.save_freq", "often", "must be a number, got 'often'"),
         ("ppo", "actor.optim.betas", [0.9], "must be a list of two numbers"),
     ],
 )

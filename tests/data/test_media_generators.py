@@ -50,10 +50,10 @@ def test_what_stands_behind_is_hidden_and_throws_a_shadow_away_from_the_light():
 
 
 def test_a_patch_names_the_thing_that_it_shows_and_the_one_whose_middle_is_there():
-    near, far = thing("sphere", "red", 0.0, -1.5), thing("cube", "blue", 0.0, 1.5)
+    near, far = thing("sphere", "red", -1.2, -1.5), thing("cube", "blue", 1.2, 1.5)
     seen, middles = (found.reshape(8, 8) for found in things_by_patch([near, far], patch=8))
-    assert [tuple(np.argwhere(middles == number)[0]) for number in (0, 1)] == [(5, 4), (2, 4)]
-    assert seen[5, 4] == 0 and seen[2, 4] == 1 and (seen[:, [0, 7]] == -1).all() and (middles >= 0).sum() == 2
+    assert [tuple(np.argwhere(middles == number)[0]) for number in (0, 1)] == [(5, 2), (2, 5)]
+    assert seen[5, 2] == 0 and seen[2, 5] == 1 and (seen[:, [0, 7]] == -1).all() and (middles >= 0).sum() == 2
     picture = np.asarray(render([near, far])).reshape(8, 8, 8, 8, 3).mean((1, 3))
     for number, channel in ((0, 0), (1, 2)):  # where a patch is said to show it, the picture has its colour
         assert (picture[seen == number].argmax(-1) == channel).mean() > 0.9

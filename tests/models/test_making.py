@@ -64,10 +64,14 @@ def test_pictures_have_the_kinds_that_answers_tell(tmp_path):
 
 def test_patches_have_the_kind_of_what_they_show_and_of_what_has_its_middle_there():
     picture = torch.full((1, 3, 64, 64), 250, dtype=torch.uint8)
-    picture[..., 8:32, 8:32] = 20
-    kinds = smolsee.describe(picture, torch.tensor([[1, 0]]), nothing=2).kinds.view(8, 8, 4)
-    assert (kinds[1:4, 1:4, :2] == torch.tensor([1, 0])).all() and (kinds[..., 0] == 1).sum() == 9
-    assert kinds[2, 2].tolist() == [1, 0, 1, 0] and (kinds[..., 2] == 1).sum() == 1
+    picture[..., 8:32, 24:48] = 20
+    described = smolsee.describe(picture, torch.tensor([[1, 0]]), nothing=2)
+    kinds = described.kinds.view(8, 8, 4)
+    assert (kinds[1:4, 3:6, :2] == torch.tensor([1, 0])).all() and (kinds[..., 0] == 1).sum() == 9
+    assert kinds[2, 4].tolist() == [1, 0, 1, 0] and (kinds[..., 2] == 1).sum() == 1
+    pixels, mirrored = smolsee.mirrored(described.pixels, described.kinds)
+    again = smolsee.describe(pixels, torch.tensor([[1, 0]]), nothing=2)
+    assert torch.equal(mirrored, again.kinds) and not torch.equal(mirrored, described.kinds)
 
 
 def test_scenes_have_the_words_of_their_things():

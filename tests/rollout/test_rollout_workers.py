@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tandem.api.failures import DataFailure, EngineDied
+from tandem.api.failures import DataFailure, EngineDied, WaitTimeout
 from tandem.api.requests import LLMRequest
 from tandem.api.samples import Sample
 from tandem.api.weights import WeightVersion
@@ -105,11 +105,25 @@ class Threads:
             closing.join(0.05)
 
 
-def collected(count, *, deterministic, killed=(), again=True, steps=3, workflow=None, after_s=0.01, **columns):
+class OnePauseFails(ClockworkEngine):
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.pauses = 0
+
+    def pause(self):
+        self.pauses += 1
+        if self.pauses == 2:
+            raise WaitTimeout("the clockwork does not stand still")
+        super().pause()
+
+
+def collected(
+    count, *, deterministic, killed=(), again=True, steps=3, workflow=None, after_s=0.01, kind=ClockworkEngine, **columns
+):
     """Groups, counts and requests of some batches of four; workers of ``killed`` die in the second, one ``after_s`` after
     another."""
     config = RolloutConfig(batch_size=4, max_concurrent=6, wait_timeout_s=60.0)
-    engine, workflow = ClockworkEngine(delay_s=lambda request: 0.02), Repeated(workflow or Uneven(), 2)
+    engine, workflow = kind(delay_s=lambda request: 0.02), Repeated(workflow or Uneven(), 2)
     how = {"seed": 3, "deterministic": deterministic}
     threads = Threads(count, workflow, config, **how) if count else None
     found = []
@@ -156,3 +170,11 @@ def test_a_worker_that_dies_in_the_middle_of_a_turn_holds_up_nobody(killed):
     theirs = collected(2, deterministic=True, killed=(killed,), workflow=SlowTool(), steps=2, after_s=0.15 / killed)
     assert theirs[:3] == alone[:3] and theirs[3].paused == 0
     assert len(theirs[3].requests) > len(alone[3].requests)  # the wave did begin again
+
+
+def test_the_next_turn_begins_after_one_for_which_the_engine_did_not_stand_still():
+    (alone, *_), (theirs, counts, dropped, engine) = (
+        collected(count, deterministic=True, workflow=SlowTool(), steps=2, kind=OnePauseFails) for count in (0, 2)
+    )
+    assert theirs == alone and counts["episodes/trained"] == 8 and not dropped
+    assert engine.pauses > 2 and engine.paused == 0

@@ -35,12 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         print(text, end="")
     else:
-        if arguments.output.exists():
-            raise ConfigError(f"{arguments.output} exists; give another name to -o, or remove it")
         try:
-            arguments.output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"-o {arguments.output} cannot be written: {error.strerror}") from error
+            with arguments.output.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise ConfigError(f"{arguments.output} exists; give another name to -o, or remove it") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"-o {arguments.output} cannot be written: {error}") from error
         print("\n".join([f"{len(found.left)} keys are not translated:", *found.listed()]))
     guessed = f"read as {trainer} (--trainer); " if system == "TRL" and arguments.trainer is None else ""
     next_step = f"fill in what is commented out, then: {command} --dry-run"

@@ -134,12 +134,12 @@ class Conversion:
         return default if value is None else value
 
     def number(self, name: str, least: int | None = None) -> Any:
-        """`read`, of a key that other numbers are made with. Raises `ConfigError`: no number, or below ``least``."""
+        """`read`, of a key that other numbers are made with; one with a ``least`` value is a count. Raises `ConfigError`."""
         value = self.read(name)
-        good = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
-        if not good or (least is not None and value is not None and value < least):
-            at_least = "" if least is None else f" of at least {least}"
-            raise ConfigError(f"{name} must be a number{at_least}, got {value!r}")
+        good = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18)
+        if not good or (least is not None and value is not None and (value < least or value % 1)):
+            kind = "a number" if least is None else f"a whole number of at least {least}"
+            raise ConfigError(f"{name} must be {kind}, got {value!r:.50}")
         return value
 
     def word(self, name: str) -> Any:
@@ -197,7 +197,7 @@ class Conversion:
         assigns = bool(foreign.values) and "=" in str(target)
         if target is None or not (assigns or foreign.alone):
             self._leave(name, f"set by hand: {', '.join(foreign.ours)}. {foreign.differs}")
-        elif not (name.endswith(("_steps", "_freq", "_samples")) and value <= 0):
+        elif not (name.endswith(("_steps", "_freq", "_samples")) and (self.number(name) or 0) <= 0):
             for part in str(target).split() if assigns else [f"{foreign.ours[0]}="]:
                 key, _, text = part.partition("=")
                 self.put(key, value_of(text or target), name)
@@ -311,7 +311,7 @@ def _trl_groups(c: Conversion, step: int, names: tuple[str, ...]) -> int:
 
 
 def _trl_loss(c: Conversion) -> None:
-    kind, low, high = c.word("loss_type"), c.read("epsilon"), c.read("epsilon_high")
+    kind, low, high = c.word("loss_type"), c.number("epsilon"), c.number("epsilon_high")
     names = ("epsilon", "epsilon_high")
     loss = LOSSES.get(kind, "gspo" if c.read("importance_sampling_level") == "sequence" else "ppo_clip")
     c.put("algorithm.policy_loss", loss, "loss_type", "importance_sampling_level")
@@ -425,7 +425,7 @@ def _verl(c: Conversion) -> None:
         c.put("total_train_steps", total, "trainer.total_training_steps")
     _warmup(c, "actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio", total, number_of * passes)
     _truncated(c, "rollout.top_p", "rollout.top_k")
-    longest = c.number("data.max_prompt_length") + c.number("data.max_response_length")
+    longest = c.number("data.max_prompt_length", 0) + c.number("data.max_response_length", 0)
     lengths = ("data.max_prompt_length", "data.max_response_length")
     c.put("rollout.engine.max_model_len", longest, *lengths, how="their sum")
     c.put("gconfig.max_new_tokens", c.read(lengths[1]), lengths[1])
@@ -491,7 +491,7 @@ def _verl_kl(c: Conversion) -> None:
             continue
         c.put("algorithm.kl.coefficient", c.read(weight), weight)
         c.put("algorithm.kl.where", "reward" if chosen is in_reward else "loss", switch)
-        if c.read(kind) in estimators:
+        if c.word(kind) in estimators:
             c.put("algorithm.kl.estimator", estimators[c.read(kind)], kind)
         else:
             c.left[kind] = f"{c.read(kind)} is no estimator here: k1, k2, k3, k3_plus"
@@ -504,7 +504,7 @@ def _verl_kl(c: Conversion) -> None:
 def _verl_machines(c: Conversion) -> None:
     gpus = value_of(c.read("trainer.nnodes")), value_of(c.read("trainer.n_gpus_per_node"))
     names, engine = ("trainer.nnodes", "trainer.n_gpus_per_node"), c.read("rollout.name")
-    if all(isinstance(n, int) for n in gpus):
+    if all(isinstance(n, int) and n > 0 for n in gpus):
         together, each = math.prod(gpus), c.number("rollout.tensor_model_parallel_size", 1)
         c.put("actor.backend", f"fsdp:d{together}", *names, how="all GPUs; the result does not depend on it")
         if engine in ("vllm", "sglang") and isinstance(each, int):

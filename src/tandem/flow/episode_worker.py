@@ -117,9 +117,9 @@ class EpisodeWorker:
         """Does what `RolloutWorkers` orders."""
         term, order = message
         if order is None:
+            self._term = term  # first: an error of this order belongs to the new term
             if self._helper is not None:
                 self._helper.stop()
-            self._term = term
             runner = EpisodeRunner(self.engine.saying(partial(self._put, term)), self._config, self.loop, **self._how)
             outbox = _Outbox(self.said, term)
             self._helper = Helper(outbox, self.loop, runner, self._config.wait_timeout_s, "a rollout worker")

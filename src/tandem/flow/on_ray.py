@@ -33,6 +33,7 @@ from tandem.flow.plan import RunPlan
 from tandem.flow.pool import PoolMember, PoolPart, RolloutMember, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
 from tandem.flow.ray_head import Head
+from tandem.launch.launchers.ray import join_cluster
 from tandem.launch.local import LAUNCHER
 from tandem.launch.place import Place, free_port
 from tandem.models.tokenizer import save_classifier_tokenizer
@@ -207,6 +208,9 @@ class Pools(Models):
         self._names: dict[str, str] = {}
         self._head: Head | None = None
         self._started, self._closing = False, threading.Event()
+        self._dead: set[int] = set()
+        """Processes that were dead when they were to be killed."""
+
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         """Guards the loss and the departure of pools: news of a pool that has left no longer counts."""
@@ -346,12 +350,15 @@ class Pools(Models):
     def _kill(self, pool: Pool, rank: int) -> None:
         """Kills a worker. A stopped process ignores Ray's orders; on this machine it is killed by a signal."""
         process = pool.processes[rank]
-        if pool.nodes[rank] == self.ray.get_runtime_context().get_node_id():
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                return  # it is dead, and Ray is still starting another one
-        else:
+        here = pool.nodes[rank] == self.ray.get_runtime_context().get_node_id()
+        if here and not Path(f"/proc/{process}").exists() and process not in self._dead:
+            self._dead.add(process)  # Ray is still starting another one, which has once more its time
+            return
+        try:
+            if not here:
+                raise ProcessLookupError
+            os.kill(process, signal.SIGKILL)
+        except OSError:  # on another machine, of another user, or one that never came up
             self.ray.kill(pool.members[rank], no_restart=not pool.again)
         log.warning("a worker of Ray, process %d, was silent: it is killed", process)
 
@@ -382,13 +389,7 @@ class Pools(Models):
             self._head = Head(num_cpus=cpus, include_dashboard=False, _system_config=settings)
             address = self._head.join(self.ray)
         self._started = True
-        try:
-            self.ray.init(address=address, runtime_env={"env_vars": paths}, logging_level="warning")
-        except ConnectionError as error:
-            raise TandemError(
-                f"no Ray answers at {address} (RAY_ADDRESS), or not without its token, which RAY_AUTH_MODE=token shows: "
-                "correct it, or leave RAY_ADDRESS out for a Ray that ends with the run"
-            ) from error
+        join_cluster(self.ray, address, runtime_env={"env_vars": paths}, logging_level="warning")
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
 
@@ -461,7 +462,8 @@ class Pools(Models):
                     return
                 workers.back(place)
             except Exception as error:  # the worker boundary: nobody hears of that worker any more
-                self.when_lost(error)
+                if not self._closing.is_set():
+                    self.when_lost(error)
                 return
 
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:

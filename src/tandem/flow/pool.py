@@ -208,7 +208,10 @@ class RolloutMember:
 
     def answer(self, message: bytes) -> None:
         """The answer of its engine."""
-        self.worker.engine.answer(*pickle.loads(message))
+        try:
+            self.worker.engine.answer(*pickle.loads(message))
+        except Exception as error:  # as above
+            self.worker.fail(error)
 
     def said(self) -> list[bytes]:
         """Waits until there is something for the controller, and gives all that there is."""

@@ -181,8 +181,8 @@ def start_process(config: BaseConfig) -> Process:
         )
     if cut_off_s != RecoverConfig().cut_off_after_s and not (has_launcher() and alike and here.count > 1):
         raise ConfigError(
-            f"recover.cut_off_after_s={cut_off_s} is for several machines of `tandem launch`, each with as many ranks; "
-            "leave it out"
+            f"recover.cut_off_after_s={cut_off_s} is for several machines of `tandem launch`, all with the same number "
+            "of ranks; leave it out"
         )
     if has_launcher() and alike and here.count > 1 and rank in here.firsts:
         store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

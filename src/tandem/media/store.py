@@ -45,7 +45,7 @@ class MediaMissing(ConfigError):
 
 
 class MediaDamaged(MediaMissing):
-    """The file of a medium in the media store is damaged, or another's."""
+    """The file of a medium in the media store cannot be read: it is damaged, or this process may not read it."""
 
     reason = "media_unreadable"
 

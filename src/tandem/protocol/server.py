@@ -258,11 +258,11 @@ class Server:
     async def _middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Whatever ends a request without an answer becomes one, in the shape of the refusals of a route that its path ends
-        with: also where the method is another, or an address before the path is wrong."""
+        """Whatever ends a request without an answer becomes one, in the shape of the refusals of the route in its path:
+        also where the method is another, or an address before the path is wrong."""
 
         def refused(refusal: Refusal) -> web.Response:
-            shape = next((route.refused for route in self.routes if request.path.endswith(route.path)), Refusal.body)
+            shape = next((route.refused for route in self.routes if f"{route.path}/" in f"{request.path}/"), Refusal.body)
             return web.json_response(shape(refusal), status=refusal.status, headers=refusal.headers)
 
         try:

@@ -238,6 +238,8 @@ class RolloutWorkers:
                 self._stands = name == "pause"
             except Exception as error:  # the worker boundary: the requests will say it
                 answer = portable(error, "the engine")
+                if name == "pause":
+                    self._paused = {}  # nobody will ask for the engine to go on: the next turn may begin
         for place, number in calls.items():
             self._answer(place, number, answer)
 
@@ -255,6 +257,7 @@ class RolloutWorkers:
             asyncio.get_running_loop().create_task(self._again(self._restarts))
             return
         self._drop_asks([place])
+        self._pausing.pop(place, None)
         for number in mine:
             del self._at[number]
         self._hand_out([self._episodes[number] for number in mine if number in self._episodes])

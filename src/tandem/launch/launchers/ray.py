@@ -20,6 +20,19 @@ READY_S = 600.0
 ANSWER_S = 60.0
 END_S = 40.0
 POLL_S = 0.5
+OWN = "local"
+"""Ray's word for a cluster that is made here, whatever others are on this machine."""
+
+
+def join_cluster(ray: Any, address: str, **settings: Any) -> None:
+    """Connects this process to the cluster at ``address``. Raises `TandemError` if no Ray answers there."""
+    try:
+        ray.init(address=address, **settings)
+    except (ConnectionError, ValueError) as error:
+        raise TandemError(
+            f"no Ray answers at {address} ({kind_and_text(error)}). Correct --address or RAY_ADDRESS, or leave both out for "
+            "a Ray that ends with the run; if the cluster wants a token, set RAY_AUTH_MODE=token"
+        ) from error
 
 
 class RankGroup:
@@ -85,8 +98,12 @@ class RayJob(Launcher):
         gpus = {"GPU": float(self.options.gpus_per_rank)} if self.options.gpus_per_rank else {}
         return {"CPU": float(self.options.cpus_per_rank), **gpus}
 
+    @property
+    def _address(self) -> str:
+        return self.options.address or os.environ.get("RAY_ADDRESS") or OWN
+
     def describe(self) -> str:
-        where = self.options.address or os.environ.get("RAY_ADDRESS") or "a Ray of this machine's own"
+        where = "a Ray of this machine's own" if self._address == OWN else self._address
         return (
             f"{' '.join(self._job.command())}\n{self._job.ranks} actor(s), one a rank, each with {self._bundle()} in one "
             f"placement group ({self.options.strategy}), on {where}\nlogs: {self._job.folder}"
@@ -98,7 +115,7 @@ class RayJob(Launcher):
         paths = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
         if not ray.is_initialized():
             runtime = {"env_vars": paths | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-            ray.init(address=self.options.address, runtime_env=runtime, log_to_driver=False, include_dashboard=False)
+            join_cluster(ray, self._address, runtime_env=runtime, log_to_driver=False, include_dashboard=False)
         bundles = [self._bundle()] * self._job.ranks
         self._group = ray.util.placement_group(bundles, strategy=self.options.strategy)
         if not self._group.wait(READY_S):
@@ -121,7 +138,7 @@ class RayJob(Launcher):
         nodes = [node for node, _, _ in machines]
         _, address, port = machines[0]
         self._attempt = new_attempt(self._job)
-        joins = bool(self.options.address or os.environ.get("RAY_ADDRESS"))  # one made here may have no cores left
+        joins = self._address != OWN  # one made here may have no cores left
         ray.get(
             [
                 one.start.remote(

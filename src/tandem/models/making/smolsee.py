@@ -171,8 +171,7 @@ def learn_kinds(tower: nn.Module, lessons: Sequence[tuple[Pictures, int]], words
         pixels = torch.cat([pictures.pixels[numbers] for pictures, numbers in chosen])
         wanted = torch.cat([pictures.kinds[numbers] for pictures, numbers in chosen])
         if step % 2:
-            pixels = pixels.flip(-1)
-            wanted = wanted.unflatten(1, (SIDE // PATCH, -1)).flip(2).flatten(1, 2)
+            pixels, wanted = mirrored(pixels, wanted)
         logits = head(states(tower, pixels)).unflatten(-1, (4, -1))
         loss = nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=UNTOLD)
         loss.backward()
@@ -184,6 +183,11 @@ def learn_kinds(tower: nn.Module, lessons: Sequence[tuple[Pictures, int]], words
             told = (wanted != UNTOLD) & (wanted != words)
             right = (logits.argmax(-1) == wanted)[told].float().mean()
             print(f"smolsee-135m: words, step {step} of {steps}, {right:.0%} right", file=sys.stderr, flush=True)
+
+
+def mirrored(pixels: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Pictures with left and right exchanged, and what their patches show then; see `Pictures`."""
+    return pixels.flip(-1), kinds.unflatten(1, (SIDE // PATCH, -1)).flip(2).flatten(1, 2)
 
 
 def make_processor(tokenizer: PreTrainedTokenizerBase) -> Idefics3Processor:

@@ -234,7 +234,7 @@ class InPlaceUpdates:
         url = self._protocol.http.base_url
         self._updates += 1
         if self._protocol.label() != label:
-            raise ServerFailed(f"{url} does not have the names of weights that the run expects", url=url)
+            raise ServerFailed(f"{url} does not report the label that the run gave its weights", url=url)
         if not self._due(self._updates):
             self._counters.set("verified_tensors", 0)
             return
