@@ -269,7 +269,7 @@ class BuiltIn(NamedTuple):
     """The cost of making it, in words."""
 
 
-_TRAINED = "MB more than smollm2-135m are fetched, and it is trained here, about ten minutes on one core"
+_TRAINED = "MB more than smollm2-135m are fetched, and it is trained here, 10 to 15 minutes on one core"
 BUILT_IN = {
     "smollm2-135m": BuiltIn(functools.partial(_convert, SMOLLM2), "93 MB are fetched and converted"),
     "smolsee-135m": BuiltIn(_make_seeing, f"22 {_TRAINED}"),
