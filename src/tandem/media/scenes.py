@@ -149,8 +149,8 @@ def draw_scenes(count: int, seed: int) -> Iterator[list[Thing]]:
 
 
 def things_by_patch(things: Sequence[Thing], patch: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
-    """What the patches of ``patch`` × ``patch`` pixels show, row by row: the number of the thing that fills most of the
-    patch, at least a tenth of it; and the number of the thing whose middle is there, hidden or not. -1: there is none."""
+    """Names the things in patches of ``patch`` × ``patch`` pixels, row by row: the number of the thing that fills most of a
+    patch, at least a tenth of it; and of the thing whose middle is there, hidden or not. -1: there is none."""
     across = side // patch
     distances = np.stack([thing.strike(_origins(side), RAY)[0] for thing in things])
     nearest = np.where(np.isfinite(distances).any(0), distances.argmin(0), len(things))
