@@ -210,7 +210,7 @@ class RolloutMember:
         """The answer of its engine."""
         try:
             self.worker.engine.answer(*pickle.loads(message))
-        except Exception as error:  # as above
+        except Exception as error:  # the worker boundary: as in `take`
             self.worker.fail(error)
 
     def said(self) -> list[bytes]:
