@@ -82,7 +82,7 @@ def shown(*media):
 
 
 def scores(spec, chats):
-    """What the reward gives each conversation; they are judged at the same time."""
+    """Returns the reward of each conversation; all are judged at the same time."""
     reward = build_reward(spec, timeout_s=20.0)
 
     async def one(chat):

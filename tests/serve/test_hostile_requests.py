@@ -22,7 +22,7 @@ def right_token(route):
 
 
 def state(guarded):
-    """What a request that got through could have changed."""
+    """Reads all that a request could have changed if it had got through."""
     identity = guarded.json("GET", "/health")
     statistics = guarded.json("GET", "/control/statistics")
     return identity, statistics["generated_tokens"], statistics["cancelled"]

@@ -351,14 +351,17 @@ class Pools(Models):
         """Kills a worker. A stopped process ignores Ray's orders; on this machine it is killed by a signal."""
         process = pool.processes[rank]
         here = pool.nodes[rank] == self.ray.get_runtime_context().get_node_id()
-        if here and not Path(f"/proc/{process}").exists() and process not in self._dead:
-            self._dead.add(process)  # Ray is still starting another one, which has once more its time
-            return
         try:
-            if not here:
-                raise ProcessLookupError
-            os.kill(process, signal.SIGKILL)
-        except OSError:  # on another machine, of another user, or one that never came up
+            if here:
+                os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            if process not in self._dead:  # Ray is still starting another process, which gets as much time again
+                self._dead.add(process)
+                return
+            here = False  # the other process never came up
+        except PermissionError:  # Ray's processes are another user's
+            here = False
+        if not here:
             self.ray.kill(pool.members[rank], no_restart=not pool.again)
         log.warning("a worker of Ray, process %d, was silent: it is killed", process)
 
