@@ -73,7 +73,7 @@ def test_machines_with_unlike_numbers_of_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(process, "alike_machines", lambda here: False)
     place(monkeypatch, 0, world=1, here=1)
     one = "actor.backend=fsdp:d1"
-    with pytest.raises(ConfigError, match="start as many on each"):
+    with pytest.raises(ConfigError, match="start the same number on each machine"):
         process.start_process(config_of("rollout.backend=tandem:d1", one))
 
 

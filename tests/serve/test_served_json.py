@@ -183,6 +183,9 @@ def test_a_dialect_is_refused_in_its_own_shape(server):
     assert body["type"] == "error" and body["error"]["details"]["unsupported"] == ["container"]
     status, body = server.request("POST", "/v1/messages", ANY, headers={"Host": "evil.example"})[:2]
     assert (status, json.loads(body)["type"]) == (403, "error"), "also what is refused before the body is read"
+    for behind in ("/", "/batches"):
+        status, body = server.request("POST", f"/v1/messages{behind}", ANY)[:2]
+        assert (status, json.loads(body)["type"]) == (404, "error"), "also where the path goes on behind the route"
 
 
 def test_too_many_parts_of_a_message_are_told_apart_from_no_text(server):

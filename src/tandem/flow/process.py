@@ -177,7 +177,8 @@ def start_process(config: BaseConfig) -> Process:
     if isinstance(config, TrainConfig) and parse_backend(config.rollout.backend) and not alike:
         raise ConfigError(
             "servers of rollout.backend are beside the first rank of each machine, and these machines have unlike numbers "
-            "of ranks, or ranks that do not follow each other: start as many on each, the first machine's first"
+            "of ranks, or ranks that do not follow each other: start the same number "
+            "on each machine, and the first machine's first"
         )
     if cut_off_s != RecoverConfig().cut_off_after_s and not (has_launcher() and alike and here.count > 1):
         raise ConfigError(
@@ -202,7 +203,7 @@ def start_process(config: BaseConfig) -> Process:
 
 
 def alike_machines(here: Machines) -> bool:
-    """True if all machines have as many ranks, which follow each other. Collective."""
+    """True if all machines have the same number of ranks, numbered machine by machine. Collective."""
     rank = int(os.environ.get("RANK", 0))
     in_order = rank % here.ranks == int(os.environ.get("LOCAL_RANK", rank))
     return set(Team().gather((here.ranks, in_order))) == {(here.ranks, True)}

@@ -33,8 +33,8 @@ from tandem.tracking.tracker import Tracker
 log = logging.getLogger(__name__)
 
 SEEN_S = 90.0
-"""A file of another machine may take so long to be seen on a shared disk: a client of NFS may keep for 60 s that it was not
-there."""
+"""Seconds to wait for a file that another machine wrote to a shared disk: an NFS client may remember for 60 s that the file
+was absent."""
 
 
 class Saveable(Protocol):

@@ -258,8 +258,8 @@ class Server:
     async def _middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Whatever ends a request without an answer becomes one, in the shape of the refusals of the route in its path:
-        also where the method is another, or an address before the path is wrong."""
+        """Answers a request that ends in an error with a refusal, in the shape of the route that its path contains: also
+        where the method is wrong, or the path goes on behind the route."""
 
         def refused(refusal: Refusal) -> web.Response:
             shape = next((route.refused for route in self.routes if f"{route.path}/" in f"{request.path}/"), Refusal.body)
