@@ -35,7 +35,7 @@ from tandem.api.workflow import RewardFn, RewardResult  # noqa: E402
 from tandem.config.experiment import TrainConfig  # noqa: E402
 from tandem.config.load import load_config  # noqa: E402
 from tandem.engines.inference.build import build_inference_engine  # noqa: E402
-from tandem.engines.train.build import build_train_engine  # noqa: E402
+from tandem.engines.train.engine import SpreadEngine  # noqa: E402
 from tandem.models.tokenizer import load_tokenizer  # noqa: E402
 from tandem.roles.actor import Actor  # noqa: E402
 from tandem.rollout.executor import Rollout  # noqa: E402
@@ -94,7 +94,7 @@ def measure(folder: Path, eta: int, steps: int) -> dict[str, float]:
             config.rollout, folder=folder, placement="decoupled", threads=1, device="cpu", deterministic=False
         )
         stack.callback(engine.close)
-        trainer = build_train_engine(config.actor, total_steps=steps + eta + 2, device="cpu")
+        trainer = SpreadEngine(config.actor, total_steps=steps + eta + 2, device="cpu")
         actor = Actor(trainer, config.algorithm, config.actor, max_head_offpolicyness=eta, seed=0)
         publisher = WeightPublisher(trainer, engine, run="asynchrony", dtype=torch.float32)
         stack.callback(publisher.close)

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
+from tandem.api.workflow import Group, Sample
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.evaluation.compare import open_recorded
-from tandem.flow.plan import PlannedScore
+from tandem.flow.planned_models import PlannedScore
 from tandem.flow.writing import Judged, WritingModel, WritingRole
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rewards.terms import RewardTerm, read_sum
+from tandem.rewards.reward import RewardTerm, read_sum
 from tandem.state.machine import machine
 
 RECORD = Path(__file__).with_suffix(".json")

@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem import RewardFailure, build_reward
-from tandem.api.program_tests import ProgramTests, StdinCase, read_program
-from tandem.api.sandbox import Limits, Program, Sandbox
+from tandem.api.sandbox import Limits, Program, ProgramTests, Sandbox, StdinCase, read_program
 from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.data.files import RawRow, read_file
 from tandem.data.rows import normalise
 from tandem.data.table import Table
-from tandem.rewards.code.functions import complete
-from tandem.rewards.code.reward import find_code
+from tandem.rewards.code import complete, find_code
 from tandem.sandbox.choose import choose_sandbox
 
 TRIES = 12

@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.api.failures import TandemError  # noqa: E402
-from tandem.config.presets import PRESETS  # noqa: E402
+from tandem.config.algorithm import PRESETS  # noqa: E402
+from tandem.config.errors import TandemError  # noqa: E402
 from tests.learning.addition import GOAL, OWN_GOAL, Curve, learn  # noqa: E402
 
 RECORDS = Path(__file__).with_suffix(".jsonl")

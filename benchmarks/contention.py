@@ -26,15 +26,14 @@ from tensordict import TensorDict
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
 from tandem.config.libraries import WAITING
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
-from tandem.models.precision import resolve_dtype
+from tandem.models.hardware import resolve_dtype
 
 BUSY = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 LONGEST_ROUND_S = 180.0
@@ -87,7 +86,7 @@ def make_rounds(model: str, dtype: str) -> dict[str, Callable[[], int]]:
     folder, draw = resolve(model), random.Random(0)
     settings = EmbeddedEngineConfig(kv_cache_gib=0.25)
     core = EngineCore(folder, settings, resolve_dtype(dtype, "cpu"), torch.device("cpu"), WeightVersion(0))
-    trainer = build_train_engine(TrainEngineConfig(path=str(folder), dtype=dtype), total_steps=10_000, device="cpu")
+    trainer = SpreadEngine(TrainEngineConfig(path=str(folder), dtype=dtype), total_steps=10_000, device="cpu")
 
     def train() -> int:
         batch = training_batch(draw)

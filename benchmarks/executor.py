@@ -14,11 +14,9 @@ import time
 import torch
 
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
-from tandem.api.samples import Sample, Trajectory
 from tandem.api.weights import WeightVersion
-from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import RolloutConfig
+from tandem.api.workflow import RolloutWorkflow, Sample, Trajectory
+from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.executor import Rollout
 

@@ -24,7 +24,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.fleet import FleetConfig
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 

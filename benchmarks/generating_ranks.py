@@ -28,11 +28,9 @@ from layouts import random_model
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest
-from tandem.api.samples import Sample
 from tandem.api.team import Team
-from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.api.workflow import RolloutWorkflow, Sample
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.catalog import resolve
 from tandem.models.load import read_config

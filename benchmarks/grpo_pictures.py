@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from tandem.config.errors import ConfigError
-from tandem.data.published import clevr_count
+from tandem.data.procedural import clevr_count
 from tandem.models.catalog import resolve
 
 TRL_SCRIPT = """

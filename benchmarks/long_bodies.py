@@ -19,13 +19,12 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.protocol.access import Access
-from tandem.protocol.limits import ServerLimits
+from tandem.protocol.access import Access, ServerLimits
 from tandem.protocol.server import Application, Route, Server
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recorder import SessionRecorder
 
 WORDS = 'There are three trees, in the yard, and she said: "four apples" for each of them.\n'
 TEXT = "text"

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
+from tandem.models.hardware import resolve_dtype
 from tandem.models.load import load_causal_lm
 from tandem.models.packed import PackedCausalLM
-from tandem.models.precision import resolve_dtype
 
 
 def padded_step(model: torch.nn.Module, rows: list[torch.Tensor]) -> float:

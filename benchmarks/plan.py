@@ -29,7 +29,8 @@ from typing import Any
 import psutil
 from plan_cells import CELLS, REWARD, Cell, arguments
 
-from tandem.cli import plan as plan_command
+from tandem.cli.planning import make_report
+from tandem.cli.profile import PLAN
 from tandem.planning.machine import this_machine
 
 MEMORY_WITHIN = 0.10
@@ -45,8 +46,8 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 def predicted(cell: Cell, folder: Path) -> dict[str, float]:
     """The memory that `tandem plan` says."""
     parser = argparse.ArgumentParser()
-    plan_command.add_arguments(parser)
-    data = plan_command.make_report(parser.parse_args([*arguments(cell, folder), "--for", cell.command])).data()
+    PLAN.add_arguments(parser)
+    data = make_report(parser.parse_args([*arguments(cell, folder), "--for", cell.command])).data()
     return {"peak_gib": data["memory"]["peak_gib"]}
 
 

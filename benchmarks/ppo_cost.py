@@ -20,9 +20,8 @@ from tensordict import TensorDict
 from tandem.api.batch import pack
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.overlay import overlay
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.config.train_engine import critic_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
 from tandem.roles.reference import Reference
@@ -67,7 +66,7 @@ def config_of(algorithm: str, path: str) -> TrainConfig:
 
 def actor_of(config: TrainConfig) -> Actor:
     """Each with an engine of its own, as in a run."""
-    engine = build_train_engine(config.actor, total_steps=1000)
+    engine = SpreadEngine(config.actor, total_steps=1000)
     return Actor(engine, config.algorithm, config.actor, max_head_offpolicyness=10**6)
 
 
@@ -75,9 +74,9 @@ def updates(path: str) -> dict[str, Callable[[TensorDict], object]]:
     """The functions that are measured, by name."""
     grpo, ppo = config_of("grpo", path), config_of("ppo", path)
     actors = {name: actor_of(config) for name, config in (("grpo", grpo), ("ppo", ppo))}
-    engine = build_train_engine(overlay(TrainEngineConfig, ppo.critic, ppo.actor), total_steps=1000, head="scalar")
+    engine = SpreadEngine(critic_engine(ppo.critic, ppo.actor), total_steps=1000, head="scalar")
     critic = Critic(engine, ppo.critic, ppo.actor)
-    reference = Reference(build_train_engine(grpo.actor, total_steps=0))
+    reference = Reference(SpreadEngine(grpo.actor, total_steps=0))
 
     def update(name: str, batch: TensorDict) -> TensorDict:
         batch = actors[name].compute_advantages(actors[name].compute_proximal(batch))

@@ -8,8 +8,7 @@ import time
 
 import torch
 
-from tandem.api.activity import span
-from tandem.api.profile import ProcessProfile
+from tandem.api.activity import ProcessProfile, span
 
 
 def cost_us(operators: int) -> float:

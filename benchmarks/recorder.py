@@ -21,10 +21,10 @@ import time
 import aiohttp
 
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recorder import SessionRecorder
 
 SAMPLING = GenerationConfig(n_samples=1, max_new_tokens=64)
 QUESTION = "There are three trees in the yard and she has four apples for each of them . " * 4

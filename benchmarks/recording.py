@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from tandem.api.samples import Group, Sample, Trajectory
+from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.rollout.collate import collate
-from tandem.tracking.recorder import StepRecorder
+from tandem.tracking.records import StepRecorder
 
 SHAPES = {"addition": (40, 8), "gsm8k": (120, 256), "long": (200, 2048)}
 """Tokens of a prompt and of an answer."""

@@ -31,9 +31,8 @@ from tandem.api.engines import TrainEngine
 from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
-from tandem.config.lora import LoRAConfig
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.config.train_engine import LoRAConfig, TrainEngineConfig
+from tandem.engines.train.engine import SpreadEngine
 from tandem.lifecycle.recovery import Progress, Recovery
 from tandem.lifecycle.saving import Saving
 from tandem.models.allocator import keep_freed_memory
@@ -90,7 +89,7 @@ def measure(model: Path, root: Path, options: argparse.Namespace) -> dict[str, f
     """Seconds that training waits for each kind of save, and GiB of a checkpoint; medians. Collective; on rank 0."""
     lora = LoRAConfig(rank=options.lora_rank)
     settings = TrainEngineConfig(path=str(model), dtype=options.dtype, backend=f"fsdp:d{options.ranks}", lora=lora)
-    engine = build_train_engine(settings, total_steps=1000)
+    engine = SpreadEngine(settings, total_steps=1000)
     give_moments(engine)
     found: dict[str, list[float]] = {name: [] for name in ("waited for", "beside", "background", "during")}
     alone = statistics.median(work() for _ in range(20))
@@ -117,7 +116,7 @@ def measure(model: Path, root: Path, options: argparse.Namespace) -> dict[str, f
         if path is None:
             return {}  # another rank than 0
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        state = made[True]._snapshots.num_bytes
+        state = made[True].snapshots.num_bytes
     median = {name: statistics.median(values) for name, values in found.items() if values}
     return {
         "synchronous_s": median["waited for"],
@@ -135,7 +134,7 @@ def saving_of(engine: TrainEngine, run: RunFolder | None, recovery: Recovery, be
     items = ["train_dataset.path=addition", "checkpoint.every_steps=1", "checkpoint.keep_last=1"]
     config = load_config(SFTConfig, None, [*items, f"checkpoint.asynchronous={str(beside).lower()}"]).config
     late = lambda states: engine.late_writer(states["trainer"])  # noqa: E731
-    return Saving(config, run, 10**6, engine, lambda folder: None, recovery, late)
+    return Saving(config.checkpoint, run, 10**6, engine.save, lambda folder: None, recovery, late)
 
 
 def _rank(rank: int, model: Path, root: Path, options: argparse.Namespace, out: Path) -> None:

@@ -22,11 +22,11 @@ import torch
 from tensordict import TensorDict
 
 from tandem.api.batch import pack
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.flow.scoring import ScoreRole
@@ -42,7 +42,7 @@ WORDS = TEXT.split(" ")
 def make_judge(path: str, folder: Path, dtype: str) -> None:
     """A reward model of the same shape with other numbers, so that it shares nothing."""
     torch.manual_seed(1)
-    engine = build_train_engine(TrainEngineConfig(path=path, dtype=dtype), total_steps=1, head="scalar")
+    engine = SpreadEngine(TrainEngineConfig(path=path, dtype=dtype), total_steps=1, head="scalar")
     engine.load_weights((name, x + 0.01 * torch.randn_like(x)) for name, x in list(engine.weights()))
     engine.save(folder)
     load_tokenizer(resolve(path)).save_pretrained(folder)
@@ -91,10 +91,10 @@ def main() -> None:
         (planned,) = plan.scores
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None
-        engine = build_train_engine(resident.engine, total_steps=0, head="scalar", trained=False)
+        engine = SpreadEngine(resident.engine, total_steps=0, head="scalar", trained=False)
         tokenizer = load_tokenizer(resolve(arguments.path))
         role = ScoreRole(planned, engine, open_reader(folder, tokenizer), len(tokenizer))
-        trained = build_train_engine(config.actor, total_steps=1000)
+        trained = SpreadEngine(config.actor, total_steps=1000)
         actor = Actor(trained, config.algorithm, config.actor, max_head_offpolicyness=10**6)
         samples = samples_of(arguments.prompts, arguments.samples, arguments.prompt_words, arguments.most_words)
         result = measure(role, actor, samples, arguments.samples, arguments.rounds)

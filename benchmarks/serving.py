@@ -31,9 +31,8 @@ import torch
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.config.cores import usable_cores
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.devices import usable_cores
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server

@@ -24,10 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tandem.api.requests import LLMRequest
-from tandem.api.samples import Sample
-from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import RolloutConfig
+from tandem.api.workflow import RolloutWorkflow, Sample
+from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
 from tandem.rollout.workflows import Repeated

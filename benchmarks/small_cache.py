@@ -23,8 +23,7 @@ from generation import gsm8k_prompts
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve

@@ -25,13 +25,12 @@ from transformers import AutoModelForCausalLM
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB
-from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.sleep_plan import GIB, sleep_plan_here
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 
 MOST = 0.05
 
@@ -41,7 +40,7 @@ def make_judges(path: str, folder: Path, count: int, dtype: str) -> list[Path]:
     made = []
     for number in range(count):
         torch.manual_seed(number)
-        engine = build_train_engine(TrainEngineConfig(path=path, dtype=dtype), total_steps=1, head="scalar")
+        engine = SpreadEngine(TrainEngineConfig(path=path, dtype=dtype), total_steps=1, head="scalar")
         engine.load_weights((name, x + 0.001 * torch.randn_like(x)) for name, x in list(engine.weights()))
         made.append(folder / f"judge-{number}")
         engine.save(made[-1])

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from tandem.api.lines import json_line
-from tandem.api.samples import Group, Sample, Trajectory
+from tandem.api.shared_files import json_line
+from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.rollout.collate import collate
 from tandem.tracking.records import FROM_LINES, Pick, packed_tensors
 

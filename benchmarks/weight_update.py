@@ -23,12 +23,10 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.config.generation import GenerationConfig
-from tandem.config.lora import LoRAConfig
-from tandem.config.rollout import RolloutConfig
-from tandem.config.train_engine import TrainEngineConfig
+from tandem.config.rollout import GenerationConfig, RolloutConfig
+from tandem.config.train_engine import LoRAConfig, TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.weights.channel import WeightChannel
@@ -93,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     config = TrainEngineConfig(path=args.model, dtype=args.dtype, lora=LoRAConfig(rank=args.lora_rank))
-    trainer = build_train_engine(config, 1, args.device)
+    trainer = SpreadEngine(config, 1, args.device)
     for placement in ("colocate", "decoupled"):
         engine = build_inference_engine(
             RolloutConfig(dtype=args.dtype),

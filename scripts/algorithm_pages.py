@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tandem.cli.algorithms import NOTATION, about, asynchronous_words, preset_config, shown
+from tandem.config.algorithm import PRESETS
 from tandem.config.errors import ConfigError
 from tandem.config.parts import PARTS, PartRecord
-from tandem.config.presets import PRESETS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = re.compile(r"(<!-- from the code: ([\w.]+) -->\n).*?(<!-- end -->)", re.S)

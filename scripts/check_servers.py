@@ -4,7 +4,8 @@
     python scripts/check_servers.py … --dtype bfloat16     # how far apart answers are then; no bound is right for that
 
 Starts each server that has an interpreter given, on this machine's cores (``--cpus 1`` for one of them), checks it and
-ends it. Prints one line a check; the exit status is the number of checks that failed. docs/servers.md has its output.
+ends it. Prints one line a check; the exit status is the number of checks that failed. Its output is in
+docs/servers_measured.md.
 """
 
 import argparse
@@ -28,8 +29,7 @@ from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.remote.foreign.completions import ABORT_TIMEOUT_S

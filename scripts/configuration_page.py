@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from tandem.config.algorithm import Component
-from tandem.config.coerce import without_none
 from tandem.config.data import SourceConfig
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
-from tandem.config.keys import field_types, section
+from tandem.config.keys import bound, field_types, section, without_none
 from tandem.config.parts import PARTS, PartRecord
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.config.terms import Spec
@@ -57,9 +56,12 @@ def sentences(cls: type) -> dict[str, str]:
 
 def type_name(kind: Any) -> str:
     """The type as a reader of the table wants it."""
+    rule = bound(kind)
     kind, optional = without_none(kind)
     origin = get_origin(kind)
-    if origin is Literal:
+    if rule is not None:
+        text = rule.rule().removeprefix("a ")
+    elif origin is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(kind))
     elif origin is tuple:
         text = f"list of {type_name(get_args(kind)[0])}"

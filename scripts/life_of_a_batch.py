@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WALK = [
     (
         "src/tandem/rollout/executor.py",
-        "Rows of the loader run as episodes in the pool (`pool.py`), as the staleness gate lets them start, with retries "
-        "and a deadline; the pool's book counts them. Finished groups are taken oldest first; rewards that need a model "
-        "come before, from all ranks.",
+        "Rows of the loader run as episodes in the pool (`episode_pool.py`), as the staleness gate lets them start, with "
+        "retries and a deadline; the pool's book counts them. Finished groups are taken oldest first; rewards that need a "
+        "model come before, from all ranks.",
     ),
     (
         "src/tandem/rollout/workflows.py",
@@ -60,14 +60,21 @@ CONFIGURATION = [
     ),
     (
         "src/tandem/config/load.py",
-        "Defaults, preset, file and command line become one configuration (`tree.py`), which is checked (`check.py`).",
+        "Defaults, preset, file and command line become one configuration, which is checked (`check.py`).",
     ),
-    ("src/tandem/state/named.py", "Pins a run's name in the place of a model to the checkpoint that it stands for."),
-    ("src/tandem/trainers/rl.py", "Says what a run of reinforcement learning is opened with."),
-    ("src/tandem/trainers/loop.py", "Makes the plan of the run, prepares, opens, and loops; for every kind of training."),
+    (
+        "src/tandem/state/resuming.py",
+        "Pins a run's name in the place of a model to the checkpoint that it stands for; later decides whether a run "
+        "that is in the folder goes on.",
+    ),
+    (
+        "src/tandem/trainers/loop.py",
+        "Makes the plan of the run, prepares, opens, and loops, for every kind of training; says what a run came to.",
+    ),
     (
         "src/tandem/flow/plan.py",
-        "Decides which models there are, and so who a step can call (`calls.py`); the stages are the trace of the step.",
+        "Decides which models there are (`planned_models.py`), and so who a step can call; the stages are the trace of the "
+        "step (`stages.py`).",
     ),
     (
         "src/tandem/trainers/start.py",
@@ -78,19 +85,17 @@ CONFIGURATION = [
         "src/tandem/flow/services.py",
         "Makes rewards, workflows, and the services that they ask for by argument name (`api/services.py`), once.",
     ),
-    ("src/tandem/flow/parts.py", "Reads the rows, and says what context they need; makes the loader and the executor."),
     ("src/tandem/flow/process.py", "Device, threads and process group."),
-    ("src/tandem/lifecycle/summary.py", "Opens the run folder, and says what a run came to."),
-    ("src/tandem/state/resuming.py", "Decides whether a run that is in the folder goes on."),
-    ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
-    ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
+    (
+        "src/tandem/flow/opening.py",
+        "Reads the rows, and says what context they need; makes the objects of the run in order, from the plan.",
+    ),
     (
         "src/tandem/flow/residents.py",
-        "Says if the models of the plan can be had here, opens them, and makes the roles on those of this process.",
+        "Says if the models of the plan can be had here, opens them, and makes the roles on those of this process; with how "
+        "weights reach the engine, and how that is proved.",
     ),
-    ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
-    ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
-    ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),
+    ("src/tandem/flow/sleep_plan.py", "What each model keeps, by part, and which parts sleep under `memory_limit_gib`."),
 ]
 """Every file that is handed the whole configuration on the way from `tandem train` to the first step. A test compares."""
 
@@ -100,26 +105,25 @@ ROOMS = ("rollout", "roles", "engines")
 BESIDE = {
     "at the start": (
         "engines/inference/kv_cache",
-        "engines/train/adapters",
-        "engines/train/ranks",
+        "engines/train/named_weights",
         "engines/train/spread",
         "roles/components",
         "roles/parts",
     ),
     "for an option": (
-        "engines/inference/grammars",
         "engines/inference/tower",
-        "engines/inference/stopping",
         "engines/inference/watched",
         "engines/train/asleep",
         "roles/critic",
-        "rollout/ranks",
+        "rollout/remote_episodes",
         "rollout/replay",
-        "rollout/workers",
     ),
-    "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/sample_checks"),
-    "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
-    "on the way back": ("engines/inference/callers", "engines/inference/fused_weights"),
+    "to check, or when something failed": (
+        "engines/inference/engine_calls",
+        "rollout/sample_checks",
+    ),
+    "for metrics": ("roles/batch_metrics", "rollout/batch_statistics"),
+    "on the way back": ("engines/inference/decoder",),
 }
 """The files that those of the walk import and a batch does not pass through, by when they are needed."""
 

@@ -90,8 +90,8 @@ PRESETS = {
 """Keys that a preset is given besides; most need none."""
 
 TRAIN = {
-    "ppo/critic": "algorithm=ppo critic.optimizer.lr=0.01 critic.warmup_steps=1 critic.mini_batches=1 "
-    "critic.value_clip=0.05 algorithm.advantage.gamma=0.99 algorithm.advantage.lam=0.9 gconfig.n_samples=1",
+    "ppo/critic": "algorithm=ppo critic.optimizer.lr=0.01 critic.warmup_steps=1 critic.value_clip=0.05 "
+    "algorithm.advantage.gamma=0.99 algorithm.advantage.lam=0.9 gconfig.n_samples=1",
     "ppo/shared": "algorithm=ppo critic.shared=true critic.loss_weight=0.5 algorithm.advantage.lam=0.9",
     "ppo/kl_in_reward": "algorithm=ppo critic.optimizer.lr=0.01 algorithm.kl.coefficient=0.1 algorithm.kl.where=reward "
     "algorithm.kl.target=0.01 algorithm.kl.horizon=100",
@@ -142,8 +142,7 @@ TRAIN = {
     "rollout.engine.max_running=1",  # later turns come in any order
     "sampling": "algorithm=grpo gconfig.top_p=0.9 gconfig.top_k=50 gconfig.min_new_tokens=3 gconfig.temperature=0.8 "
     "algorithm.allow_truncated_sampling=true",
-    "first_token": "algorithm=grpo gconfig.first_token_temperature=3 gconfig.train_first_token=true "
-    "algorithm.correction.weight=truncate",
+    "first_token": "algorithm=grpo gconfig.first_token_temperature=3",
     "decoupled": "algorithm=grpo placement=decoupled",
     "asynchronous/1": f"{BEHIND} {REFERENCE} rollout.max_head_offpolicyness=1 reward=INPUTS/rewards.py:one_behind",
     "asynchronous/2": f"{BEHIND} algorithm=ppo critic.optimizer.lr=0.01 rollout.max_head_offpolicyness=2 "

@@ -9,7 +9,7 @@ Backends: embedded, and with an interpreter for it vllm:d1, sglang:d1, and the m
 ``--backends``. ``--workflow``: any that the configuration takes, as ``tools`` or ``my_agent.py:agent``. ``--data`` is a
 folder with GSM8K's train.jsonl (the few rows that are kept for the tests suffice); further ``key=value`` go to each run.
 Says what a run is doing every 15 s, ends one that passes ``--deadline-s``, prints one line a check and a table last; the
-exit status is the number of checks that failed. docs/servers.md has its output.
+exit status is the number of checks that failed. docs/servers_measured.md has its output.
 """
 
 import argparse

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.zygote import Zygote
+
 settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of an example
 settings.load_profile("tandem")
 
@@ -37,6 +39,18 @@ def pytest_collection():
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+MODULES = ("killing", "supervising", "colocated")
+"""Files of tests/trainers whose functions tests call in processes of their own; they import torch and the trainers."""
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """A process that has imported torch and the trainers, from which others are forked: one for all files."""
+    trainers = (f"tandem.trainers.{name}" for name in ("loop", "recipes", "distill"))
+    with Zygote("tests.warm", *(f"tests.trainers.{name}" for name in MODULES), *trainers) as zygote:
+        yield zygote
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import multiprocessing
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LIBRARIES = ["torch", "transformers", "tandem.engines.train.engine", "tandem.trainers.rl"]
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ["tests.warm"]
 """What nearly all ranks import, which takes seconds: one process does, and each rank is forked from it."""
 
 
 def start(work: Callable[..., None], arguments: tuple, ranks: int) -> mp.ProcessContext:
     """Starts ``work(rank, *arguments)`` in a process for each rank, as `torch.multiprocessing.spawn` does, but sooner."""
     multiprocessing.set_forkserver_preload(LIBRARIES)
+    with contextlib.chdir(ROOT):  # where it finds them; ranks get the folder of this process
+        forkserver.ensure_running()
     return mp.start_processes(work, arguments, nprocs=ranks, join=False, start_method="forkserver")
 
 

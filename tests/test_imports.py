@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from tests.syntax import nodes_of, tree_of, trees  # noqa: F401 the fixture is for all tests here
 
 ROOT = Path(tandem.__file__).parent
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -20,7 +21,7 @@ MAY_IMPORT = {
     "algorithms": {"api", "config"},
     "models": {"api", "config", "media"},
     "engines/train": {"api", "config", "media", "models"},
-    "engines/inference": {"api", "config", "media", "models", "protocol"},
+    "engines/inference": {"api", "config", "media", "models", "protocol", "workers"},
     "roles": {"api", "config", "algorithms"},
     "rollout": {"api", "config", "media", "protocol", "workers"},
     "rewards": {"api", "config", "media", "models", "protocol", "workers"},
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "weights": {"api", "config"},
     "state": {"api", "config"},
     "tracking": {"api", "config"},
-    "launch": {"config"},
+    "launch": {"config", "workers"},
     "view": {"api", "config", "media", "models", "protocol", "state", "tracking"},
     "proof": {"api", "config", "media", "algorithms", "models", "engines", "roles", "weights", "state"},
     "flow": EVERYTHING - {"view", "lifecycle", "evaluation", "trainers", "planning", "cli"},
@@ -50,7 +51,7 @@ def room_of(module):
 
 def imports(path):
     """(module, line) of every import, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -106,9 +107,9 @@ def tidies_up(handler):
     return isinstance(last, ast.Raise) and last.exc is None and not any(isinstance(n, ways_out) for n in ast.walk(handler))
 
 
-def broad_handlers(text):
+def broad_handlers(nodes):
     """Lines on which an error of any kind ends, by ``except`` or by `contextlib.suppress`."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         if isinstance(node, ast.ExceptHandler):
             taken = set() if tidies_up(node) else names(node.type)
         elif isinstance(node, ast.Call) and names(node.func) == {"suppress"}:
@@ -123,16 +124,19 @@ def broad_handlers(text):
     "handler", ["except:", "except Exception:", "except (OSError, Exception) as error:", "except BaseException:"]
 )
 def test_an_except_that_takes_everything_is_seen_in_every_form(handler):
-    assert list(broad_handlers(f"try:\n    work()\n{handler}\n    pass")) == [3]
-    assert list(broad_handlers(f"try:\n    work()\n{handler}\n    close()\n    raise")) == []
-    assert list(broad_handlers(f"for x in y:\n  try:\n    work()\n  {handler}\n    if x: break\n    raise")) == [4]
-    assert list(broad_handlers("with contextlib.suppress(Exception):\n    work()")) == [1]
+    def seen(text):
+        return list(broad_handlers(ast.walk(ast.parse(text))))
+
+    assert seen(f"try:\n    work()\n{handler}\n    pass") == [3]
+    assert seen(f"try:\n    work()\n{handler}\n    close()\n    raise") == []
+    assert seen(f"for x in y:\n  try:\n    work()\n  {handler}\n    if x: break\n    raise") == [4]
+    assert seen("with contextlib.suppress(Exception):\n    work()") == [1]
 
 
 def test_a_broad_except_stands_at_a_boundary_and_says_which():
     """Episode, reward call, request, worker; the file of a user; a sink."""
     texts = {path: path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-    found = [(path, line) for path, text in texts.items() for line in broad_handlers(text)]
+    found = [(path, line) for path in texts for line in broad_handlers(nodes_of(path))]
     lines = [f"{path.relative_to(ROOT)}:{line}: {texts[path].splitlines()[line - 1].strip()}" for path, line in found]
     assert lines and [line for line in lines if "boundary" not in line] == []
 
@@ -151,7 +155,7 @@ def test_no_function_is_longer_than_70_lines():
     long = [
         f"{shown(path)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno + 1 > 70
     ]
     assert long == []
@@ -185,7 +189,7 @@ def moves(tree):
 def test_only_the_residency_puts_models_to_sleep_and_wakes_them():
     assert [*moves(ast.parse("def rest(self):\n    time.sleep(1)\n    self.engine.sleep(('kv_cache',))"))] == [3]
     calls = {
-        str(path.relative_to(ROOT)): [*moves(ast.parse(path.read_text()))]
+        str(path.relative_to(ROOT)): [*moves(tree_of(path))]
         for path in sorted(ROOT.rglob("*.py"))
         if "sleep" in path.read_text() or "load" in path.read_text()
     }
@@ -195,7 +199,7 @@ def test_only_the_residency_puts_models_to_sleep_and_wakes_them():
 
 def imported_at_once(path, modules):
     """The modules of the package that are loaded before the last line of this one is reached."""
-    within = list(ast.parse(path.read_text()).body)
+    within = list(tree_of(path).body)
     while within:
         node = within.pop()
         if isinstance(node, ast.Import):
@@ -237,7 +241,7 @@ def private_names():
     """Names with one underscore in front that the package gives to attributes, functions and classes of its own."""
     found = set()
     for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):

@@ -59,6 +59,11 @@ class Zygote:
         print(json.dumps([function, list(arguments), str(log), kill_after]), file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 
+    def run(self, source: str, *arguments: object, log: Path) -> subprocess.CompletedProcess[str]:
+        """The program ``source`` in a process of its own, as after ``python -c``; all that it prints is its ``stdout``."""
+        status = self.call("tests.zygote:execute", [source, *map(str, arguments)], log)
+        return subprocess.CompletedProcess(["-c", *arguments], status, log.read_text())
+
     def __enter__(self) -> "Zygote":
         return self
 
@@ -80,6 +85,12 @@ def serve(modules: Sequence[str]) -> None:
             _kill(child, time.monotonic() + kill_after)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def execute(source: str, *arguments: str) -> None:
+    """A program in this process."""
+    sys.argv = ["-c", *arguments]
+    exec(compile(source, "-c", "exec"), {"__name__": "__main__"})
 
 
 def _kill(child: int, deadline: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from scripts.gpu_check import cuda_only
 from scripts.gpu_check.place import Line, Place
-from tandem.models import varlen
+from tandem.models import attention
 from tandem.state.machine import PACKAGES, machine
 from tandem.state.machine import versions as installed
 
@@ -22,5 +22,5 @@ def versions(place: Place) -> Iterator[Line]:
     if importlib.util.find_spec("torch.nn.attention.varlen"):
         signature = inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
         yield Line("torch's varlen_attn", str(signature))
-    yield Line("attention of packed sequences", varlen.KERNEL.__qualname__)
+    yield Line("attention of packed sequences", attention.KERNEL.__qualname__)
     yield Line("fewer heads of keys by torch's varlen_attn", cuda_only.fewer_heads(place.device))

@@ -17,8 +17,7 @@ from tandem.api.batch import pack
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.api.weights import WeightVersion, tensor_digest, version_digest
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
 from tandem.weights.publisher import KEY, WeightPublisher

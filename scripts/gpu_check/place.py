@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from scripts.gpu_check import cuda_only
 from tandem.api.engines import TrainEngine
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model_folder, tiny_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -98,7 +98,7 @@ class Place:
             max_tokens_per_micro_batch=max_tokens,
             **options,
         )
-        return build_train_engine(config, total_steps=1000, device=self.device)
+        return SpreadEngine(config, total_steps=1000, device=self.device)
 
     def seconds(self, call: Callable[[], object], repeats: int) -> float:
         """Median time of a call, the device waited for, after one that warms up."""

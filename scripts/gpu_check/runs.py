@@ -12,7 +12,7 @@ from scripts.gpu_check.place import Line, Place
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.state.tree import read_tree
-from tandem.trainers import rl, sft
+from tandem.trainers import loop, recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = 0.1
@@ -38,7 +38,7 @@ def resumed_is_uninterrupted(place: Place) -> Iterator[Line]:
     items += [f"run.root={place.scratch}", "experiment_name=resume", "threads=1", "actor.optimizer.lr=1e-4"]
 
     def run(trial: str, until: int | None) -> Path:
-        folder = sft.train(load_config(SFTConfig, None, [*items, f"trial_name={trial}"]), until=until).folder
+        folder = recipes.train(load_config(SFTConfig, None, [*items, f"trial_name={trial}"]), until=until).folder
         assert folder is not None
         return folder
 
@@ -62,7 +62,7 @@ def repeats(place: Place) -> Iterator[Line]:
     found = []
     for trial in ("first", "second"):
         config = load_config(TrainConfig, ROOT / "examples/addition_grpo.yaml", [*items, f"trial_name={trial}"])
-        folder = rl.train(config).folder
+        folder = loop.train(config).folder
         assert folder is not None
         found.append((folder / "weights.jsonl").read_text())
         rewards = ", ".join(f"{row['reward/mean']:.2f}" for row in rows_of(folder) if row["step"] > 0)

@@ -20,8 +20,7 @@ from scripts.gpu_check.place import Line, Place
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
 from tandem.models.allocator import give_back

@@ -1,9 +1,9 @@
 """Tandem: reinforcement learning of language models, on a CPU or on GPUs.
 
-`from tandem import …` gives the names of `__all__`: what a script needs. They stay what they are within a minor version. All
-other modules are private: they may change at any time.
+`from tandem import …` imports a name of `__all__`, the public names that a script needs. A public name keeps its meaning
+within a minor version. All modules below `tandem` are private and may change at any time.
 
-A name is loaded when it is asked for, so that `import tandem` stays cheap and comes before torch.
+A public name is loaded when it is first used. So `import tandem` is fast and does not import torch.
 """
 
 import ast
@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from tandem.api.environment import InvalidAction
     from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailure
     from tandem.api.requests import LLMRequest, LLMResponse
-    from tandem.api.samples import Group, Sample, Trajectory
-    from tandem.api.scoring import FrozenModel, Score
     from tandem.api.weights import WeightSource
-    from tandem.api.workflow import GroupReward, RewardFn, RewardResult, RolloutWorkflow
+    from tandem.api.workflow import (
+        FrozenModel,
+        Group,
+        GroupReward,
+        RewardFn,
+        RewardResult,
+        RolloutWorkflow,
+        Sample,
+        Score,
+        Trajectory,
+    )
     from tandem.cli.main import run_script
     from tandem.cli.objects import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer, train
     from tandem.config.errors import ConfigError
@@ -34,19 +42,17 @@ if TYPE_CHECKING:
     from tandem.config.preference import PreferenceConfig, RewardModelConfig
     from tandem.engines.train.engine import SpreadEngine
     from tandem.flow.plan import plan_run
-    from tandem.launch.launcher import Launcher, LaunchJob
+    from tandem.launch.launchers import Launcher, LaunchJob
     from tandem.launch.launchers.local import LocalGroup
     from tandem.launch.launchers.slurm import SlurmJob
     from tandem.models.families import ModelFamily
     from tandem.protocol.tool_calls import plain_chat
     from tandem.rewards.build import build_reward
     from tandem.roles.actor import Actor
-    from tandem.roles.language_model import LanguageModel
-    from tandem.roles.preference import PreferenceLearner
-    from tandem.roles.reward_model import RewardModel
-    from tandem.rollout.tools.chat import ToolChatWorkflow
+    from tandem.roles.learners import LanguageModel, PreferenceLearner, RewardModel
     from tandem.rollout.tools.search import SearchBox
     from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure, tool_schema
+    from tandem.rollout.tools.tool_workflow import ToolChatWorkflow
     from tandem.rollout.workflows import ChatWorkflow
     from tandem.tracking.records import load_batch, load_trajectories
     from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
@@ -124,7 +130,7 @@ __all__ = [
 
 
 def home_of(name: str) -> str:
-    """The module of a public name: the imports above, which run for editors and type checkers alone, say it."""
+    """Returns the module of a public name, from the imports above, which are executed only by editors and type checkers."""
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     block = next(node.body for node in tree.body if isinstance(node, ast.If))
     imports = (node for node in block if isinstance(node, ast.ImportFrom))
@@ -134,11 +140,11 @@ def home_of(name: str) -> str:
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:
-        """Loads a public name.
+        """Loads and returns a public name.
 
         Raises:
-            AttributeError: there is none; tells the nearest.
-            ImportError: the same, of `from tandem import …`, which would swallow the words of an AttributeError.
+            AttributeError: there is no such name; the message gives the nearest name.
+            ImportError: the same in `from tandem import …`, because Python would replace the message of an AttributeError.
         """
         if name in __all__:
             value = globals()[name] = getattr(importlib.import_module(home_of(name)), name)
@@ -154,7 +160,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
 
 
 def __dir__() -> list[str]:
-    """The names that are loaded, and the public ones."""
+    """Returns the names that are loaded, and all public names."""
     return sorted({*globals(), *__all__})
 
 

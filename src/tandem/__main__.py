@@ -1,4 +1,4 @@
-"""`python -m tandem` is `tandem`, and how each rank is started."""
+"""`python -m tandem` does the same as the command `tandem`. Launchers start each rank in this way."""
 
 import atexit
 import contextlib
@@ -13,9 +13,9 @@ from tandem.launch.rank import has_launcher
 
 
 def _end_once_closed(status: list[int]) -> None:
-    """Makes this process, a rank, end without its interpreter being taken apart, once all that closes at exit has: torch's
-    communication threads may still let go of tensors then, and one that needs the interpreter for it ends the process with
-    SIGABRT, after a run that went well."""
+    """Makes this process, a rank, exit with ``status[0]`` after the functions of `atexit`, without the shutdown of the
+    interpreter. During that shutdown a communication thread of torch may free a tensor, and then end a successful run with
+    SIGABRT."""
 
     def end() -> None:
         for file in gc.get_objects():  # those of a user's code too, which nobody closes now
@@ -29,7 +29,7 @@ def _end_once_closed(status: list[int]) -> None:
 
 
 def _rank() -> int:
-    """Exit status of the command, also where an error comes out of it."""
+    """Runs the command and returns its exit status, also if the command raises an error."""
     try:
         return main()
     except SystemExit as left:  # of the parser of arguments

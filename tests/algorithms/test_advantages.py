@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tandem.algorithms.advantages import dr_grpo, grpo, rloo
-from tandem.algorithms.returns import reinforce
+from tandem.algorithms.advantages import dr_grpo, grpo, reinforce, rloo
 
 GROUP_RELATIVE = [grpo, dr_grpo, rloo]
 REWARDS = torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.algorithms.aggregation import constant, sequence_mean, sequence_sum, token_mean
+from tandem.algorithms.losses import constant, sequence_mean, sequence_sum, token_mean
 
 # sample 0 has two trajectories (3 trained tokens in all), sample 1 one (1), sample 2 none
 SAMPLE = torch.tensor([0, 0, 0, 1, 1, 0, 0, 2])

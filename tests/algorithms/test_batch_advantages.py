@@ -30,7 +30,7 @@ def called(name, rewards, groups, inside, lengths=None):
         "in_statistics": inside,
         "lengths": torch.full_like(groups, 3) if lengths is None else lengths,
     }
-    return function(**{key: given[key] for key in ADVANTAGES.asked(function)})
+    return function(**{key: given[key] for key in ADVANTAGES.inputs_of(function)})
 
 
 def test_lite_ppo_divides_by_the_spread_of_the_whole_batch():

@@ -64,10 +64,10 @@ def loss(choice, knobs):
     given, before = packed([5, 6, 4, 7] * 5, seed=5, spread=0.4), preparation_of(function)
     if before is not None:
         mine = {k: v for k, v in knobs.items() if k in own_knobs(before)}
-        given["prepared"] = before(**{k: given[k] for k in PREPARATIONS.asked(before)}, **mine)
+        given["prepared"] = before(**{k: given[k] for k in PREPARATIONS.inputs_of(before)}, **mine)
     policy = given["policy"].requires_grad_()
     own = {k: v for k, v in knobs.items() if k in own_knobs(function)}
-    losses, _ = function(**{k: given[k] for k in POLICY_LOSSES.asked(function)}, **own)
+    losses, _ = function(**{k: given[k] for k in POLICY_LOSSES.inputs_of(function)}, **own)
     return torch.stack([losses.detach(), torch.autograd.grad(losses.sum(), policy)[0]])
 
 
@@ -93,7 +93,7 @@ def test_every_knob_of_an_advantage_changes_it(choice):
         "named_rewards": {"a": torch.tensor([1.0, 0, 0, 1, 0]), "b": torch.tensor([0.0, 0, 1, 1, 0])},
     }
     function = ADVANTAGES.get(choice)
-    inputs = {k: given[k] for k in ADVANTAGES.asked(function)}
+    inputs = {k: given[k] for k in ADVANTAGES.inputs_of(function)}
 
     def of(**knobs):
         found = function(**inputs, **knobs)
@@ -108,7 +108,7 @@ def test_every_knob_of_a_rejection_rule_changes_what_is_kept(choice, knob):
     given = packed([3, 4, 2, 3, 4], seed=8, spread=0.05)
     given["advantages"] = -given["advantages"].abs()
     rule = REJECTIONS.get(choice)
-    inputs = {k: given[k] for k in REJECTIONS.asked(rule)}
+    inputs = {k: given[k] for k in REJECTIONS.inputs_of(rule)}
     changed = rule(**inputs, **{knob: BY_CHOICE[choice, knob]})
     if choice == "geometric":  # its default bounds drop all of these; each opens one side
         assert bool(changed.any())
@@ -131,7 +131,7 @@ def test_every_knob_of_shaping_changes_the_reward():
     for choice, part in PARTS["shaping"].items():
         function = SHAPING.get(choice)
         base = {"max_tokens": 10} if choice == "overlong" else {}
-        inputs = {k: given[k] for k in SHAPING.asked(function)}
+        inputs = {k: given[k] for k in SHAPING.inputs_of(function)}
         for knob in part.knobs:
             assert not torch.equal(function(**inputs, **base), function(**inputs, **base | {knob: OTHER[knob]})), (
                 choice,

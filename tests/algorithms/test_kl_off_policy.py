@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.kl import adapt_coefficient, k1, k2, k3, k3_plus
-from tandem.algorithms.ratios import log_ratio
+from tandem.algorithms.kl import adapt_coefficient, k1, k2, k3, k3_plus, log_ratio
 
 VOCABULARY = 5
 ALL = torch.ones(VOCABULARY, dtype=torch.bool)

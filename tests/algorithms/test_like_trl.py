@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.algorithms.aggregation import constant, sequence_mean, token_mean
 from tandem.algorithms.correction import negative_drift
-from tandem.algorithms.kl import k3
-from tandem.algorithms.policy_losses import cispo, ppo_clip, sapo
-from tandem.algorithms.ratios import log_ratio
-from tandem.algorithms.sequence_losses import gspo, luspo, vespo
+from tandem.algorithms.kl import k3, log_ratio
+from tandem.algorithms.losses import constant, sequence_mean, token_mean
+from tandem.algorithms.policy_losses import cispo, gspo, luspo, ppo_clip, sapo, vespo
 
 DATA = json.loads((Path(__file__).parents[1] / "data_files/trl/grpo.json").read_text())
 MASK = torch.tensor(DATA["inputs"]["mask"], dtype=torch.bool)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.algorithms.advantages import dr_grpo, rloo
-from tandem.algorithms.aggregation import sequence_mean, token_mean
 from tandem.algorithms.correction import behaviour_ratio
+from tandem.algorithms.losses import clipped_value_loss, sequence_mean, token_mean
 from tandem.algorithms.registry import (
     IMPORTANCE_WEIGHTS,
     KL,
@@ -21,7 +21,6 @@ from tandem.algorithms.registry import (
     TOKEN_FILTERS,
     preparation_of,
 )
-from tandem.algorithms.value_losses import clipped_value_loss
 from tests.algorithms.tensors import finite_difference, packed
 
 SAME_GRADIENT = [
@@ -47,13 +46,14 @@ def prepared(name, tensors):
     before = preparation_of(POLICY_LOSSES.get(name))
     if before is None:
         return tensors
-    return tensors | {"prepared": before(**{k: tensors[k] for k in PREPARATIONS.asked(before)}).to(tensors["policy"].dtype)}
+    prepared = before(**{k: tensors[k] for k in PREPARATIONS.inputs_of(before)})
+    return tensors | {"prepared": prepared.to(tensors["policy"].dtype)}
 
 
 def losses_of(name, tensors, policy=None):
     function = POLICY_LOSSES.get(name)
     given = tensors if policy is None else tensors | {"policy": policy}
-    return function(**{k: given[k] for k in POLICY_LOSSES.asked(function)})
+    return function(**{k: given[k] for k in POLICY_LOSSES.inputs_of(function)})
 
 
 def slope_of(name, tensors, weights):
@@ -137,7 +137,7 @@ def test_what_is_masked_changes_no_selection(garbage):
     dirty = {k: v.masked_fill(~tensors["mask"], garbage) if v.is_floating_point() else v for k, v in tensors.items()}
     befores = [preparation_of(POLICY_LOSSES.get(name)) for name in POLICY_LOSSES]
     for before in [b for b in befores if b is not None] + [TOKEN_FILTERS.get(name) for name in TOKEN_FILTERS]:
-        clean, found = (before(**{k: t[k] for k in PREPARATIONS.asked(before)}) for t in (tensors, dirty))
+        clean, found = (before(**{k: t[k] for k in PREPARATIONS.inputs_of(before)}) for t in (tensors, dirty))
         assert torch.equal(clean[tensors["mask"]], found[tensors["mask"]])
 
 
@@ -152,7 +152,7 @@ def test_what_is_masked_changes_no_correction(garbage, level):
         ratio = behaviour_ratio(t["proximal"], t["rollout"], mask, t["sequence"], level)
         weights = [IMPORTANCE_WEIGHTS.get(name)(ratio) for name in IMPORTANCE_WEIGHTS]
         rules = [REJECTIONS.get(name) for name in REJECTIONS]
-        return [x[mask] for x in weights + [rule(**{k: t[k] for k in REJECTIONS.asked(rule)}) for rule in rules]]
+        return [x[mask] for x in weights + [rule(**{k: t[k] for k in REJECTIONS.inputs_of(rule)}) for rule in rules]]
 
     assert all(torch.equal(a, b) for a, b in zip(of(tensors), of(dirty), strict=True))
 

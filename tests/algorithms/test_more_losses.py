@@ -5,11 +5,23 @@ import math
 import pytest
 import torch
 
-from tandem.algorithms.behaviour_losses import dppo, m2po, within_second_moment
-from tandem.algorithms.covariance import clip_cov, covariance, highest_covariance, kl_cov, random_high_covariance
-from tandem.algorithms.policy_losses import cispo, cpgd, ppo_clip, sapo
-from tandem.algorithms.selection import largest, top_entropy
-from tandem.algorithms.value_losses import clipped_value_loss
+from tandem.algorithms.losses import clipped_value_loss
+from tandem.algorithms.policy_losses import (
+    cispo,
+    clip_cov,
+    covariance,
+    cpgd,
+    dppo,
+    highest_covariance,
+    kl_cov,
+    largest,
+    m2po,
+    ppo_clip,
+    random_high_covariance,
+    sapo,
+    top_entropy,
+    within_second_moment,
+)
 from tests.algorithms.tensors import gradient, policy_at
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.algorithms.noise import splitmix64, token_noise
+from tandem.roles.parts import splitmix64, token_noise
 
 GAMMA, WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 

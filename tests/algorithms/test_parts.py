@@ -19,12 +19,11 @@ from tandem.algorithms.registry import (
     own_knobs,
     preparation_of,
 )
-from tandem.config.algorithm import CorrectionConfig, KLConfig
+from tandem.config.algorithm import PRESETS, CorrectionConfig, KLConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.parts import PARTS
-from tandem.config.presets import PRESETS
 from tests.algorithms.tensors import gradient, packed
 
 REGISTRIES = {
@@ -49,7 +48,7 @@ def test_every_registered_function_has_a_record_and_no_record_is_without_a_funct
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_a_record_is_complete(kind, name):
     part, function = PARTS[kind][name], REGISTRIES[kind].get(name)
-    assert part.known and part.formula and part.asks == REGISTRIES[kind].asked(function)
+    assert part.known and part.formula and part.asks == REGISTRIES[kind].inputs_of(function)
     assert all(number.count(".") == 1 and len(number) == 10 for number in part.sources)
     defaults = {knob: None if value is REQUIRED else value for knob, value in knobs_of(function).items()}
     assert {knob: rule.default for knob, rule in part.knobs.items()} == defaults
@@ -66,8 +65,8 @@ def test_a_proportional_loss_has_no_gradient_where_there_is_no_advantage(name):
     before = preparation_of(function)
     if before is not None:
         high = {"share": 0.9} if "share" in own_knobs(before) else {}
-        given["prepared"] = before(**{key: given[key] for key in PREPARATIONS.asked(before)}, **high)
-    asked = {key: given[key] for key in POLICY_LOSSES.asked(function)}
+        given["prepared"] = before(**{key: given[key] for key in PREPARATIONS.inputs_of(before)}, **high)
+    asked = {key: given[key] for key in POLICY_LOSSES.inputs_of(function)}
     _, slope, _ = gradient(function, asked.pop("policy"), **asked)
     assert slope.any()
     assert PARTS["policy_loss"][name].proportional is not bool(slope[given["advantages"] == 0].any())

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tandem.algorithms.losses import bradley_terry, distillation_advantages, step_cross_entropy
 from tandem.algorithms.preference import (
     PREFERENCE_LOSSES,
     dpo,
@@ -14,8 +15,6 @@ from tandem.algorithms.preference import (
     orpo,
     simpo,
 )
-from tandem.algorithms.reward_model import bradley_terry, step_cross_entropy
-from tandem.algorithms.supervised import distillation_advantages
 from tandem.config.parts import PARTS
 
 
@@ -39,7 +38,7 @@ def pair_arguments(seed=0, size=4):
 
 def called(name, arguments, **knobs):
     function = PREFERENCE_LOSSES.get(name)
-    return function(**{asked: arguments[asked] for asked in PREFERENCE_LOSSES.asked(function)}, **knobs)
+    return function(**{asked: arguments[asked] for asked in PREFERENCE_LOSSES.inputs_of(function)}, **knobs)
 
 
 def test_dpo_on_worked_numbers():
@@ -125,7 +124,7 @@ def test_no_loss_is_nan_at_the_ends_of_what_a_model_says(name):
     function = PREFERENCE_LOSSES.get(name)
     policy = torch.tensor([0.0, -1e-8, -50.0, -1e4], requires_grad=True)
     if PARTS["loss"][name].is_paired:
-        arguments = {key: torch.ones(4) for key in PREFERENCE_LOSSES.asked(function)}
+        arguments = {key: torch.ones(4) for key in PREFERENCE_LOSSES.inputs_of(function)}
         arguments |= {"chosen": policy, "rejected": policy.detach().flip(0)}
         arguments |= {key: torch.full((4,), -2.0) for key in arguments if key.endswith("reference")}
     else:

@@ -19,7 +19,7 @@ def test_a_registered_function_is_found_by_name_and_returned_unchanged():
 
     assert losses.get("mine") is mine
     assert list(losses) == ["mine"]
-    assert losses.asked(mine) == ("policy", "mask")
+    assert losses.inputs_of(mine) == ("policy", "mask")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_there_are():
@@ -46,9 +46,9 @@ def test_a_record_whose_knobs_are_not_those_of_the_function_is_refused():
     def loss(policy, *, clip=0.2):
         return policy
 
-    with pytest.raises(WrongSignature, match="loss: its signature has a knob 'clip', its record has none"):
+    with pytest.raises(WrongSignature, match="loss: its signature has a knob 'clip', its record does not"):
         registry().register("mine")(loss)
-    with pytest.raises(WrongSignature, match="loss: its record has a knob 'clop', its signature has none"):
+    with pytest.raises(WrongSignature, match="loss: its record has a knob 'clop', its signature does not"):
         registry().register("mine", knobs={"clip": KnobRule(), "clop": KnobRule()})(loss)
 
 

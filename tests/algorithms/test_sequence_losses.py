@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tandem.algorithms.sequence_losses import gmpo, gspo, gspo_token, luspo, vespo
+from tandem.algorithms.policy_losses import gmpo, gspo, gspo_token, luspo, vespo
 from tests.algorithms.tensors import gradient, packed, policy_at
 
 PAIR = {"mask": torch.ones(2, dtype=torch.bool), "sequence": torch.zeros(2, dtype=torch.int64)}

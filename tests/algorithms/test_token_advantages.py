@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.returns import gae, reinforce, reinforce_pp
+from tandem.algorithms.advantages import gae, reinforce, reinforce_pp
 
 T, F = True, False
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.algorithms.losses import bradley_terry
 from tandem.algorithms.preference import PREFERENCE_LOSSES, kto, mismatch_baseline, orpo
-from tandem.algorithms.reward_model import bradley_terry
 
 FOUND = json.loads((Path(__file__).parent / "trl_preference.json").read_text())
 
@@ -33,7 +33,7 @@ def test_paired_losses_and_gradients_are_those_of_trl(name):
         "rejected_length": length[4:],
     }
     function = PREFERENCE_LOSSES.get(name)
-    losses, _, _ = function(**{key: tensors[key] for key in PREFERENCE_LOSSES.asked(function)})
+    losses, _, _ = function(**{key: tensors[key] for key in PREFERENCE_LOSSES.inputs_of(function)})
     agrees(losses.mean(), policy, given[name])
 
 

@@ -8,9 +8,7 @@ from tandem.api.chat_template import render, template_of, with_arguments
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 from tandem.data.encoding import ChatEncoder
-from tandem.models.stopping import stop_ids
-from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import check_chat_template
+from tandem.models.tokenizer import check_chat_template, check_template_options, stop_ids
 from tests.tiny import CHATML, tiny_config, tiny_model_folder, tiny_tokenizer
 
 TRIMS = CHATML.replace("message['content']", "message['content'] | trim")
@@ -86,7 +84,7 @@ def checked(template, system_prompt=None, system=None, **options):
         (THINKS, {"enable_thinknig": False}, r"enable_thinknig=False has no effect.* did you mean 'enable_thinking'"),
         (CHATML, {"enable_thinking": False}, "does not read it; this template has no options"),
         (NO_SYSTEM, {"system_prompt": "Sing."}, "system_prompt='Sing.' has no effect.* leaves system messages out"),
-        (CHATML, {"system_prompt": "Sing.", "system": "Hm."}, "has a system message of its own"),
+        (CHATML, {"system_prompt": "Sing.", "system": "Hm."}, "has its own system message"),
     ],
 )
 def test_an_option_without_effect_is_refused(template, options, words):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tandem.api.keyed_sum import ROWS, WORDS, KeyedSum, keyed_sum
-from tandem.api.weights import tensor_digest
+from tandem.api.weights import ROWS, WORDS, KeyedSum, keyed_sum, tensor_digest
 from tests.pretended_gpu import GPU, pretended_gpu
 
 KEY = 12345

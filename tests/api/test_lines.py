@@ -2,7 +2,7 @@
 
 import json
 
-from tandem.api.lines import json_line
+from tandem.api.shared_files import json_line
 
 
 def test_a_text_with_unicodes_ends_of_lines_is_one_line_and_is_read_back_as_it_was():

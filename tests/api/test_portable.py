@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from tandem.api.failures import ConfigError, DataFailure, EngineDied, RewardFailure, UserCodeFailed, WrongWorkflow
-from tandem.api.portable import survives_pickling
+from tandem.api.failures import DataFailure, EngineDied, RewardFailure, UserCodeFailed, WrongWorkflow, survives_pickling
+from tandem.config.errors import ConfigError
 
 
 class Fussy(Exception):

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.api.failures import ConfigError, EngineDied, RankFailed, TandemError
+from tandem.api.failures import EngineDied, RankFailed
 from tandem.api.team import Team
-from tandem.config.experiment import SFTConfig
-from tandem.config.state import RunConfig
+from tandem.config.errors import ConfigError, TandemError
+from tandem.config.experiment import CheckpointConfig, RunConfig, SFTConfig
 from tandem.flow.process import Process
-from tandem.lifecycle.summary import open_run
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.run_folder import RunFolder
+from tandem.trainers.start import open_run
 from tandem.weights.channel import LocalChannel
 from tandem.weights.publisher import WeightPublisher
 from tests.engines_train.steps import engine_on
@@ -108,14 +108,18 @@ def one_rank(rank, out, folder):
     def tokenizer(folder):
         raise OSError(28, "No space left on device")
 
-    found["tokenizer"] = seen(lambda: save_checkpoint(Team(), run, 1, engine.save, tokenizer, None))
+    found["tokenizer"] = seen(
+        lambda: save_checkpoint(Team(), run, 1, engine.save, tokenizer, CheckpointConfig(keep_last=None))
+    )
     locked = Path(out) / "file"
     locked.write_text("")
     found["folder"] = seen(lambda: engine.save(locked / "below"))  # only rank 0 writes, so only it fails
     if run is not None:
         run.checkpoints.rmdir()
         run.checkpoints.write_text("a file where the folder should be")
-    found["unwritable"] = seen(lambda: save_checkpoint(Team(), run, 2, engine.save, lambda path: None, None))
+    found["unwritable"] = seen(
+        lambda: save_checkpoint(Team(), run, 2, engine.save, lambda path: None, CheckpointConfig(keep_last=None))
+    )
     if run is not None:
         run.checkpoints.unlink()
 
@@ -124,7 +128,9 @@ def one_rank(rank, out, folder):
         if rank == 1:
             refuse(OSError)
 
-    found["other"] = seen(lambda: save_checkpoint(Team(), run, 2, mine_is_refused, lambda path: None, None))
+    found["other"] = seen(
+        lambda: save_checkpoint(Team(), run, 2, mine_is_refused, lambda path: None, CheckpointConfig(keep_last=None))
+    )
     for name, engines, channel in (
         ("channel", [ClockworkEngine()], FullChannel()),
         ("engine", [DyingEngine()], None),
@@ -134,7 +140,7 @@ def one_rank(rank, out, folder):
         )
         found[name] = seen(publisher.publish)
     assert Team().share(lambda: 7) == 7
-    path = save_checkpoint(Team(), run, 3, engine.save, lambda path: None, None)
+    path = save_checkpoint(Team(), run, 3, engine.save, lambda path: None, CheckpointConfig(keep_last=None))
     assert (path is None) == (rank == 1)
     torch.save(found, f"{out}/{rank}.pt")
     if run is not None:

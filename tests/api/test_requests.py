@@ -1,7 +1,7 @@
 """A request for a completion."""
 
 from tandem.api.requests import LLMRequest
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 
 
 def test_a_prompt_may_be_a_list_of_tokens():

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tandem.api.batch import pack
+from tandem.api.batch import Declaration, pack, stage, stages_of
 from tandem.api.failures import BatchError
-from tandem.api.stage import Declaration, stage, stages_of
 
 
 class Role:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.algorithm import PRESETS
 from tandem.config.parts import PARTS
-from tandem.config.presets import PRESETS
 from tests.cli.test_commands import imported_by
 
 

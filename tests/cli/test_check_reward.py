@@ -45,7 +45,7 @@ def checked(capsys, *arguments):
 def test_a_good_reward_has_no_problems(data, capsys):
     (data.parent / "good.py").write_text("def exact(completion, answer): return float(completion.strip() == answer)\n")
     code, said = checked(capsys, f"{data.parent}/good.py:exact", data)
-    assert code == 0 and "No problem was seen." in said
+    assert code == 0 and "No problem was found." in said
     assert "3 of 3 right" in said and "0 of 3 pass" in said and "6 of 6" in said
 
 
@@ -54,8 +54,8 @@ def test_a_good_reward_has_no_problems(data, capsys):
     [
         ("fickle", "judged differently the second time"),
         ("gullible", "forged answers pass: row 1, a claim"),
-        ("blind", "3 references pass for another row: row 1, the reference of another row (1,"),
-        ("strict", "3 references are not right: row 1, the reference (0,"),
+        ("blind", "3 reference answers are accepted for another row: row 1, the reference of another row (1,"),
+        ("strict", "3 reference answers are not rewarded as right: row 1, the reference (0,"),
         pytest.param(
             "stuck",
             "answers hang, or reach the deadline of 2 s: row 1, a million spaces (reward_timeout",
@@ -93,7 +93,7 @@ def test_ctrl_c_gives_what_was_seen_until_then():
     result = check_reward(Interrupted(), rows, 5.0)
     assert [call.right for call in result.references] == [True] * 3 and not result.swapped
     said = report(result)
-    assert "3 of 3 right" in said and "problem: it was interrupted" in said and "No problem" not in said
+    assert "3 of 3 right" in said and "problem: the check was interrupted" in said and "No problem" not in said
 
 
 def test_a_question_in_parts_is_given_as_its_text():

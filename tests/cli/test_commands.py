@@ -74,7 +74,7 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     ("argv", "words"),
     [
         (["train", "--lr", "1e-5"], "values are given as key=value: actor.optimizer.lr=1e-5"),
-        (["train", "--config", "run.yaml"], "a configuration file stands alone, without --config: run.yaml key=value"),
+        (["train", "--config", "run.yaml"], "a configuration file is written without --config: run.yaml key=value"),
         (["train", "--actor.optimizer.lr=1e-5"], "values are given as key=value: actor.optimizer.lr=1e-5"),
         (["plan", "--seed", "3"], "values are given as key=value: seed=3"),
         (["sft", "--learning-rate", "1"], "learning_rate is TRL's: use actor.optimizer.lr=…"),
@@ -97,7 +97,7 @@ def test_a_run_is_taken_by_the_name_that_runs_lists(tmp_path, monkeypatch):
     assert run_at("sums/one@3") == (Path("sums/one"), "3")
     with pytest.raises(ConfigError, match="there is no run sums/on, did you mean sums/one; there are sums/one "):
         run_folder("sums/on")
-    with pytest.raises(ConfigError, match="the whole run is meant: leave @3 out"):
+    with pytest.raises(ConfigError, match="this command takes a whole run: leave @3 out"):
         run_folder("sums/one@3")
 
 
@@ -139,7 +139,7 @@ def test_a_command_may_run_in_a_thread_of_somebody_elses_program(capsys):
 
 def test_without_docstrings_nothing_is_started():
     done = subprocess.run([sys.executable, "-OO", "-m", "tandem", "runs"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "takes away the docstrings that transformers reads; leave it out" in done.stderr
+    assert done.returncode == 2 and "removes the docstrings that transformers reads; leave it out" in done.stderr
 
 
 def test_a_dry_run_fetches_no_model_and_says_that_the_start_will(tmp_path, monkeypatch, capsys):
@@ -147,8 +147,8 @@ def test_a_dry_run_fetches_no_model_and_says_that_the_start_will(tmp_path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["train", "train_dataset.path=addition", "total_train_steps=1", "--dry-run"]) == 0
     assert (
-        f"The start will make the built-in model smollm2-135m once, in {tmp_path}/tandem: 93 MB are fetched and converted."
-        in (capsys.readouterr().out)
+        f"The start will make the built-in model smollm2-135m once, in {tmp_path}/tandem: "
+        "93 MB are downloaded and converted." in (capsys.readouterr().out)
     )
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "tandem").write_text("no folder")

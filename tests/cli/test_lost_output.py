@@ -67,7 +67,7 @@ def test_a_run_ends_as_ever_when_its_output_is_lost(output):
 def test_other_commands_say_that_their_output_is_lost():
     status, ended, told = go("words", full_device)
     assert (status, ended) == (1, False)
-    assert told == "error: what this command prints cannot be written: No space left on device\n"
+    assert told == "error: the output of this command cannot be written: No space left on device\n"
     assert go("words", reader_that_leaves) == (1, False, "first\n")
 
 

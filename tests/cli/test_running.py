@@ -70,8 +70,8 @@ def test_after_ctrl_c_one_is_told_what_is_there(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
     (folder / "run.json").write_text('{"status": "interrupted"}')
     assert where(arguments(tmp_path), TrainConfig) == (
-        f"{folder} has what was done: 2 steps done; interrupted; last metrics: loss 1; no checkpoint.\n"
-        "The same command begins it anew."
+        f"{folder} has the run so far: 2 steps done; interrupted; last metrics: loss 1; no checkpoint.\n"
+        "The same command starts it anew."
     )
 
 

@@ -22,11 +22,11 @@ from tandem.cli.main import main
 from tandem.cli.running import resolve
 from tandem.cli.view import places_of
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import CheckpointConfig, TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import last_metrics
-from tandem.state.named import named_model, named_run, pins
+from tandem.state.resuming import named_model, named_run, pins
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import write_tree
 from tests.engines_train.steps import engine_on
@@ -57,7 +57,7 @@ def root(tmp_path_factory):
                 step,
                 engine.save,
                 lambda folder: tiny_tokenizer().save_pretrained(folder),
-                None,
+                CheckpointConfig(keep_last=None),
                 write_state=lambda folder: write_tree(Team(), folder, {"trainer": engine.state_dict()}, writes=True),
                 metrics={"eval/accuracy": accuracy},
             )
@@ -238,9 +238,9 @@ def test_a_checkpoint_without_state_can_be_exported_too(root, tmp_path):
     ("which", "words"),
     [
         ("adding/first@9", "has no checkpoint of step '9'; there are step_1, step_2, step_3"),
-        ("adding/second", "is no run with a checkpoint"),
+        ("adding/second", "second has no checkpoint yet"),
         ("adding/none", "adding/none, did you mean adding/second; there are adding/first,"),
-        ("adding/second@best", "is no run with a checkpoint"),
+        ("adding/second@best", "second has no checkpoint yet"),
     ],
 )
 def test_what_cannot_be_exported_is_said(root, tmp_path, capsys, which, words):
@@ -251,7 +251,7 @@ def test_what_cannot_be_exported_is_said(root, tmp_path, capsys, which, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [b", "cannot be read, so nobody knows what is best"),
+        ("a: [b", "cannot be read, so it is not known what is best"),
         ("checkpoint: 3", "without checkpoint.keep_best"),
         ("checkpoint: {keep_best: eval/other}", "no checkpoint states the metric eval/other"),
     ],
@@ -269,7 +269,7 @@ def test_nothing_is_exported_into_the_folder_of_a_run(root, tmp_path, capsys, mo
     before = sorted((root / "adding").rglob("*"))
     for place in ("second/model", "first/checkpoints/step_9", "first/checkpoints/step_3/model"):
         assert main(["export", str(root / "adding/first"), str(root / "adding" / place)]) == 2
-        assert "the folder of a run, where only the run writes" in capsys.readouterr().err
+        assert "a run's folder, where only the run writes" in capsys.readouterr().err
     monkeypatch.chdir(root / "adding/first")
     assert main(["export", ".", "model"]) == 2
     (tmp_path / "link").symlink_to(root / "adding/first/checkpoints")
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_made_is_said(root, tmp_path, capsys, place, rea
     (tmp_path / "file").write_text("mine")
     assert main(["export", str(root / "adding/first"), str(tmp_path / place)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and "could not be made" in said and reason in said
+    assert said.startswith("error: ") and "could not be written" in said and reason in said
 
 
 @pytest.mark.parametrize("more", [[], ["--dtype", "float32"]])
@@ -352,7 +352,7 @@ def test_a_run_that_is_running_is_not_said_to_have_been_killed(root, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["adding/second"], "does not say which command began it"),
+        (["adding/second"], "does not say which command started it"),
         (["adding/first"], "larger total_train_steps and --override"),
         (["adding/first", "seed=9", "total_train_steps=9", "--override"], "seed: 0 → 9"),
         (["adding/first", "trial_name=x"], "trial_name=x cannot be changed here"),
@@ -387,8 +387,8 @@ def test_a_run_stands_for_a_model_as_the_checkpoint_it_has_at_the_start(root, tm
     [
         ("adding/first@7", "no checkpoint of step '7'; there are step_1, step_2, step_3"),
         ("adding/frist@2", "there is no run adding/frist, did you mean adding/first; there are adding/first,"),
-        ("adding/second", "second is no run with a checkpoint"),
-        ("runs/adding", "runs/adding holds runs and is none: give one of them, such as adding/first"),
+        ("adding/second", "second has no checkpoint yet"),
+        ("runs/adding", "runs/adding holds runs, but is not a run itself: give one of them, such as adding/first"),
     ],
 )
 def test_a_run_that_cannot_stand_for_a_model_says_what_there_is(name, words, root, monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tandem.api.samples import Dropped
+from tandem.api.workflow import Dropped
 from tandem.cli.main import main
 from tandem.cli.trajectories import shown_text
 from tests.tracking.test_recorder import MESSAGES, group, record, sample
@@ -94,7 +94,7 @@ def test_tokens_have_their_figures_also_for_scripts(run, capsys):
     [
         (["--step", "4"], "no record of step 4; it has 2 steps from 3 to 12"),
         (["--step", "four"], "--step is a number, `last` or `all`"),
-        (["--sort", "size"], "--sort size: there is no such figure; there are reward"),
+        (["--sort", "size"], "--sort size: there is no such value; choose one of reward"),
     ],
 )
 def test_a_wrong_word_says_what_there_is(run, capsys, words, remedy):

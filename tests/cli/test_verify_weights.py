@@ -9,9 +9,8 @@ from tandem.cli.main import main
 from tandem.cli.verifying import connect
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config, to_yaml
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.tandem_server import TandemServer
 from tandem.proof.verify_server import Model, find_model, verify_engine
@@ -58,7 +57,7 @@ def test_a_server_that_a_run_uses_proves_its_weights_and_stays_the_runs(models, 
         assert json.loads(capsys.readouterr().out)["gap/numeric"] < 1e-4
         assert served.json("GET", "/health") == before and before["run"] == "r"
         guest = TandemServer.attach(served.url, run="")
-        with pytest.raises(ServerFailed, match="only asks"):
+        with pytest.raises(ServerFailed, match="belongs to another client"):
             guest.pause()
         guest.close()
         assert one_by_one(owner, [request_of((5, 6, 7))])[0].output_ids

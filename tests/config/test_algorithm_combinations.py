@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.presets import PRESETS
+from tandem.config.algorithm import PRESETS
 from tests.config.loading import assert_refused, load
 
 PAGE = [
@@ -46,7 +46,7 @@ TRUNCATED = "algorithm.correction.weight=truncate"
         (["algorithm=opo", "actor.epochs_per_batch=3"], ["set actor.mini_batches=1 and actor.epochs_per_batch=1"]),
         (["algorithm=opo", "rollout.replay.groups=2"], ["contradicts rollout.replay.groups=2"]),
         (["algorithm=sapo", *MASKED], ["contradicts algorithm.correction.weight=mask, because its gate", "weight=none"]),
-        (["algorithm=m2po", TRUNCATED], ["its ratio is that to the policy which sampled already", "weight=none"]),
+        (["algorithm=m2po", TRUNCATED], ["its ratio is already relative to the policy that sampled", "weight=none"]),
         (["algorithm=vespo", TRUNCATED], ["algorithm.policy_loss=vespo contradicts"]),
         (["algorithm=gspo", TRUNCATED], ["contradicts algorithm.correction.level=token", "level=sequence"]),
         (["algorithm=luspo", TRUNCATED], ["algorithm.correction.level=sequence"]),

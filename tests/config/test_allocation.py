@@ -41,7 +41,7 @@ def test_the_spelling_of_areal_is_read_and_said(text, caplog):
         ("vllm:d4p2+fsdp:d8", "pipeline parallelism (p)"),
         ("sglang.d4p1t1+d4p2t1", "pipeline parallelism (p)"),
         ("vllm:d4+fsdp:d4e2", "expert parallelism (e)"),
-        ("vlm:d4+fsdp:d4", "'vlm' is no server; did you mean 'vllm'?"),
+        ("vlm:d4+fsdp:d4", "'vlm' is not a kind of server; did you mean 'vllm'?"),
         ("vllm:d4t2|fsdp:d4", "servers need 4 × 2 (vllm:d4t2) = 8 of them, and fsdp:d4 has 4"),
         ("vllm:d4+fsdp:d4|fsdp:d2", "either devices of their own (+) or the same ones (|)"),
         ("fsdp:d4+vllm:d4", "and then the ranks that train"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.choose_backend import BackendMachine, choose_backend
+from tandem.config.allocation import BackendMachine, choose_backend
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, plain_data
 from tandem.config.preference import DistillConfig
@@ -26,8 +26,8 @@ TABLE = [
     (["deterministic=true"], 1, 1, BOTH, "embedded", "deterministic=true contradicts"),
     (["memory_limit_gib=4"], 1, 1, BOTH, "embedded", "memory_limit_gib=4"),
     ([*BESIDE, "rollout.weights.channel=collective"], 2, 1, BOTH, "vllm:d1", "vllm is installed"),
-    (["rollout.engine.kv_cache_gib=4"], 1, 1, BOTH, "embedded", "kv_cache_gib=4 is not used by these servers"),
-    (["rollout.engine.prefill_chunk_tokens=64"], 1, 1, BOTH, "embedded", "not used by vLLM or SGLang"),
+    (["rollout.engine.kv_cache_gib=4"], 1, 1, BOTH, "embedded", "kv_cache_gib=4 is not used by vLLM on a GPU"),
+    (["rollout.engine.prefill_chunk_tokens=64"], 1, 1, BOTH, "embedded", "prefill_chunk_tokens=64 is not used because"),
     (["rollout.fleet.vllm_python=/x"], 1, 1, BOTH, "vllm:d1", "vllm is installed"),
     (
         ["gconfig.min_new_tokens=2", "algorithm.allow_truncated_sampling=true"],

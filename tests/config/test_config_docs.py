@@ -9,12 +9,12 @@ import pytest
 
 import tandem.config
 from scripts.configuration_page import markdown, sentences
-from tandem.config.experiment import SFTConfig, TrainConfig
-from tandem.config.keys import all_keys
-from tandem.config.limits import LIMITS
-from tandem.config.load import load_config
+from tandem.config.algorithm import PRESETS
+from tandem.config.evaluation import EvaluationConfig
+from tandem.config.experiment import TrainConfig
+from tandem.config.keys import all_keys, bounds, leaves
+from tandem.config.load import KINDS, load_config
 from tandem.config.parts import PARTS
-from tandem.config.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 MODULES = [importlib.import_module(f"tandem.config.{m.name}") for m in pkgutil.iter_modules(tandem.config.__path__)]
@@ -37,8 +37,12 @@ def test_every_field_has_one_sentence(cls):
         assert texts.get(field.name, "").endswith("."), f"{cls.__name__}.{field.name} needs a sentence under it"
 
 
-def test_every_limit_belongs_to_a_key():
-    assert set(LIMITS) <= {*all_keys(TrainConfig), *all_keys(SFTConfig)}
+@pytest.mark.parametrize("cls", [*KINDS.values(), EvaluationConfig], ids=lambda c: c.__name__)
+def test_every_default_lies_within_the_bounds_of_its_key(cls):
+    defaults = dict(leaves(cls()))
+    rules = dict(bounds(cls))
+    assert len(rules) >= 20
+    assert [key for key, rule in rules.items() if defaults[key] is not None and not rule.allows(defaults[key])] == []
 
 
 def test_every_promised_key_is_there():

@@ -2,13 +2,12 @@
 
 import pytest
 
-from tandem.config.algorithm import Component
+from tandem.config.algorithm import PRESETS, Component
 from tandem.config.data import SourceConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import describe, load_config, to_yaml
 from tandem.config.parts import PARTS
-from tandem.config.presets import PRESETS
 
 DATA = "train_dataset.path=addition"
 
@@ -144,6 +143,7 @@ def test_a_correction_s_bound_follows_its_kind_whatever_the_preset_s_kind_is(pre
         ("eps_clip=0.2", ["eps_clip is LightRFT's: use algorithm.policy_loss.clip_low=…"]),
         ("kl_coef=0.1", ["kl_ctrl.kl_coef is verl's: use algorithm.kl.coefficient=…"]),
         ("kl_ctrl.kl_coef=0.1", ["use algorithm.kl.coefficient=…"]),
+        ("rollout.engine.foo=1", ["rollout.engine has rollout.engine.max_running"]),
         ("gconfig.max_tokens=20", ["did you mean gconfig.max_new_tokens?"]),
         ("max_tokens=20", ["did you mean gconfig.max_new_tokens or"]),
         ("actor.lora.r=8", ["did you mean actor.lora.rank?"]),
@@ -201,6 +201,33 @@ def test_names_of_columns_are_text_as_written():
     }
 
 
+def test_a_value_out_of_bounds_brings_no_messages_about_what_follows_from_it():
+    with pytest.raises(ConfigError) as error:
+        load("gconfig.n_samples=0")
+    text = "gconfig.n_samples must be a whole number, at least 1, at most 65536, got 0 (command line)"
+    assert str(error.value) == text
+
+
+def test_a_value_out_of_bounds_hides_no_other_problem():
+    bad = ["gconfig.n_samples=0", "rollout.batch_size=0", "trial_name=a/b", "actor.lora.alpha=3", "gconfig.top_p=7"]
+    with pytest.raises(ConfigError, match="5 problems") as error:
+        load(*bad)
+    assert all(f"- {item.partition('=')[0]}" in str(error.value) for item in bad)
+    with pytest.raises(ConfigError, match="2 problems") as error:
+        load("sede=1", "gconfig.n_samples=0")
+    assert "gconfig.n_samples must be" in str(error.value) and "sede" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["rollout.batch_size=-1", "rollout.replay.groups=-1", "actor.lora.rank=-1", "gconfig.max_new_tokens=0", "seed=-1"],
+)
+def test_what_is_wrong_only_with_a_value_out_of_bounds_is_not_told(item):
+    with pytest.raises(ConfigError) as error:
+        load(item)
+    assert str(error.value).startswith(f"{item.partition('=')[0]} must be")
+
+
 def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError, match="3 problems") as error:
         load("sede=1", "actor.lr=1", "gconfig.n_samples=x")
@@ -211,8 +238,12 @@ def test_all_problems_are_told_at_once():
     ("text", "words"),
     [
         ("seed: 1\nactor:\n  lr: 3\n", ["actor.lr=3", "run.yaml:3"]),
-        ("base: &b\n  lr: 1\nactor:\n  <<: *b\n", ["run.yaml:4: `<<` merges are not read", "optimizer: *name"]),
+        ("base: &b\n  lr: 1\nactor:\n  <<: *b\n", ["run.yaml:4: `<<` merges are not supported", "optimizer: *name"]),
         ("seed: 1\nseed: 2\n", ["seed is given twice, in lines 1 and 2"]),
+        (
+            "train_dataset.path: addition\ngconfig:\n  top_p: 3\n",
+            ["gconfig.top_p must be a number, above 0", "got 3.0 (run.yaml:3)"],
+        ),
         ("seed: [1\n", ["not valid YAML", "line"]),
         (
             "actor:\n  optimizer.lr: 1\n  optimizer:\n    lr: 2\n",

@@ -6,11 +6,10 @@ import pytest
 import yaml
 
 from tandem.cli.main import main
-from tandem.config.commands import COMMANDS
 from tandem.config.convert import Conversion, convert, read_foreign, trainer_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
+from tandem.config.load import COMMANDS, load_config
 from tandem.config.preference import PreferenceConfig
 from tests.tiny import tiny_model_folder
 
@@ -216,7 +215,7 @@ def test_what_cannot_be_read_or_known_is_refused(tmp_path):
     [
         ("grpo", "per_device_train_batch_size", "many", "must be a whole number of at least 1, got 'many'"),
         ("grpo", "num_generations", 0, "must be a whole number of at least 1, got 0"),
-        ("grpo", "loss_type", ["dapo"], "must be a word, got"),
+        ("grpo", "loss_type", ["dapo"], "must be text, got"),
         ("sft", "max_steps", float("inf"), "must be a number, got inf"),
         ("ppo", "data.train_batch_size", [8], "must be a whole number of at least 1, got"),
         ("sft", "per_device_train_batch_size", 1.5, "must be a whole number of at least 1, got 1.5"),

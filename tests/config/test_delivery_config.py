@@ -45,7 +45,6 @@ IPC = "rollout.weights.channel=ipc"
         ),
         (["rollout.weights.folder="], "rollout.weights.folder is empty"),
         (["rollout.verify.every_steps=0"], "rollout.verify.every_steps must be a whole number, at least 1, got 0"),
-        (["rollout.verify.trajectories=0"], "rollout.verify.trajectories must be"),
         (["rollout.verify.tolerance=0"], "rollout.verify.tolerance must be a number, above 0"),
         (["rollout.verify.every_steps=null", "rollout.verify.tolerance=1"], "nothing is verified"),
     ],

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.cli import serve
+from tandem.cli.serve import SERVE
 from tandem.config.devices import Seat, devices_of, visible
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference import check
-from tandem.engines.inference.build import option_words
-from tandem.engines.inference.check import check_inference_engine, check_options
+from tandem.engines.inference import build
+from tandem.engines.inference.build import check_inference_engine, check_options, option_words
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import own_words
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
@@ -74,7 +73,7 @@ def command_of(kind, seat):
         Path("model"), EmbeddedEngineConfig(), torch.bfloat16, f"cuda:{seat.devices[0]}", "run", Path("."), []
     )
     after = words[words.index("tandem") + 1 :]
-    assert parsed(serve, *after[1:]).device == "cuda"
+    assert parsed(SERVE, *after[1:]).device == "cuda"
     return " ".join(after)
 
 
@@ -141,24 +140,24 @@ def test_options_of_servers_are_asked_of_their_own_command():
 
 
 def test_a_probe_that_fails_or_hangs_twice_fails_no_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(check, "HELP_S", 0.3)
+    monkeypatch.setattr(build, "HELP_S", 0.3)
     for number, (line, word) in enumerate([("echo no memory >&2; exit 1", "no memory"), ("sleep 5", "timed out")]):
         python = tmp_path / f"python{number}"
         python.write_text(f"#!/bin/sh\necho x >> {tmp_path}/asked\n{line}\n")
         python.chmod(0o755)
         caplog.clear()
         check_options("vllm", str(python), {"enforce-eager": True})
-        assert "rollout.fleet.options are not checked" in caplog.text and word in caplog.text
+        assert "rollout.fleet.options could not be checked" in caplog.text and word in caplog.text
         assert len((tmp_path / "asked").read_text().split()) == 2 * (number + 1)
 
 
 def test_answers_that_the_context_cannot_hold_are_told_with_both_numbers(tmp_path, caplog):
-    room = check.context_of(EmbeddedEngineConfig(), tiny_model_folder(tmp_path))
-    check.warn_of_cut(room - 10, room, 10)
+    room = build.context_of(EmbeddedEngineConfig(), tiny_model_folder(tmp_path))
+    build.warn_of_cut(room - 10, room, 10)
     assert caplog.text == ""
-    check.warn_of_cut(5000, room, 10)
+    build.warn_of_cut(5000, room, 10)
     assert "max_new_tokens=5000, but the context of 512 tokens leaves at most 502 for an answer" in caplog.text
-    assert check.context_of(EmbeddedEngineConfig(max_model_len=100), tmp_path / "nowhere") == 100
+    assert build.context_of(EmbeddedEngineConfig(max_model_len=100), tmp_path / "nowhere") == 100
 
 
 def test_servers_whose_devices_cannot_share_out_the_heads_are_refused(tmp_path):

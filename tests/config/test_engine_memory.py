@@ -3,8 +3,7 @@
 import pytest
 
 from tandem.config.devices import devices_of, share_of
-from tandem.config.engine_memory import cache_gib, chunk_tokens
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig, cache_gib, chunk_tokens
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tandem.config.extras import install_extra
+from tandem.config.errors import install_extra
 
 CLONE = Path(__file__).resolve().parents[2]
 

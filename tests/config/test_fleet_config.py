@@ -45,8 +45,10 @@ def test_backends_name_servers(backend, servers):
             ["rollout.backend=attached", "rollout.fleet.servers=[tandem=http://x, tandem=http://x/]"],
             "names tandem=http://x more than once",
         ),
-        (["rollout.backend=embedded:d2", "rollout.fleet.suspect_after_s=1"], "at least rollout.fleet.probe_every_s"),
-        (["rollout.backend=embedded:d2", "rollout.fleet.stall_timeout_s=4"], "must exceed rollout.fleet.suspect_after_s"),
+        (
+            ["rollout.backend=embedded:d2", "rollout.fleet.stall_timeout_s=4"],
+            "rollout.fleet.stall_timeout_s must be a number, above 4,.* got 4",
+        ),
         (["rollout.backend=embedded:d2", "rollout.fleet.max_restarts=-1"], "max_restarts must be .*at least 0"),
         (["rollout.backend=embedded:d2", "deterministic=true"], "deterministic=true contradicts rollout.backend"),
         (["rollout.backend=tandem:d2t2"], "a server of tandem computes on one device; leave t2 out, or use vllm or sglang"),
@@ -73,17 +75,31 @@ def test_what_cannot_work_is_refused_with_the_remedy(items, words):
             ["rollout.backend=embedded", "rollout.fleet.max_restarts=5"],
             "max_restarts=5 is not used because rollout.backend=embedded is one engine",
         ),
-        (["rollout.backend=embedded:d2", "rollout.fleet.vllm_python=/x"], "starts no vLLM server"),
-        (["rollout.backend=embedded:d2", "rollout.fleet.sglang_python=/x"], "starts no SGLang server"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.vllm_python=/x"], "starts no vllm: set it, for example to vllm:d1"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.sglang_python=/x"], "starts no sglang: set it"),
         (["rollout.backend=embedded:d2", "rollout.fleet.finish_before_update=true"], "at staleness 0"),
-        (["rollout.backend=vllm:d1", "rollout.engine.prefill_chunk_tokens=64"], "not used by vLLM or SGLang"),
+        (
+            ["rollout.backend=vllm:d1", "rollout.engine.prefill_chunk_tokens=64"],
+            "not used because .* no embedded or tandem: set",
+        ),
         (
             ["rollout.backend=sglang:d1", "rollout.engine.keep_kv_on_update=true", "async_training=true"],
             "keep_kv_on_update=true is not used by SGLang",
         ),
-        (["rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=4"], "rules of their own"),
-        (["rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4", "device=cuda"], "rules of their own"),
-        (["rollout.backend=attached", "rollout.engine.kv_cache_gib=4"], "starts no server"),
+        (["rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=4"], "starts no embedded or tandem or vllm"),
+        (
+            ["rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4", "device=cuda"],
+            "by vLLM on a GPU, where .*memory_share",
+        ),
+        (["rollout.backend=attached", "rollout.engine.kv_cache_gib=4"], "starts no embedded or tandem or vllm"),
+        (["rollout.backend=attached", "rollout.engine.threads=2"], "threads=2 is not used because .* starts no"),
+        (["rollout.backend=attached", "rollout.fleet.max_restarts=5"], "max_restarts=5 is not used because .* starts no"),
+        (["rollout.backend=tandem:d1", "rollout.fleet.memory_share=0.5"], "starts no vllm or sglang: set it"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.options.seed=1"], "options=.* starts no tandem or vllm or sglang"),
+        (
+            ["rollout.backend=sglang:d1", "rollout.fleet.servers=[tandem=http://x]", "rollout.engine.kv_cache_gib=4"],
+            "kv_cache_gib=4 is not used because rollout.backend starts no embedded or tandem or vllm",
+        ),
     ],
 )
 def test_a_key_that_nothing_would_read_is_refused(items, words):
@@ -101,6 +117,7 @@ def test_a_key_that_nothing_would_read_is_refused(items, words):
         ("embedded:d2", "gconfig.min_new_tokens=2"),
         ("vllm:d1", "rollout.engine.kv_cache_gib=4"),
         ("vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64"),
+        ("attached", "rollout.engine.max_running=4"),  # the most samples of an evaluation at once
         ("sglang:d1", "rollout.engine.kv_cache_gib=null"),  # the default: it overrules a file
     ],
 )

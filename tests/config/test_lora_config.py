@@ -5,9 +5,8 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
-from tandem.config.overlay import overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-from tandem.config.train_engine import TrainEngineConfig
+from tandem.config.train_engine import LoRAConfig, critic_engine
 
 
 def load(*items, cls=TrainConfig):
@@ -25,9 +24,9 @@ def test_the_keys_of_the_page_make_an_adapter():
 
 def test_the_critic_has_an_adapter_only_where_it_is_asked_for_one():
     config = load("algorithm=ppo", "actor.lora.rank=16", "actor.lora.alpha=4")
-    assert overlay(TrainEngineConfig, config.critic, config.actor).lora.rank is None
+    assert critic_engine(config.critic, config.actor).lora.rank is None
     config = load("algorithm=ppo", "critic.lora.rank=8")
-    assert overlay(TrainEngineConfig, config.critic, config.actor).lora.rank == 8 and config.actor.lora.rank is None
+    assert critic_engine(config.critic, config.actor).lora == LoRAConfig(rank=8) and config.actor.lora.rank is None
 
 
 @pytest.mark.parametrize(

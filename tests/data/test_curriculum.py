@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.config.curriculum import CurriculumConfig
+from tandem.config.data import CurriculumConfig
 from tandem.config.errors import ConfigError
 from tandem.data.dataset import Dataset
 from tandem.data.loader import Curriculum
@@ -20,8 +20,9 @@ def dataset(size):
     return Dataset([[{"question": str(i)} for i in range(size)]])
 
 
-def curriculum(size, seed=0, **options):
-    return Curriculum(dataset(size), CurriculumConfig(**{"round_rows": max(1, size // 2)} | options), seed=seed)
+def curriculum(size, seed=0, round_rows=None, **options):
+    config = CurriculumConfig(round_rows=max(1, size // 2) if round_rows is None else round_rows)
+    return Curriculum(dataset(size), config, seed=seed, **options)
 
 
 def told(rates, **options):

@@ -92,7 +92,7 @@ def test_a_mapped_column_is_read_before_others_and_refused_where_it_would_not_be
     file = jsonl(tmp_path, [{"q": "1 + 1?", "gold": "2", "prompt": "other", "answer": "3"}])
     row = load(file, columns={"question": "q", "answer": "gold"})[0]
     assert (row["messages"][0]["content"], row["answer"]) == ("1 + 1?", "2")
-    with pytest.raises(ConfigError, match=r"columns\.label=gold would change nothing: of .* rows prompt, answer are read"):
+    with pytest.raises(ConfigError, match=r"label=gold would change nothing: of .* rows only prompt, answer are read"):
         load(file, columns={"label": "gold"})
     with pytest.raises(ConfigError, match=r"did you mean columns\.answer=gold\? Leave it out: the column keeps .* 'gold'"):
         load(file, columns={"completion": "gold"}, answer_column="answer")
@@ -149,7 +149,7 @@ def test_max_rows_keeps_the_first():
         ([{"question": "", "answer": "x"}], ["train.jsonl:1", "got nothing"]),
         ([{"question": "x", "answer": ["y"]}], ["train.jsonl:1", "'answer' must be text or a number, got list"]),
         ([{"messages": [{"role": "robot", "content": "x"}]}], ["train.jsonl:1", "role of system, user"]),
-        ([{"messages": [{"role": "assistant", "content": "x"}]}], ["train.jsonl:1", "needs a question"]),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], ["train.jsonl:1", "add the user's question"]),
         ([{"messages": [{"role": "user", "content": 5}]}], ["train.jsonl:1", "must be a list of {role, content}"]),
         (['{"question": "x", "answer": NaN}\n'], ["train.jsonl:1", "'answer' must be text or a number, got float nan"]),
         (['{"question": "x", "answer": -Infinity}\n'], ["train.jsonl:1", "must be text or a number"]),
@@ -195,6 +195,12 @@ def test_an_empty_folder_a_strange_file_and_a_split_of_a_file_are_refused(tmp_pa
     assert "call it .jsonl" in error_of(tmp_path / "b.json")
     (tmp_path / "c.csv").write_text("question,answer\nx\n")
     assert "c.csv:2" in error_of(tmp_path / "c.csv")
+    (tmp_path / "e.csv").write_text("question,answer,answer\nx,1,2\n")
+    assert "e.csv:1: two columns are called 'answer'" in error_of(tmp_path / "e.csv")
+    (tmp_path / "f.csv").write_text("question;answer\nx;1\n")
+    assert "f.csv:1: the columns are separated by ';'" in error_of(tmp_path / "f.csv")
+    (tmp_path / "h.csv").write_text("prompt,answer\n\"[{'content': 'x', 'role': 'user'}]\",1\n")
+    assert "h.csv:2: column 'prompt' has a conversation as Python prints it" in error_of(tmp_path / "h.csv")
     (tmp_path / "d.csv").write_text("question,answer\n" + "x" * 200_000 + ",1\n")
     assert "d.csv, after line 1: not valid csv: field larger than field limit" in error_of(tmp_path / "d.csv")
     (tmp_path / "g.csv").write_text('question,answer\n1,"2\n3,4\n')

@@ -184,15 +184,15 @@ def test_a_mapped_column_that_is_not_there_is_named(tmp_path):
             {"label": "label"},
             r"columns\.label=label would change nothing: .* chosen, rejected, prompt are read",
         ),
-        (steps, FINE, {"answer": "label"}, "of these rows completions, labels, prompt are read"),
-        (judged, FINE, {"chosen": "chosen"}, "of these rows completion, label, prompt are read"),
+        (steps, FINE, {"answer": "label"}, "of these rows only completions, labels, prompt are read"),
+        (judged, FINE, {"chosen": "chosen"}, "of these rows only completion, label, prompt are read"),
         (
             conversations,
             {"messages": [USER, GOOD], "t": "!"},
             {"completion": "t"},
             "columns messages and completion both fit what is learnt, and differ here: set answer_column",
         ),
-        (conversations, FINE, {"margin": "label"}, "of these rows prompt, completion are read"),
+        (conversations, FINE, {"margin": "label"}, "of these rows only prompt, completion are read"),
         (
             pairs,
             FINE | {"q": "?"},
@@ -226,7 +226,7 @@ def test_a_suffix_stands_behind_the_question_of_rows_that_have_one(tmp_path, row
 
 
 def test_a_suffix_is_refused_for_whole_conversations_which_have_no_one_question(tmp_path):
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: prompt_suffix=' !' is put behind a row's question, and"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: prompt_suffix=' !' is appended to a row's question, and"):
         read(tmp_path, conversations, {"messages": [USER, GOOD, USER, GOOD]}, prompt_suffix=" !")
 
 

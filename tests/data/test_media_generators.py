@@ -10,9 +10,9 @@ import pytest
 
 from tandem.config.data import PROCEDURAL, DatasetConfig
 from tandem.config.errors import ConfigError
-from tandem.data import procedural, published
+from tandem.data import procedural
 from tandem.data.dataset import load_dataset
-from tandem.data.published import clevr_count, easy_vqa, easy_vqa_yes_no, shuffled, spoken_digits, spoken_sums
+from tandem.data.procedural import MEDIA, clevr_count, easy_vqa, shuffled, spoken_digits, spoken_sums
 from tandem.media.scenes import LIGHT, RAY, Thing, draw_scenes, render, things_by_patch, visible
 
 
@@ -74,10 +74,10 @@ def test_scenes_come_from_their_seed_and_all_counts_are_equally_frequent():
 
 def test_the_wording_of_a_question_about_a_scene_tells_nothing_of_its_answer(monkeypatch):
     monkeypatch.setattr(
-        published, "render", lambda things: things
+        procedural, "render", lambda things: things
     )  # rays are slow, and 1,500 scenes are judged by their words
     luck = random.Random(0)  # the more things there are, the more often one of them is hidden
-    monkeypatch.setattr(published, "visible", lambda things: float(luck.random() < 0.5 ** len(things)))
+    monkeypatch.setattr(procedural, "visible", lambda things: float(luck.random() < 0.5 ** len(things)))
     answers = {"train": Counter(), "test": Counter()}
     for split, found in answers.items():
         for row in clevr_count(split, size=1500, seed=0):
@@ -129,7 +129,7 @@ def test_easy_vqa_has_the_bytes_of_its_pictures_and_can_be_parted():
 
 @pytest.mark.usefixtures("cache")
 def test_the_wording_of_a_yes_or_no_question_tells_nothing_of_its_answer():
-    rows = list(easy_vqa_yes_no("test", size=10, seed=0))
+    rows = list(MEDIA["easy_vqa_yes_no"]("test", size=10, seed=0))
     assert sorted((row["messages"][0]["content"][1]["text"], row["answer"]) for row in rows) == [
         ("is it red? Answer with one word.", "no"),
         ("is it red? Answer with one word.", "yes"),
@@ -152,7 +152,7 @@ def test_recordings_that_are_not_there_are_named_with_the_way_to_get_them(tmp_pa
     with pytest.raises(ConfigError, match=r"has no recordings such as 7_jackson_32\.wav; clone https://github"):
         list(spoken_digits("train", size=1, seed=0))
     with pytest.raises(ConfigError, match="has the splits train and test, got 'valid'"):
-        list(spoken_sums("valid", size=1, seed=0))
+        load_dataset(DatasetConfig(path="spoken_sums", split="valid", size=1))
 
 
 def test_generated_scenes_are_rows_with_media_and_every_name_is_known():

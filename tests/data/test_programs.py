@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from tandem.api.program_tests import ProgramTests, StdinCase
+from tandem.api.sandbox import ProgramTests, StdinCase
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow
@@ -90,7 +90,7 @@ def test_livecodebench_has_public_and_packed_hidden_tests_and_loads_no_pickle():
     ("columns", "says"),
     [
         (MBPP | {"test_list": "assert"}, "test_list"),
-        (MBPP | {"code": "def ("}, "no Python"),
+        (MBPP | {"code": "def ("}, "not valid Python"),
         (APPS | {"input_output": "{"}, "apps"),
         (HUMANEVAL | {"entry_point": 3}, "entry_point"),
     ],

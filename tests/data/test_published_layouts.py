@@ -10,7 +10,7 @@ from tandem.config.errors import ConfigError
 from tandem.data.dataset import load_dataset
 from tandem.data.encoding import ChatEncoder
 from tandem.data.examples import conversations, pairs
-from tandem.data.hub import without_nulls
+from tandem.data.files import without_nulls
 from tandem.data.rows import answer_text, normalise
 from tests.data.layouts import LAYOUTS, WEATHER, call, filled, reply, system, user
 from tests.tiny import tiny_tokenizer
@@ -48,7 +48,7 @@ def test_a_published_layout_is_read_as_published(tmp_path, name):
     layout = LAYOUTS[name]
     data = read(tmp_path, layout.reader, *(filled(layout.row, n) for n in range(5)))
     assert [meaning(row) for row in data.rows] == [(filled(layout.asked, n), filled(layout.learnt, n)) for n in range(5)]
-    assert data.readings[0].told() == layout.reads
+    assert data.readings[0].describe() == layout.reads
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.reader is conversations])
@@ -99,7 +99,7 @@ def test_an_answer_within_a_column_is_named_with_a_dot(tmp_path):
     assert read(tmp_path, normalise, row, answer_column="gold.value").rows[0]["answer"] == "2"
     assert read(tmp_path, normalise, row, columns={"answer": "gold.value"}).rows[0]["answer"] == "2"
     assert "did you mean 'gold.value'?" in error_of(tmp_path, normalise, row, answer_column="gold.valeu")
-    assert "a value within it is named with a dot: gold.value, gold.style" in error_of(
+    assert "name a value within it with a dot: gold.value, gold.style" in error_of(
         tmp_path, normalise, row, answer_column="gold"
     )
 
@@ -107,7 +107,7 @@ def test_an_answer_within_a_column_is_named_with_a_dot(tmp_path):
 def test_a_column_that_another_one_replaces_is_told(tmp_path):
     row = {"prompt": "P", "question": "Q", "answer": "1"}
     (reading,) = read(tmp_path, normalise, row, columns={"prompt": "question"}).readings
-    assert reading.told() == "reads: prompt=question, answer; not read: prompt (replaced)"
+    assert reading.describe() == "reads: prompt=question, answer; not read: prompt (replaced)"
 
 
 def test_the_first_row_may_be_the_odd_one(tmp_path):
@@ -156,7 +156,7 @@ def test_a_message_that_cannot_be_read_is_refused_with_its_line(tmp_path, messag
 def test_tools_as_json_text_are_the_tools(tmp_path):
     row = {"messages": [user("?"), reply("", tool_calls=[call("{}")])], "tools": json.dumps([WEATHER])}
     assert read(tmp_path, conversations, row).rows[0]["tools"] == [WEATHER]
-    assert "column 'tools' is no JSON" in error_of(tmp_path, conversations, row | {"tools": "[{"})
+    assert "column 'tools' is not JSON" in error_of(tmp_path, conversations, row | {"tools": "[{"})
 
 
 def test_a_system_column_does_not_replace_the_system_message_of_a_conversation(tmp_path):
@@ -192,11 +192,13 @@ def test_sides_with_a_prompt_of_their_own_get_the_system_message_of_the_row(tmp_
     whole = {"chosen": [user("2 + 2?"), reply("4")], "rejected": [user("2 + 2?"), reply("5")]}
     (found,) = read(tmp_path, pairs, {"system": "Be brief.", "prompt": "2 + 2? ", **whole}).rows
     assert (found["messages"], found["chosen"]) == ([system("Be brief."), user("2 + 2?")], [reply("4")])
-    assert "another question than the column of the prompt" in error_of(tmp_path, pairs, {"prompt": "3 + 3?", **whole})
+    assert "a question other than the prompt column's" in error_of(tmp_path, pairs, {"prompt": "3 + 3?", **whole})
 
 
 def test_a_name_of_tandems_own_is_refused_and_input_may_be_missing(tmp_path):
-    assert "'tandem.index' has a name that Tandem gives" in error_of(tmp_path, normalise, {"prompt": "?", "tandem.index": 1})
+    assert "'tandem.index' has a name that Tandem reserves" in error_of(
+        tmp_path, normalise, {"prompt": "?", "tandem.index": 1}
+    )
     rows = [{"instruction": "Count.", "input": "to 2", "output": "1, 2"}, {"instruction": "Sing.", "output": "la"}]
     found = read(tmp_path, conversations, *rows).rows
     assert [row["messages"][0]["content"] for row in found] == ["Count.\n\nto 2", "Sing."]

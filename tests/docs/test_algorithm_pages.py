@@ -10,15 +10,15 @@ import pytest
 import yaml
 
 from tandem.cli.arguments import split_arguments
+from tandem.config.algorithm import PRESETS
 from tandem.config.coming_from import PAGE
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.keys import all_keys
 from tandem.config.load import load_config, plain_data
 from tandem.config.parts import PARTS
 from tandem.config.preference import PreferenceConfig
-from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import METRICS
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.tiny import tiny_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]

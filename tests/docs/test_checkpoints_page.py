@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tandem.state import ledger, manifest, tree
+from tandem.state import checkpoint, ledger, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/checkpoints.md").read_text()
@@ -21,6 +21,6 @@ def test_every_promise_has_its_test():
 
 
 def test_the_files_have_the_names_of_the_page():
-    for name in (manifest.FILE.partition("/")[2], tree.PLAIN_FILE, tree.TENSOR_FILES.replace("*", "00001"), ledger.FILE):
+    for name in (checkpoint.FILE.partition("/")[2], tree.PLAIN_FILE, tree.TENSOR_FILES.replace("*", "00001"), ledger.FILE):
         assert name in PAGE
     assert f"at {tree.FILE_BYTES // 2**30} GiB" in PAGE

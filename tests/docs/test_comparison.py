@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from tandem.config.presets import PRESETS
+from tandem.config.algorithm import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "compare_algorithms.py"))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, SeedOssConfig, SeedOssForCausalLM
 
 from tandem.api.plugins import forget
 from tandem.cli.main import main
-from tandem.config.extend import ExtendConfig
+from tandem.config.services import ExtendConfig
 from tests.tiny import VOCAB_SIZE, tiny_model_folder, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
     train("extend.model_family=wrong.py:seed", *items, trial="wrong", code=2)
     for name, facts, says in (
         ("raises", "1 / 0", "ZeroDivisionError"),
-        ("none", "None", "facts of the family seed_oss gave"),
+        ("none", "None", "facts of the family seed_oss returned"),
     ):
         Path(f"{name}.py").write_text(
             f"from tandem import ModelFamily\n\nseed = ModelFamily('seed_oss', like='llama', facts=lambda config: {facts})\n"
@@ -247,9 +247,9 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
         (
             "def step(run):\n    run.verifier.verify_if_due(run.rollout.prepare_batch(run.loader, run.workflow))",
             "extend.step=wrong.py:step rollout.verify.every_steps=null",
-            "asked for .verify_if_due of None: a role that this run does not have is None",
+            "a step read .verify_if_due of None: an optional role that this run does not have",
         ),
-        ("def step(run):\n    return {}", "extend.step=wrong.py:step", "leaves out|returns the batch"),
+        ("def step(run):\n    return {}", "extend.step=wrong.py:step", "leaves out|must return the batch"),
         ("", "extend.step=step", "extend.step=step: name an object in a file of yours, as my_file.py:Name"),
         (
             "from tandem import ModelFamily\nfamily = ModelFamily('mine', like='llama')",
@@ -260,7 +260,7 @@ def test_a_family_of_ones_own_is_computed_alike_by_engine_and_trainer(train, tmp
         (
             "from tandem import ModelFamily\nfamily = ModelFamily('mine', like='lama')",
             "extend.model_family=wrong.py:family",
-            "like='lama' is no family that is known; did you mean 'llama'",
+            "like='lama' is not a supported family; did you mean 'llama'",
         ),
         (
             "from tandem import ModelFamily\nfamily = ModelFamily('nobody', like='llama')",

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
-from tandem.rewards.compare import WORTH
-from tandem.rewards.verdicts import read_choice
+from tandem.rewards.group_judges import WORTH
+from tandem.rewards.judge import read_choice
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DATA = runpy.run_path(str(EXAMPLES / "judge_data.py"))

@@ -2,7 +2,7 @@
 
 import argparse
 import ast
-import importlib
+import pkgutil
 import re
 import runpy
 import shlex
@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 import tandem
-from tandem.cli import compare as cli_compare
-from tandem.cli import eval as cli_eval
 from tandem.cli.arguments import split_arguments
+from tandem.cli.eval import COMPARE, EVAL, resolve
 from tandem.cli.main import COMMANDS
-from tandem.config.commands import KINDS
 from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
-from tandem.config.load import load_config
+from tandem.config.load import KINDS, load_config
 from tandem.config.recipes import sums_of
 from tandem.config.terms import Options, read_terms
 
@@ -95,13 +93,12 @@ def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
             assert load_config(kind, file, overrides).config
         elif command in ("eval", "compare"):
             parser = argparse.ArgumentParser()
-            module = {"eval": cli_eval, "compare": cli_compare}[command]
-            module.add_arguments(parser)
+            {"eval": EVAL, "compare": COMPARE}[command].add_arguments(parser)
             parsed = parser.parse_intermixed_args(words[name + 2 :])
-            assert command == "compare" or parsed.follow or cli_eval.resolve(parsed).config
+            assert command == "compare" or parsed.follow or resolve(parsed).config
         elif command not in ("generate", "doctor"):
             parser = argparse.ArgumentParser()
-            importlib.import_module(COMMANDS[command].module).add_arguments(parser)
+            pkgutil.resolve_name(f"tandem.cli.{COMMANDS[command].module}").add_arguments(parser)
             parser.parse_intermixed_args(words[name + 2 :])
 
 
@@ -129,6 +126,13 @@ def test_what_stands_beside_the_walk_is_imported_by_it():
     script = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))
     imported = set().union(*(script["imported"](name) for name, _ in script["WALK"]))
     assert {f"src/tandem/{name}.py" for names in script["BESIDE"].values() for name in names} <= imported
+
+
+def test_contributing_names_a_place_for_each_addition():
+    rows = re.findall(r"^\| an? [^|]+\| ([^|]+)\| ([^|]+)\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    places = [place for first, _ in rows for place in re.findall(r"`(src/[^`]+)`", first)]
+    assert len(rows) >= 15 and len(places) >= len(rows)
+    assert [place for place in places if not (ROOT / place).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from tandem.config.state import RecoverConfig
-from tandem.launch import local, rank, requests, watch
+from tandem.config.experiment import RecoverConfig
+from tandem.launch import local, rank, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/supervision.md").read_text()
@@ -30,7 +30,7 @@ def test_the_times_of_the_page_are_those_of_the_code():
     assert watch.SILENT_S + 1 + ends < 25 and watch.WEDGED_S + watch.WINDOW_S + ends < 30
     assert watch.GAPS == 3 and f"| {watch.WEDGED_S + watch.WINDOW_S:.0f} s, or three times the longest" in PAGE
     assert ends < 10 and watch.START_S == 600 and "is given ten minutes" in PAGE
-    assert f"within {requests.ONCE_S:g} s of a request" in PAGE
-    assert f"all end within {local.FAIL_S + local.TERM_S:.0f} s, with its last lines" in PAGE
-    assert f"what does not within {local.LEFT_S:.0f} s is killed" in PAGE
+    assert f"within {local.ONCE_S:g} s of a request" in PAGE
+    assert f"all end within {local.Patience.fail_s + local.Patience.term_s:.0f} s, with its last lines" in PAGE
+    assert f"what does not within {local.Patience.left_s:.0f} s is killed" in PAGE
     assert f"| {rank.LOOK_S:g} s | its ranks end as by SIGTERM, after {rank.CLOSE_S:.0f} s in any case" in PAGE

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tandem.api.services import Services
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.config.services import SERVICES
 from tandem.protocol.tool_families import FAMILIES
-from tandem.rollout.tools.workflow import FAULTS, STOPS, ToolWorkflow
+from tandem.rollout.tools.tool_workflow import FAULTS, STOPS, ToolWorkflow
 from tests.rollout.scripted import ScriptedEngine
 from tests.rollout.test_agent_workflow import run
 from tests.rollout.test_tools import ROW, Right, call_of, observations, play

@@ -18,9 +18,8 @@ import torch
 import triton
 
 from tandem.engines.inference import paged_kernel, passes
-from tandem.engines.inference.attention import Kernel
+from tandem.engines.inference.attention import Kernel, PagedDecode
 from tandem.engines.inference.kv_cache import KVCache
-from tandem.engines.inference.paged import PagedDecode
 from tests import paged_reference
 
 CPU = torch.device("cpu")
@@ -133,7 +132,7 @@ def run_case(number, loads):
 
 def engine():
     """Tokens and log-probabilities of the engine with and without the kernel, by kind of model."""
-    from tandem.config.generation import GenerationConfig  # noqa: PLC0415
+    from tandem.config.rollout import GenerationConfig  # noqa: PLC0415
     from tests.engines_inference.test_core_equal import make_core  # noqa: PLC0415
     from tests.engines_inference.test_core_on_gpu import requests  # noqa: PLC0415
     from tests.tiny import tiny_model_folder  # noqa: PLC0415

@@ -6,8 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_model_folder
 

@@ -7,7 +7,7 @@ import torch
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tests.engines_inference.test_core_equal import drain, make_core, prompts, run
 from tests.engines_inference.test_core_memory import GIB_OF_512
 from tests.tiny import tiny_model, tiny_model_folder

@@ -2,7 +2,7 @@
 
 import shutil
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 
 import pytest
@@ -13,8 +13,7 @@ from tandem.api.failures import DataFailure, WeightUpdateFailed, WrongWorkflow
 from tandem.api.media import encode
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.media import store
 from tandem.models.load import load_causal_lm
@@ -55,9 +54,18 @@ def folder(tmp_path_factory):
     return tiny_idefics3(tmp_path_factory.mktemp("models"))
 
 
+tokenizer_of = lru_cache(maxsize=4)(load_tokenizer)
+
+
+@lru_cache(maxsize=4)
+def reference_of(folder):
+    """The model of transformers."""
+    return AutoModelForMultimodalLM.from_pretrained(folder).eval()
+
+
 def asking(folder, text, shown, sample=0, new=8):
     """A request with a medium for each ``@``."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = tokenizer_of(folder)
     ids, media = encode(tokenizer, text.replace("@", marker(tokenizer)), shown)
     gconfig = GenerationConfig(max_new_tokens=new, min_new_tokens=new)
     return LLMRequest(ids, gconfig, NoiseKey(1, sample=sample), media=media)
@@ -66,7 +74,7 @@ def asking(folder, text, shown, sample=0, new=8):
 def score(folder, text, shown, response):
     """Log-probabilities of a response's tokens by one forward pass of transformers, up to the first drawn placeholder, if
     there is one: transformers wants features for it, here it is text."""
-    tokenizer, model = load_tokenizer(folder), AutoModelForMultimodalLM.from_pretrained(folder).eval()
+    tokenizer, model = tokenizer_of(folder), reference_of(folder)
     given = dict(reference_inputs(folder, tokenizer, text.replace("@", marker(tokenizer)), shown))
     assert given["input_ids"][0].tolist() == list(response.input_ids)
     token = tokenizer.media.placeholder(tokenizer.media.kinds[0])
@@ -89,7 +97,7 @@ def gap(folder, text, shown, response):
 
 def mixed(folder):
     """Prompts: without media, with one, with several, the same again in a later turn; each asked three times."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = tokenizer_of(folder)
     one, two, three = (some_media(tokenizer, seed) for seed in range(3))
     prompts = [
         ("Nothing to see at all", []),
@@ -112,7 +120,7 @@ def test_logprobs_are_those_of_transformers_in_groups_and_pieces_that_cut_media(
 
 
 def test_equal_tokens_with_other_media_never_share_and_the_same_medium_does(family_folder):
-    one = some_media(load_tokenizer(family_folder), 0)
+    one = some_media(tokenizer_of(family_folder), 0)
     two = picture(9, *one.size) if one.kind == "image" else sound(9, one.size[0] / one.size[1])
     requests = {i: asking(family_folder, QUESTION, [shown]) for i, shown in enumerate([one, two, one])}
     core = make_core(family_folder)
@@ -133,7 +141,7 @@ def test_equal_tokens_with_other_media_never_share_and_the_same_medium_does(fami
 
 def test_what_is_shown_to_a_group_is_computed_once_by_the_engine_and_by_the_trainer(family_folder):
     """Counted: tokens that went through the layers, and media that went through the tower."""
-    core, shown = make_core(family_folder), some_media(load_tokenizer(family_folder), 0)
+    core, shown = make_core(family_folder), some_media(tokenizer_of(family_folder), 0)
     requests = {i: asking(family_folder, QUESTION, [shown], i) for i in range(8)}
     length, responses = len(requests[0].input_ids), run(core, requests)
     counted = core.statistics()

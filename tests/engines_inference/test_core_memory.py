@@ -5,7 +5,7 @@ import torch
 
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.kv_cache import KVCache
 from tests.engines_inference.test_core_equal import drain, make_core, prompts, run

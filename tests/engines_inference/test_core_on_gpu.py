@@ -7,13 +7,12 @@ import torch
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference import paged_kernel
+from tandem.engines.inference.attention import PackedPrefill
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.inference.drawing import draw_most_probable, draw_tokens, running_sums
-from tandem.engines.inference.paged import PackedPrefill
-from tandem.models import varlen
+from tandem.engines.inference.sampler import draw_most_probable, draw_tokens, running_sums
+from tandem.models import attention
 from tests.engines_inference.test_core_equal import prompts
 from tests.pretended_gpu import GPU, OnGpu, pretended_gpu
 from tests.tiny import tiny_model_folder
@@ -57,7 +56,7 @@ def answers(folder, gconfigs, device, waits=None, *, deterministic=False):
 
 
 def _varlen(*args, **settings):
-    return OnGpu(varlen.by_torch(varlen_reference)(*(x.inner if isinstance(x, OnGpu) else x for x in args), **settings))
+    return OnGpu(attention.by_torch(varlen_reference)(*(x.inner if isinstance(x, OnGpu) else x for x in args), **settings))
 
 
 def slow(*values):
@@ -71,14 +70,14 @@ def test_a_gpu_draws_what_the_cpu_draws_and_makes_the_host_wait_once_for_each_dr
     folder = tiny_model_folder(tmp_path, kind)
     on_cpu, _ = answers(folder, ODD, torch.device("cpu"))
     monkeypatch.setattr(PackedPrefill, "takes", lambda kernel: packed)  # a GPU's kernel takes no float32
-    monkeypatch.setattr(varlen, "KERNEL", _varlen)
+    monkeypatch.setattr(attention, "KERNEL", _varlen)
     with pretended_gpu() as waits:
         on_gpu, of_steps = answers(folder, ODD, GPU, waits)
     assert {i: tokens for i, (tokens, _) in on_gpu.items()} == {i: tokens for i, (tokens, _) in on_cpu.items()}
     for i, (_, logprobs) in on_gpu.items():
         assert logprobs == pytest.approx(on_cpu[i][1], abs=1e-4)
     for found in of_steps:  # a round may draw twice: first tokens behind a prefill, and those of a decode step
-        assert {name.partition(" in ")[2].rpartition(":")[0] for name in found} <= {"upload.py:wait"}, found
+        assert {name.partition(" in ")[2].rpartition(":")[0] for name in found} <= {"hardware.py:wait"}, found
         assert sum(found.values()) <= 2
     assert min(sum(found.values()) for found in of_steps) <= 1
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tests.engines_inference.test_core_equal import drain, make_core, prompts, rescore, run
 from tests.tiny import KINDS, tiny_model_folder
 

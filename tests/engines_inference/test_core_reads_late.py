@@ -5,8 +5,7 @@ import torch
 
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
 from tests.engines_inference.test_core_equal import prompts
 from tests.engines_inference.test_core_growth import assert_same, of_lengths

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.failures import DataFailure, NonFinite, WrongWorkflow
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
-from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
+from tandem.config.rollout import GenerationConfig
+from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample, stream_of, uniform
 from tandem.models.tokenizer import load_tokenizer
 from tests.engines_inference.test_core_equal import drain, make_core, prompts, rescore, run
 from tests.tiny import VOCAB_SIZE, tiny_model_folder

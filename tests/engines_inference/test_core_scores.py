@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.inference.grammars import json_grammar
+from tandem.engines.inference.watched import json_grammar
 from tandem.models.tokenizer import load_tokenizer
 from tests.tiny import tiny_model_folder
 

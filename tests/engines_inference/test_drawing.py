@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.engines.inference.drawing import draw_most_probable
+from tandem.engines.inference.sampler import draw_most_probable
 from tests.pretended_gpu import GPU, pretended_gpu
 
 

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tests.tiny import tiny_model_folder
 
@@ -71,8 +70,6 @@ def test_the_first_token_is_drawn_hotter_and_the_rest_is_not(engine):
     assert all(logprob > -0.5 for response in drawn for logprob in response.logprobs[1:])
 
 
-def test_whoever_trains_the_first_token_is_told_so_and_a_temperature_of_0_is_refused(engine):
-    gconfig = GenerationConfig(max_new_tokens=2, first_token_temperature=5.0, train_first_token=True)
-    assert ask(engine, gconfig)[0].untrained_tokens == 0
+def test_a_temperature_of_0_for_the_first_token_is_refused(engine):
     with pytest.raises(DataFailure, match="temperatures"):
         ask(engine, GenerationConfig(max_new_tokens=2, first_token_temperature=0.0))

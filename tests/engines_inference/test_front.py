@@ -18,11 +18,10 @@ from tandem.api.failures import DataFailure, EngineDied, WaitTimeout, WeightUpda
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, engine_threads
-from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.link import ChildStart, Link
+from tandem.engines.inference.embedded import ChildStart, Link
+from tandem.engines.inference.engine_calls import Callers
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
 

@@ -9,16 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, PrefillSpan
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.decoder import rotary_table, rotate
-from tandem.engines.inference.drawing import draw_tokens
-from tandem.engines.inference.kernels import kernels
+from tandem.engines.inference.kernels import RowAttention, kernels
 from tandem.engines.inference.kv_cache import KVCache
-from tandem.engines.inference.row_attention import RowAttention
-from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
+from tandem.engines.inference.sampler import Forbidden, SamplingRows, draw_tokens, sample
 from tandem.models.architecture import Rope
 from tests.engines_inference.test_core_equal import prompts, rescore, run
 from tests.tiny import tiny_model_folder

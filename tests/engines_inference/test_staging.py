@@ -8,8 +8,8 @@ import torch
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
-from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.staging import stage_update
+from tandem.config.rollout import GenerationConfig
+from tandem.engines.inference.driver import stage_update
 from tandem.weights.channel import LocalChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 from tests.engines_inference.test_core_equal import make_core, prompts, run
@@ -60,6 +60,6 @@ def test_memory_that_changed_before_it_is_copied_is_refused_by_name(tmp_path):
     update = put(channel, tiny_model(seed=5))
     dict(update.source.tensors())[NAME][0, 0] += 1.0
 
-    with pytest.raises(WeightUpdateFailed, match=rf"{NAME}.*the bytes changed on their way"):
+    with pytest.raises(WeightUpdateFailed, match=rf"{NAME}.*the bytes changed in transit"):
         stage_update(core, update)
     channel.close()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.child import Child
+from tandem.engines.inference.child import PipeEnd
 from tandem.engines.inference.embedded import drive
+from tandem.engines.inference.engine_calls import Callers
 
 
 def listen(child, driver):
@@ -22,7 +22,7 @@ def test_each_thread_that_serves_an_engine_takes_the_engines_gpu(monkeypatch):
     current = {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.update({threading.get_ident(): str(device)}))
     ours, theirs = Pipe()
-    child, seen = Child(theirs), []
+    child, seen = PipeEnd(theirs), []
     child.device = "cuda:3"
 
     def look(*arguments):

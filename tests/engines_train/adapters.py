@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tandem.api.failures import ConfigError
-from tandem.config.lora import LoRAConfig
-from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.config.errors import ConfigError
+from tandem.config.train_engine import LoRAConfig, OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
 from tests.engines_train.layouts import batch_of_prompts, gone_on, loss_with_scores
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of

@@ -15,8 +15,8 @@ from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train import spread
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.holders import Sharded
+from tandem.models.load import Unfilled
 from tandem.models.logprobs import Vocabulary, chunked_logprobs
-from tandem.models.streaming import Unfilled
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.steps import distance, random_batch, weighted_nll, weights_of
 
@@ -25,16 +25,15 @@ Case = tuple[str, str]
 
 OPTIONS = {
     "offloaded": {},  # see `_offloaded`
-    "gather": {"context_parallel": "gather"},
     "recomputed": {"gradient_checkpointing": True},
     "lean": {"gradient_sync": "micro_batch", "gradient_checkpointing": True, "selective_checkpointing": True},
 }
 
 CASES: dict[str, list[Case]] = {
-    "2": [("d1t2", "qwen3"), ("d1c2", "qwen2"), ("d1c2 gather", "qwen3")],
+    "2": [("d1t2", "qwen3"), ("d1c2", "qwen2"), ("d1c2", "smollm")],
     "2 more": [
         ("d1t2", "qwen2"),
-        ("d1c2 gather", "gemma2"),
+        ("d1c2", "gemma3"),
         ("d1r2", "qwen3"),
         ("d2 lean", "gemma2"),
         ("d1t2", "gemma2"),
@@ -48,8 +47,10 @@ MODELS = {
     "qwen2": {},  # tied, biases
     "qwen3": {"vocab_size": 305},  # norms of heads; a vocabulary that no two ranks can halve
     "gemma2": {"num_key_value_heads": 4},  # tied, scaled embedding, soft-caps, windows, four norms
+    "smollm": {"num_key_value_heads": 1},  # heads that no two ranks can halve, so that `c` gathers keys and values
+    "gemma3": {"num_key_value_heads": 1, "attn_logit_softcapping": 2.0},  # the same, with windows and a soft-cap
 }
-HEADS = {"qwen2": "both", "qwen3": "lm", "gemma2": "lm"}
+HEADS = {"qwen2": "both", "qwen3": "lm", "gemma2": "lm", "smollm": "lm", "gemma3": "lm"}
 
 
 def batch_of_prompts() -> TensorDict:

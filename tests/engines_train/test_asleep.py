@@ -8,12 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import NotWritten, WeightsChanged
-from tandem.config.backend import parse_layout
-from tandem.config.lora import LoRAConfig
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
-from tandem.models.footprint import Footprint, adapters_of
-from tandem.models.shape import read_shape
+from tandem.config.train_engine import LoRAConfig, TrainEngineConfig, parse_layout
+from tandem.engines.train.engine import SpreadEngine
+from tandem.models.shape import Footprint, adapters_of, read_shape
 from tandem.models.stored import CACHE_LINE
 from tests.engines_train.steps import distance, random_batch, weighted_nll, weights_of
 from tests.tiny import tiny_model_folder
@@ -45,7 +42,7 @@ def batch():
 
 def engine_of(folder, dtype, head, trained, rank):
     config = TrainEngineConfig(path=str(folder), dtype=dtype, lora=LoRAConfig(rank=rank), max_tokens_per_micro_batch=16)
-    return config, build_train_engine(config, 3, head=head, trained=trained)
+    return config, SpreadEngine(config, 3, head=head, trained=trained)
 
 
 def loss_of(head):
@@ -159,7 +156,7 @@ def test_a_disk_that_is_full_is_named_and_the_engine_stays_whole(folder, batch, 
     before, limits = engine.num_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (before["optimizer"] // 2, limits[1]))  # python ignores the signal
     try:
-        with pytest.raises(NotWritten, match=r"optimizer of .* cannot sleep in .*raise memory_limit_gib"):
+        with pytest.raises(NotWritten, match=r"optimizer of .* cannot be offloaded to .*raise memory_limit_gib"):
             engine.offload(("optimizer",), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -227,8 +224,8 @@ def test_a_file_that_changed_is_named_where_the_part_wakes(folder, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trunk_that_is_shared_sleeps_with_its_lender_and_wakes_in_one_memory(folder, batch, tmp_path, dtype):
     config, lender = engine_of(folder, dtype, "scalar", False, None)
-    borrower = build_train_engine(config, 3, trained=False, trunk=lender)
-    alone = build_train_engine(config, 3, trained=False)
+    borrower = SpreadEngine(config, 3, trained=False, trunk=lender)
+    alone = SpreadEngine(config, 3, trained=False)
     expected, whole = alone.forward(batch).logprobs, alone.num_bytes()["parameters"]
     assert torch.equal(borrower.forward(batch).logprobs, expected)
     assert borrower.num_bytes()["parameters"] < whole / 2  # its head, if that is not the embedding
@@ -249,7 +246,7 @@ def test_a_trunk_that_is_shared_sleeps_with_its_lender_and_wakes_in_one_memory(f
         assert shared and all(own == other for own, other in shared)
         assert torch.equal(borrower.forward(batch).logprobs, expected)
     lender.offload(PARTS, tmp_path)
-    late = build_train_engine(config, 3, trained=False, trunk=lender)  # compared by the sum of what sleeps
+    late = SpreadEngine(config, 3, trained=False, trunk=lender)  # compared by the sum of what sleeps
     lender.onload(PARTS)
     assert torch.equal(late.forward(batch).logprobs, expected)
 
@@ -263,4 +260,4 @@ def test_a_model_whose_files_changed_is_not_lent_a_trunk_that_sleeps(folder, tmp
     save_file(weights, changed / "model.safetensors", {"format": "pt"})
     config = TrainEngineConfig(path=str(changed), dtype="float32", max_tokens_per_micro_batch=16)
     with pytest.raises(WeightsChanged, match=r"'model\.norm\.weight' in .* has other numbers"):
-        build_train_engine(config, 3, trained=False, trunk=lender)
+        SpreadEngine(config, 3, trained=False, trunk=lender)

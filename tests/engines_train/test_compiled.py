@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.config.lora import LoRAConfig
+from tandem.config.train_engine import LoRAConfig
 from tests.engines_train.layouts import batch_of_prompts, engine_on, loss_with_scores
 from tests.engines_train.steps import distance, random_batch, weights_of
 from tests.ranks import alone_and_on_two

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tandem.api.failures import ConfigError
 from tandem.api.team import Team
+from tandem.config.errors import ConfigError
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.ranks import alone_and_on_two, on_two

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tests.engines_train.steps import random_batch
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
@@ -21,8 +21,8 @@ def parameter_bytes(engine):
 
 def scored(folder, batch, dtype, head, ranks):
     config = TrainEngineConfig(path=str(folder), dtype=dtype, backend=f"fsdp:d{ranks}")
-    trained = build_train_engine(config, 1, head=head)
-    frozen = build_train_engine(config, 1, head=head, trained=False)
+    trained = SpreadEngine(config, 1, head=head)
+    frozen = SpreadEngine(config, 1, head=head, trained=False)
     field = "scores" if head == "scalar" else "logprobs"
     return {
         "trained": getattr(trained.forward(batch), field),
@@ -51,6 +51,4 @@ def test_a_frozen_engine_on_two_ranks_computes_what_one_does(tmp_path):
 def test_a_frozen_engine_refuses_to_be_trained(tmp_path):
     config = replace(TrainEngineConfig(), path=str(tiny_model_folder(tmp_path)))
     with pytest.raises(RuntimeError, match="built with trained=False"):
-        build_train_engine(config, 1, trained=False).train_batch(
-            random_batch([4]), lambda outputs, view: (outputs.logprobs, {})
-        )
+        SpreadEngine(config, 1, trained=False).train_batch(random_batch([4]), lambda outputs, view: (outputs.logprobs, {}))

@@ -10,9 +10,9 @@ from peft import AutoPeftModelForCausalLM, PeftModelForSequenceClassification
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tandem.api.failures import ConfigError
 from tandem.api.weights import Adapter
-from tandem.models.adapter_folder import MergedWeights
+from tandem.config.errors import ConfigError
+from tandem.models.lora import MergedWeights
 from tandem.roles.reference import Reference
 from tandem.state.tree import read_tree
 from tests.engines_train.adapters import LAYOUTS, adapter_of, lora_on, some_adapter, steps_of_layouts, trained

@@ -11,16 +11,15 @@ from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, 
 
 from tandem.api.batch import pack
 from tandem.api.media import encode
-from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
-from tandem.config.lora import LoRAConfig
-from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
-from tandem.engines.train.check import check_train_engine
-from tandem.flow.plan import Resident
-from tandem.flow.state_parts import footprint, here
+from tandem.config.train_engine import LoRAConfig, OptimizerConfig, TrainEngineConfig, parse_layout
+from tandem.engines.train.engine import SpreadEngine
+from tandem.engines.train.spread import check_train_engine
+from tandem.flow.planned_models import Resident
+from tandem.flow.sleep_plan import footprint
 from tandem.media import store
-from tandem.models.adapter_folder import MergedWeights
+from tandem.models.hardware import hardware
+from tandem.models.lora import MergedWeights
 from tandem.models.shape import read_shape
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer
 from tests.engines_train.steps import weighted_nll
@@ -71,7 +70,7 @@ def config_of(folder, **settings):
 
 def stepped(folder, media, ranks, **settings):
     os.environ["TANDEM_MEDIA"] = str(media)
-    engine = build_train_engine(config_of(folder, backend=f"fsdp:d{ranks}", **settings), 10)
+    engine = SpreadEngine(config_of(folder, backend=f"fsdp:d{ranks}", **settings), 10)
     start = {name: tensor.clone() for name, tensor in engine.weights()}
     batch = media_batch(folder)
     metrics = [engine.train_batch(batch, weighted_nll) for _ in range(2)]
@@ -121,10 +120,10 @@ def test_other_families_step_the_same_split_and_on_two_ranks_and_are_saved_whole
     split = stepped(folder, tmp_path / "media", 1, max_tokens_per_micro_batch=60)
     for found in (split, *on_two):
         check_equal(found, whole)
-    engine = build_train_engine(config_of(folder), 10)
+    engine = SpreadEngine(config_of(folder), 10)
     engine.save(tmp_path / "saved")
     save_tokenizer(load_tokenizer(folder), tmp_path / "saved")
-    again, batch = build_train_engine(config_of(tmp_path / "saved"), 10), media_batch(folder)
+    again, batch = SpreadEngine(config_of(tmp_path / "saved"), 10), media_batch(folder)
     assert torch.equal(again.forward(batch).logprobs, engine.forward(batch).logprobs)
     theirs = dict(AutoModelForMultimodalLM.from_pretrained(tmp_path / "saved").named_parameters())
     for name, tensor in engine.model.model.named_parameters():
@@ -133,7 +132,7 @@ def test_other_families_step_the_same_split_and_on_two_ranks_and_are_saved_whole
 
 def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower(tmp_path):
     folder, saved = tiny_idefics3(tmp_path), tmp_path / "saved"
-    engine = build_train_engine(config_of(folder, freeze=("vision",)), 10)
+    engine = SpreadEngine(config_of(folder, freeze=("vision",)), 10)
     batch = media_batch(folder)
     engine.train_batch(batch, weighted_nll)
     engine.save(saved)
@@ -144,7 +143,7 @@ def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower(tmp_path):
     whole = {name.removeprefix("model."): tensor for name, tensor in engine.model.named_parameters()}
     for name, tensor in theirs.named_parameters():
         assert torch.equal(tensor, whole[name]), name
-    again = build_train_engine(config_of(saved), 10)
+    again = SpreadEngine(config_of(saved), 10)
     assert torch.equal(again.forward(batch).logprobs, engine.forward(batch).logprobs)
     assert load_tokenizer(saved).media.count(picture(0)) == load_tokenizer(folder).media.count(picture(0))
 
@@ -153,7 +152,7 @@ def test_a_saved_folder_opens_in_transformers_with_its_frozen_tower(tmp_path):
 def test_a_frozen_tower_before_a_trained_connector_computes_each_medium_once(tmp_path, make):
     folder = make(tmp_path)
     tower = next(iter(load_tokenizer(folder).media.towers))
-    engine, other = (build_train_engine(config_of(folder, freeze=freeze), 10) for freeze in ((tower,), ()))
+    engine, other = (SpreadEngine(config_of(folder, freeze=freeze), 10) for freeze in ((tower,), ()))
     batch = media_batch(folder)
     torch.testing.assert_close(engine.forward(batch).logprobs, other.forward(batch).logprobs, atol=1e-5, rtol=1e-5)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
@@ -166,7 +165,7 @@ def test_a_frozen_tower_before_a_trained_connector_computes_each_medium_once(tmp
 
 def test_a_frozen_tower_has_no_masters_and_computes_each_picture_once(tmp_path):
     folder = tiny_idefics3(tmp_path)
-    engine = build_train_engine(config_of(folder, freeze=("vision", "connector")), 10)
+    engine = SpreadEngine(config_of(folder, freeze=("vision", "connector")), 10)
     batch = media_batch(folder)
     for _ in range(3):
         engine.forward(batch)
@@ -178,7 +177,7 @@ def test_a_frozen_tower_has_no_masters_and_computes_each_picture_once(tmp_path):
     with engine.using([(name, tensor.clone()) for name, tensor in engine.weights()]):
         assert torch.equal(engine.forward(batch).logprobs, before)
 
-    other = build_train_engine(config_of(folder, freeze=("vision", "connector")), 10)
+    other = SpreadEngine(config_of(folder, freeze=("vision", "connector")), 10)
     other.load_state_dict(engine.state_dict())
     assert torch.equal(other.forward(batch).logprobs, before)
 
@@ -186,7 +185,7 @@ def test_a_frozen_tower_has_no_masters_and_computes_each_picture_once(tmp_path):
 @pytest.mark.parametrize("make", [tiny_qwen_vl, tiny_qwen_audio])
 def test_adapters_of_a_folder_with_older_names_are_merged_from_its_files(tmp_path, make):
     folder, saved = make(tmp_path), tmp_path / "saved"
-    engine = build_train_engine(config_of(folder, lora=LoRAConfig(rank=2)), 10)
+    engine = SpreadEngine(config_of(folder, lora=LoRAConfig(rank=2)), 10)
     engine.train_batch(media_batch(folder), weighted_nll)
     engine.save(saved)
     wanted = load_file(saved / "model.safetensors")
@@ -206,7 +205,7 @@ def test_adapters_are_trained_where_they_are_named_and_open_in_peft(tmp_path, fa
     folder, saved = tiny_media_model(tmp_path, family), tmp_path / "saved"
     facts = load_tokenizer(folder).media
     lora = LoRAConfig(rank=2, alpha=8.0, towers=tuple(facts.towers) if sees else ())
-    engine = build_train_engine(config_of(folder, lora=lora), 10)
+    engine = SpreadEngine(config_of(folder, lora=lora), 10)
     batch = media_batch(folder)
     before = engine.forward(batch).logprobs
     engine.train_batch(batch, weighted_nll)
@@ -214,12 +213,12 @@ def test_adapters_are_trained_where_they_are_named_and_open_in_peft(tmp_path, fa
     inside = [name.removeprefix("model.").startswith(facts.text_prefix + "layers.") for name in engine.holder.masters]
     assert any(inside) and all(inside) != sees and (wanted - before).abs().max() > 1e-3
     resident = Resident("actor", engine.config, trained=True)
-    found = footprint(resident, read_shape(str(folder)), here("cpu"))
+    found = footprint(resident, read_shape(str(folder)), hardware("cpu"))
     assert found.masters == sum(master.numel() for master in engine.holder.masters.values())
     engine.save(saved)
     save_tokenizer(load_tokenizer(folder), saved)
 
-    merged = build_train_engine(config_of(saved), 10)
+    merged = SpreadEngine(config_of(saved), 10)
     torch.testing.assert_close(merged.forward(batch).logprobs, wanted, atol=1e-5, rtol=1e-5)
     base = AutoModelForMultimodalLM.from_pretrained(folder)
     beside = PeftModel.from_pretrained(base, saved / "adapter").merge_and_unload()
@@ -244,16 +243,16 @@ def _adapted(folder, media, ranks):
 @pytest.mark.parametrize("freeze", [(), ("vision",)])
 def test_the_memory_of_towers_is_counted_as_it_is_held(tmp_path, freeze):
     config = config_of(tiny_idefics3(tmp_path), dtype="bfloat16", freeze=freeze)
-    engine = build_train_engine(config, 10)
+    engine = SpreadEngine(config, 10)
     resident = Resident("actor", config, trained=True)
-    found = footprint(resident, read_shape(config.path), here("cpu"))
+    found = footprint(resident, read_shape(config.path), hardware("cpu"))
     assert found.weight_bytes + found.rounded_bytes == engine.num_bytes()["parameters"]
     assert found.masters == sum(master.numel() for master in engine.holder.masters.values())
 
 
 def test_a_value_head_reads_states_that_have_seen_the_picture(tmp_path):
     folder = tiny_idefics3(tmp_path)
-    engine = build_train_engine(config_of(folder), 10, head="both")
+    engine = SpreadEngine(config_of(folder), 10, head="both")
     with torch.no_grad():
         engine.model.value.weight.normal_()
     prompts = [("What is @ this?", " cat", [picture(seed)]) for seed in (0, 1)]
@@ -266,7 +265,7 @@ def test_a_value_head_reads_states_that_have_seen_the_picture(tmp_path):
     [
         ({"freeze": ("eyes",)}, "lm", "freeze has 'eyes', .*has the parts vision, connector"),
         ({"lora": LoRAConfig(rank=2, towers=("ears",))}, "lm", "lora.towers has 'ears', .*has the parts vision, connector"),
-        ({"backend": "fsdp:d1t2"}, "lm", "does not divide what sees or hears: use fsdp:d2"),
+        ({"backend": "fsdp:d1t2"}, "lm", "does not divide its towers: use fsdp:d2"),
     ],
 )
 def test_what_a_media_model_does_not_do_is_refused(tmp_path, settings, head, words):
@@ -280,4 +279,4 @@ def test_what_a_media_model_does_not_do_is_refused(tmp_path, settings, head, wor
 def test_freezing_a_part_of_a_text_model_is_refused(tmp_path):
     config = config_of(tiny_model_folder(tmp_path), freeze=("vision",))
     with pytest.raises(ConfigError, match=r"actor\.freeze has 'vision', and .* reads text alone"):
-        build_train_engine(config, 1)
+        SpreadEngine(config, 1)

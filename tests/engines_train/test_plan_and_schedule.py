@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from tandem.config.train_engine import OptimizerConfig
 from tandem.engines.train.micro_batches import PlannedSequence, has_weight, micro_batches, plan
-from tandem.engines.train.schedule import learning_rate
+from tandem.engines.train.optimizer import learning_rate
 
 
 def computed(items, micro):

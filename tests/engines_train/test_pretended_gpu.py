@@ -13,7 +13,7 @@ from tests.roles.presets import actor_config, algorithm_of, full_batch
 from tests.tiny import tiny_model_folder
 
 TO_THE_HOST = {
-    "tolist in totals.py:_numbers": "the metrics of a step, together",
+    "tolist in spread.py:_numbers": "the metrics of a step, together",
     "_local_scalar_dense in optimizer.py:_gradient_norm": "whether and how far to step",
     "_to_copy in engine.py:forward": "the outputs of a pass, which the host keeps",
 }

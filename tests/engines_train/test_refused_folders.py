@@ -8,10 +8,9 @@ from safetensors.torch import save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.overlay import key_of
-from tandem.config.roles import CriticConfig
-from tandem.engines.train.folder import read_weights
-from tandem.engines.train.ranks import form_ranks
+from tandem.config.train_engine import CriticConfig, key_of
+from tandem.engines.train.named_weights import read_weights
+from tandem.engines.train.spread import form_ranks
 from tandem.models.context_parallel import refuse_uneven_heads
 
 SHAPES = {"w": torch.Size([2])}
@@ -60,5 +59,5 @@ def test_a_layout_is_refused_under_the_key_where_it_was_written():
     assert key_of(config, "reference", "backend") == "actor.backend"  # it follows the actor
     with pytest.raises(ConfigError, match=r"^critic\.backend is 'fsdp:d2'"):
         form_ranks("fsdp:d2", None, torch.device("cpu"), "critic.backend")
-    with pytest.raises(ConfigError, match=r"^reference\.backend with t1 and c3"):
-        refuse_uneven_heads(4, 2, 1, 3, "reference.backend")
+    with pytest.raises(ConfigError, match=r"^reference\.backend with t3 divides"):
+        refuse_uneven_heads(4, 2, 3, "reference.backend")

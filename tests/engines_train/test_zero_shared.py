@@ -26,7 +26,7 @@ THREE = "zero3:d2"
 def with_own_memory(engine):
     """Masters as DeepSpeed makes them."""
     holder = engine.holder
-    for piece in holder.flat_pieces():
+    for piece in holder.local_masters():
         piece.data = piece.data.clone()
     if holder.stage < 3:
         holder.zero._link_all_hp_params()
@@ -44,7 +44,7 @@ def counted(engine):
     """Bytes of parameters, masters and moments of this process."""
     holder = engine.holder
     found = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
-    found += [*holder.masters.values()] if engine.ranks.layout.zero is None else holder.flat_pieces()
+    found += [*holder.masters.values()] if engine.ranks.layout.zero is None else holder.local_masters()
     found += [x for state in engine.optimizer.adamw.state.values() for x in state.values() if x.dim()]
     return sum(storages(found).values())
 
@@ -52,7 +52,7 @@ def counted(engine):
 def together(engine):
     """Whether all masters are in the memory of parameters."""
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
-    return storages(engine.holder.flat_pieces()).keys() <= storages(parameters).keys()
+    return storages(engine.holder.local_masters()).keys() <= storages(parameters).keys()
 
 
 def moved_elsewhere(engine):
@@ -76,6 +76,7 @@ def work(folder, layout, out, ranks):
     pair = [engine_on(folder, layout), with_own_memory(engine_on(folder, layout))]
     found = {"together": [together(engine) for engine in pair]}
     found["metrics"] = [[engine.train_batch(batch, weighted_nll) for _ in range(3)] for engine in pair]
+    found["moved"] = [engine.moved() for engine in pair]
     found["weights"] = [weights_of(engine) for engine in pair]
     found["bytes"] = [counted(engine) for engine in pair]
     states = []
@@ -104,11 +105,11 @@ def left_alone(engine):
     handler.emit = lambda record: heard.append(record.getMessage())
     log = logging.getLogger("tandem.train")
     log.addHandler(handler)
-    piece = holder.flat_pieces()[0]
+    piece = holder.local_masters()[0]
     with torch.no_grad():
         piece[0] += 1
     before = piece.data_ptr()
-    shares = share(holder.zero, holder.stage, holder.rank, holder.flat_pieces())
+    shares = share(holder.zero, holder.stage, holder.rank, holder.local_masters())
     log.removeHandler(handler)
     return shares, heard, piece.data_ptr() == before
 
@@ -131,6 +132,11 @@ def test_steps_and_saved_files_are_to_the_bit_those_of_masters_with_their_own_me
             assert shared.keys() == own.keys() and all(torch.equal(shared[name], own[name]) for name in own), what
         shared, own = found["moments"]
         assert all(torch.equal(shared[name][what], own[name][what]) for name in own for what in ("exp_avg", "exp_avg_sq"))
+
+
+def test_it_is_known_how_far_a_step_moved_the_weights(runs):
+    (shared, own), (other_rank, _) = (found["moved"] for found in runs[2])
+    assert shared == own == other_rank and 0 < shared["actor/update_ratio"] < 0.1
 
 
 def test_masters_share_again_after_parameters_moved_and_the_next_step_is_the_same(runs):
@@ -162,4 +168,4 @@ def test_two_ranks_hold_what_the_stage_says_of_one_process(runs):
 def test_masters_that_differ_from_the_parameters_stay_and_one_line_says_so(runs):
     for found in runs[2]:
         shares, heard, stayed = found["left"]
-        assert not shares and stayed and len(heard) == 1 and "they have other numbers" in heard[0]
+        assert not shares and stayed and len(heard) == 1 and "masters and parameters have different values" in heard[0]

@@ -3,6 +3,8 @@
 import pytest
 
 from tests.fleet.fleets import (
+    CONFIG,
+    RULES,
     Unwell,
     engine,
     fleet_of,
@@ -22,10 +24,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def made(folders, tmp_path):
-    """``made(2, config)``: a fleet of so many servers, its journal, and the engines as they were made, by name."""
+    """``made(2, config, rules)``: a fleet of so many servers, its journal, and the engines as they were made, by name."""
     fleets = []
 
-    def make(count, config=None, **rest):
+    def make(count, config=CONFIG, rules=RULES, **rest):
         engines, journal = {}, tmp_path / "fleet.jsonl"
 
         def maker(name):
@@ -36,7 +38,7 @@ def made(folders, tmp_path):
             return start
 
         servers = [server(f"s{i}", maker(f"s{i}"), **rest) for i in range(count)]
-        fleet = fleet_of(servers, *([config] if config else []), journal=journal)
+        fleet = fleet_of(servers, config, rules, journal=journal)
         fleets.append(fleet)
         until(lambda: len(healthy(fleet)) == count)
         return fleet, journal, engines

@@ -12,23 +12,15 @@ from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
 from tandem.config.fleet import FleetConfig
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, folder_update
 from tandem.engines.inference.embedded import CAPABILITIES
-from tandem.engines.inference.fleet.members import ServerOrigin
+from tandem.engines.inference.fleet.members import Rules, ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 
 ROLLOUT = RolloutConfig(dtype="float32", engine=EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.02, threads=1))
-CONFIG = FleetConfig(
-    startup_timeout_s=120,
-    probe_every_s=0.3,
-    suspect_after_s=1.0,
-    stall_timeout_s=3.0,
-    request_timeout_s=60,
-    empty_timeout_s=60,
-    drain_timeout_s=30,
-)
+CONFIG = FleetConfig(startup_timeout_s=120, drain_timeout_s=30)
+RULES = Rules(probe_every_s=0.3, suspect_after_s=1.0, stall_timeout_s=3.0, request_timeout_s=60, empty_timeout_s=60)
 
 
 LONG = 100
@@ -44,9 +36,10 @@ def server(name, make, *, owned=True, holds=0):
     return ServerOrigin(name, make, owned=owned, holds=holds)
 
 
-def fleet_of(servers, config=CONFIG, *, journal=None, **rest):
+def fleet_of(servers, config=CONFIG, rules=RULES, *, journal=None, **rest):
     """A fleet whose engines may be of this process, which share no memory with anybody."""
-    return Fleet.start(servers, config, capabilities=CAPABILITIES, version=WeightVersion(0), journal=journal, **rest)
+    known = {"capabilities": CAPABILITIES, "version": WeightVersion(0)}
+    return Fleet.start(servers, config, rules=rules, journal=journal, **known, **rest)
 
 
 def ask(sample=0, *, tokens=12, prompt=(5, 17, 60), **rest):
@@ -202,6 +195,11 @@ class Unwell:
 def patient(**changes):
     """The configuration with other values."""
     return replace(CONFIG, **changes)
+
+
+def ruled(**changes):
+    """The limits with other values."""
+    return replace(RULES, **changes)
 
 
 def slowly(test):

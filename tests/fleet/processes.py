@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import psutil
 
 from tandem.config.fleet import FleetConfig
+from tandem.engines.inference.fleet.members import Rules
 from tests.fleet.fleets import engine, fleet_of, generate, healthy, rows, server, until
 from tests.zygote import gone
 
 DETECTED_S = 20.0
 """Time in which a fault must be noticed."""
 
-PATIENCE = FleetConfig(stall_timeout_s=8, max_restarts=100)
+PATIENCE, RULES = FleetConfig(max_restarts=100), Rules(stall_timeout_s=8)
 """Else as it comes."""
 
 
@@ -35,7 +36,7 @@ class Processes:
             return start
 
         self.names = {f"s{i}" for i in range(count)}
-        self.fleet = fleet_of([server(name, maker(name)) for name in sorted(self.names)], config, journal=journal)
+        self.fleet = fleet_of([server(name, maker(name)) for name in sorted(self.names)], config, RULES, journal=journal)
 
     def __enter__(self):
         return self

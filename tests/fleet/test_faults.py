@@ -28,7 +28,7 @@ from tests.fleet.fleets import (
     until,
     update,
 )
-from tests.fleet.processes import Processes, fault, reference
+from tests.fleet.processes import RULES, Processes, fault, reference
 from tests.tiny import tiny_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
@@ -147,10 +147,8 @@ def test_the_whole_fleet_gone_and_back(processes, fleet):
 def test_a_zombie_of_somebody_else_is_not_killed_and_its_late_answers_are_dropped(folders, tmp_path):
     ours, theirs = engine(folders[0], "decoupled"), engine(folders[0], "decoupled")
     journal = tmp_path / "fleet.jsonl"
-    config = FleetConfig(stall_timeout_s=8)
-    fleet = fleet_of(
-        [server("ours", lambda: ours, owned=False), server("theirs", lambda: theirs, owned=False)], config, journal=journal
-    )
+    servers = [server("ours", lambda: ours, owned=False), server("theirs", lambda: theirs, owned=False)]
+    fleet = fleet_of(servers, FleetConfig(), RULES, journal=journal)
     try:
         until(lambda: healthy(fleet) == {"ours", "theirs"})
         requests = [ask(i, tokens=LONG) for i in range(16)]

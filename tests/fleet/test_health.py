@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engines.inference.fleet.health import SERVING, Health, Rules, ServerState
+from tandem.engines.inference.fleet.members import SERVING, Health, Rules, ServerState
 
 RULES = Rules(suspect_after_s=4.0, stall_timeout_s=60.0)
 

@@ -10,14 +10,13 @@ import torch
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, folder_update
 from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tests.fleet.fleets import Asking, ask, generate, healthy, passed, publish, rows, running, same, until
-from tests.fleet.processes import PATIENCE, Processes, fault, reference
+from tests.fleet.processes import PATIENCE, RULES, Processes, fault, reference
 from tests.fleet.training import engines
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
@@ -185,6 +184,7 @@ def test_somebody_elses_server_without_room_for_an_update_is_held_back_until_it_
     fleet = Fleet.start(
         servers,
         PATIENCE,
+        rules=RULES,
         capabilities=frozenset({"disk"}),
         version=version,
         journal=tmp_path / "fleet.jsonl",

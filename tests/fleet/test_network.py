@@ -8,13 +8,13 @@ from tandem.api.weights import WeightVersion
 from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tests.fleet.fleets import ask, engine, generate, healthy, patient, rows, same, until
+from tests.fleet.fleets import CONFIG, ask, engine, generate, healthy, rows, ruled, same, until
 from tests.fleet.proxy import Proxy
 from tests.serve.served import ADMIN, Served, update_of
 from tests.tiny import tiny_model_folder
 
 RUN = "this-run"
-CONFIG = patient(suspect_after_s=1.5, stall_timeout_s=4, request_timeout_s=20, max_server_retries=5)
+LIMITS = ruled(suspect_after_s=1.5, stall_timeout_s=4, request_timeout_s=20, max_server_retries=5)
 DETECTED_S = 20.0
 
 
@@ -46,6 +46,7 @@ class Setting:
         self.fleet = Fleet.start(
             servers,
             CONFIG,
+            rules=LIMITS,
             capabilities=frozenset({"disk"}),
             version=WeightVersion(0, run=RUN),
             journal=journal,

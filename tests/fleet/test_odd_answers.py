@@ -1,6 +1,6 @@
 """What a server's client did not expect is the server's fault, never the prompt's."""
 
-from tandem.engines.inference.fleet.health import ServerState
+from tandem.engines.inference.fleet.members import ServerState
 from tests.fleet.fleets import Unwell, ask, engine, fleet_of, generate, healthy, rows, server, until
 from tests.tiny import tiny_model_folder
 

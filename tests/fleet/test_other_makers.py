@@ -10,14 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import RolloutConfig
+from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import ServerTerms, build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
 from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tandem.rollout.event_loop import BackgroundLoop
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
-from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
+from tests.fleet.fleets import RULES, generate, healthy, patient, publish, rows, ruled, until
 from tests.serve.served import request_of
 from tests.tiny import tiny_model_folder
 
@@ -35,12 +34,12 @@ def kind(request):
     return request.param
 
 
-def fleet_of(servers, folder, run_folder, gconfig=None, wait=True, **changes):
+def fleet_of(servers, folder, run_folder, gconfig=None, wait=True, rules=RULES):
     """A fleet that is attached to the servers of a list of (kind, stand-in), as a run makes it."""
-    config = patient(servers=tuple(f"{kind}={server.url}" for kind, server in servers), **changes)
+    config = patient(servers=tuple(f"{kind}={server.url}" for kind, server in servers))
     rollout = RolloutConfig(backend="attached", fleet=config)
     terms = ServerTerms(rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), run_folder)
-    fleet = build_fleet(replace(terms, gconfig=gconfig), ())
+    fleet = build_fleet(replace(terms, gconfig=gconfig), (), rules)
     until(lambda: not wait or len(healthy(fleet)) == len(servers), 60)
     return fleet
 
@@ -49,7 +48,7 @@ def fleet_of(servers, folder, run_folder, gconfig=None, wait=True, **changes):
 @pytest.mark.invariant
 def test_a_busy_server_is_never_suspected(kind, folders, tmp_path):
     with KINDS[kind](folders[0], token_s=0.1, slots=2) as server:
-        fleet = fleet_of([(kind, server)], folders[0], tmp_path, suspect_after_s=1.5, stall_timeout_s=2.0)
+        fleet = fleet_of([(kind, server)], folders[0], tmp_path, rules=ruled(suspect_after_s=1.5, stall_timeout_s=2.0))
         answers = generate(fleet, [request_of((5, 6, i), max_new_tokens=25) for i in range(3, 7)])  # twice 2.5 s
         fleet.close()
     assert all(len(answer.output_ids) == 25 for answer in answers)
@@ -78,7 +77,7 @@ def test_a_server_whose_checksums_cannot_be_compared_joins_with_weights_it_had(f
         publish(fleet, folders[0], 2)
         fleet.close()
     fenced = [row["why"] for row in rows(tmp_path / JOURNAL_NAME) if row["to"] == "fenced"]
-    assert "what they were before" in fenced[0], "with version 1 known, version 2 must change something"
+    assert "the same as before" in fenced[0], "with version 1 known, version 2 must change something"
 
 
 def test_a_server_that_cannot_sample_what_the_run_needs_does_not_join(folders, tmp_path):

@@ -21,6 +21,7 @@ from tests.fleet.fleets import (
     publish,
     reference,
     rows,
+    ruled,
     running,
     same,
     server,
@@ -98,10 +99,10 @@ def test_a_server_that_fails_requests_gets_no_more_until_it_makes_tokens_again(m
 
 
 def test_a_request_that_fails_everywhere_ends_with_what_each_server_said(made):
-    fleet, _, engines = made(3, patient(max_server_retries=1))
+    fleet, _, engines = made(3, rules=ruled(max_server_retries=1))
     for one in engines.values():
         one.fails = True
-    with pytest.raises(InfrastructureFailure, match=r"servers_failed.*failed 2 times.*max_server_retries=1.*503"):
+    with pytest.raises(InfrastructureFailure, match=r"servers_failed.*failed 2 times, at one server after another.*503"):
         generate(fleet, [ask()])
 
 
@@ -138,7 +139,7 @@ def test_the_late_answer_of_a_server_that_was_given_up_is_recognised_and_thrown_
 
 @slowly
 def test_a_request_that_takes_too_long_moves_and_is_cancelled_where_it_was(made):
-    fleet, _, engines = made(2, patient(request_timeout_s=0.5, stall_timeout_s=30, suspect_after_s=20))
+    fleet, _, engines = made(2, rules=ruled(request_timeout_s=0.5, stall_timeout_s=30, suspect_after_s=20))
     engines["s0"].holds = True
     answers = generate(fleet, [ask(i) for i in range(4)])
     assert len(answers) == 4

@@ -24,6 +24,7 @@ from tests.fleet.fleets import (
     publish,
     reference,
     rows,
+    ruled,
     running,
     same,
     server,
@@ -63,7 +64,7 @@ def test_a_server_that_leaves_ends_what_it_has(made, folders):
 
 @slowly
 def test_a_server_that_leaves_and_does_not_finish_loses_its_requests_to_others(made):
-    fleet, journal, engines = made(2, patient(drain_timeout_s=0.3, stall_timeout_s=30))
+    fleet, journal, engines = made(2, patient(drain_timeout_s=0.3), ruled(stall_timeout_s=30))
     engines["s0"].holds = True
     with Asking(fleet, [ask(i) for i in range(8)]) as asking:
         until(lambda: running(fleet, "s0") == 4)
@@ -115,10 +116,10 @@ def test_a_server_of_which_nobody_knows_the_weights_is_given_those_of_the_run(fo
 
 
 def test_an_empty_fleet_is_a_wait_and_then_an_error_that_says_who_is_where(made):
-    fleet, _, engines = made(1, patient(max_restarts=0, empty_timeout_s=0.5))
+    fleet, _, engines = made(1, patient(max_restarts=0), ruled(empty_timeout_s=0.5))
     engines["s0"].inner.close()
     began = time.monotonic()
-    with pytest.raises(EngineDied, match=r"no server was healthy for 0\.5 s .*empty_timeout_s"):
+    with pytest.raises(EngineDied, match=r"no server was healthy for 0\.5 s .*startup_timeout_s"):
         generate(fleet, [ask()])
     assert 0.4 < time.monotonic() - began < 60
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engines.inference.fleet.router import Router, work_of
+from tandem.engines.inference.fleet.members import Router, work_of
 
 NAMES = ("a", "b", "c", "d")
 EVENTS = st.lists(

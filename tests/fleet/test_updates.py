@@ -9,11 +9,11 @@ from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
-from tests.fleet.fleets import CONFIG, rows, until
+from tests.fleet.fleets import CONFIG, RULES, rows, until
 
 
 def test_nothing_is_waited_for_of_a_member_whose_engine_is_gone_or_another_by_now():
-    roster = Roster(CONFIG, WeightVersion(0), None)
+    roster = Roster(CONFIG, RULES, WeightVersion(0), None)
     gone, another = (roster.add(ServerOrigin(name, lambda: None, owned=True)) for name in ("gone", "another"))
     another.engine = object()
     starts = {gone: gone.health.incarnation, another: another.health.incarnation - 1}
@@ -53,6 +53,7 @@ def fleet_with(engine, journal):
     return Fleet.start(
         [ServerOrigin("one", lambda: engine, owned=False)],
         CONFIG,
+        rules=RULES,
         capabilities=frozenset({"disk"}),
         version=WeightVersion(0),
         journal=journal,

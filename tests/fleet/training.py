@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.fleet.fleets import until
 
 REWARDS = Path(__file__).parents[1] / "trainers" / "small_rewards.py"

@@ -1,7 +1,7 @@
 """Calls the stages of a step as soon as what they read is there: those of different models overlap by themselves.
 
 A step gets promises in place of batches and metrics. What makes a batch runs at once, in the step's own process; every other
-call returns at once, and waits in the pool of its role for the fields and states that it needs (`tandem.flow.order`).
+call returns at once, and waits in the pool of its role for the fields and states that it needs (`tandem.flow.draw`).
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.flow.conductor import LocalConductor
-from tandem.flow.order import CONTROLLER, Order, memory_of, pools_of
+from tandem.flow.draw import CONTROLLER, Order, memory_of, pools_of
 from tandem.flow.stages import Stage
 
 BOUNDS = "cu_seqlens"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.flow.balance import LITTLE, Balance
+from tandem.flow.conductor import LITTLE, Balance
 
 
 class World:

@@ -2,15 +2,13 @@
 
 import contextlib
 import gc
-import subprocess
-import sys
 import weakref
 
-from tandem.flow.session import collect_and_keep, keep_from_collector
+from tandem.flow.opening import collect_and_keep, keep_from_collector
 
 ALONE = """
 import contextlib, gc, weakref
-from tandem.flow.session import collect_and_keep, keep_from_collector
+from tandem.flow.opening import collect_and_keep, keep_from_collector
 
 class Model:
     def __init__(self):
@@ -27,12 +25,22 @@ with contextlib.ExitStack() as stack:
     collect_and_keep()
     assert gone() is None and gc.get_freeze_count() > 1000
 assert gc.get_freeze_count() == 0
+
+with contextlib.ExitStack() as outer:
+    keep_from_collector(outer)
+    with contextlib.ExitStack() as inner:
+        keep_from_collector(inner)
+    assert gc.get_freeze_count() > 1000, "a run inside of it has let nothing go"
+with contextlib.ExitStack() as stack:
+    keep_from_collector(stack)
+    assert gc.get_freeze_count() > 1000, "a run is not somebody else"
+assert gc.get_freeze_count() == 0
 """
 
 
-def test_a_run_keeps_what_is_loaded_from_the_collector_until_it_ends():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_a_run_keeps_what_is_loaded_from_the_collector_until_it_ends(tmp_path, zygote):
+    done = zygote.run(ALONE, log=tmp_path / "said")
+    assert done.returncode == 0, done.stdout
 
 
 class Model:

@@ -11,11 +11,9 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
-from tandem.flow.parts import open_rows
-from tandem.flow.process import Process
-from tandem.flow.session import open_session
-from tandem.flow.team import TeamEngine
+from tandem.engines.train.engine import SpreadEngine
+from tandem.flow.opening import open_rows, open_session
+from tandem.flow.process import Process, TeamEngine
 from tandem.models.tokenizer import load_tokenizer
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_config, tiny_model_folder
@@ -78,7 +76,7 @@ def awaited(out, ranks):
 def test_episodes_of_two_ranks_await_their_own_copy_of_a_model_and_all_is_as_on_one(tmp_path):
     folder = tiny_model_folder(tmp_path)
     torch.manual_seed(3)
-    judge = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
+    judge = SpreadEngine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
     judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
     judge.save(tmp_path / "judge")
     load_tokenizer(folder).save_pretrained(tmp_path / "judge")
@@ -105,7 +103,7 @@ def test_each_of_two_ranks_judges_its_share_and_all_is_as_on_one(tmp_path):
 def test_two_ranks_normalise_over_the_same_batch_as_one(tmp_path):
     folder = tiny_model_folder(tmp_path)
     torch.manual_seed(3)
-    judge = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
+    judge = SpreadEngine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
     judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
     judge.save(tmp_path / "judge")
     load_tokenizer(folder).save_pretrained(tmp_path / "judge")

@@ -14,11 +14,9 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
-from tandem.flow.parts import open_rows
-from tandem.flow.process import Process
-from tandem.flow.session import open_session
-from tandem.flow.team import TeamEngine, form_team
+from tandem.engines.train.engine import SpreadEngine
+from tandem.flow.opening import open_rows, open_session
+from tandem.flow.process import Process, TeamEngine, form_team
 from tandem.lifecycle.recovery import Progress, parts_of
 from tandem.models.tokenizer import load_tokenizer
 from tandem.state.tree import read_tree, write_tree
@@ -83,7 +81,7 @@ def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("teams")
     config = TrainEngineConfig(path=str(tiny_model_folder(out)), dtype="float32")
     torch.manual_seed(3)
-    judge = build_train_engine(config, 1, head="scalar")
+    judge = SpreadEngine(config, 1, head="scalar")
     judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
     judge.save(out / "judge")
     load_tokenizer(out / "tiny-llama-0").save_pretrained(out / "judge")

@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from tandem.config.arithmetic import generating_ranks, total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.evaluation import evaluate
-from tandem.flow.parts import open_rows
+from tandem.evaluation.validation import evaluate
+from tandem.flow.conductor import of_all_ranks
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import Process
-from tandem.flow.session import of_all_ranks, open_session
 from tests.engines_train.steps import distance
 from tests.flow.test_fewer_ranks import CHEAP, CLOCKS, one_step
 from tests.ranks import alone_and_on_two

@@ -9,8 +9,8 @@ import torch
 
 from tandem.api.batch import pack
 from tandem.api.failures import DataFailure, RewardFailure, UserCodeFailed
-from tandem.api.samples import Group, Sample, Trajectory
 from tandem.api.team import Team
+from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.conductor import Conductor
@@ -186,7 +186,7 @@ def test_what_is_read_is_the_last_trajectory_or_the_row_with_its_tools_and_the_r
     first, last = (said(text).trajectories[0] for text in ("one", "two"))
     read = reader.trajectory(replace(sample, trajectories=(first, last)))
     assert read["input_ids"] is last.input_ids and read["rollout_logprobs"] is last.rollout_logprobs
-    with pytest.raises(DataFailure, match="its row has none"):
+    with pytest.raises(DataFailure, match="nor its row has messages"):
         reader.conversation(sample, {})
 
 

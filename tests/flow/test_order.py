@@ -1,6 +1,6 @@
 """The graph of a step is right by its edges: which stage waits for which, and why."""
 
-from tandem.flow.order import edges, pools_of
+from tandem.flow.draw import edges, pools_of
 from tests.flow.test_plan import plan_of
 
 PPO = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=2")

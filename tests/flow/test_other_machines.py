@@ -12,14 +12,14 @@ from torch.distributed import TCPStore
 
 from tandem.cli.fleet import last_rows
 from tandem.config.arithmetic import generating_ranks, rollout_here
+from tandem.config.devices import Machines, machines
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.machines import Machines, machines
 from tandem.flow import process
-from tandem.flow.other_machines import OtherMachines
-from tandem.flow.session import of_all_ranks
-from tandem.lifecycle import summary
+from tandem.flow.conductor import of_all_ranks
+from tandem.flow.process import OtherMachines
+from tandem.trainers import start
 from tandem.view.runs import logs
 
 
@@ -73,7 +73,7 @@ def test_machines_with_unlike_numbers_of_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(process, "alike_machines", lambda here: False)
     place(monkeypatch, 0, world=1, here=1)
     one = "actor.backend=fsdp:d1"
-    with pytest.raises(ConfigError, match="start the same number on each machine"):
+    with pytest.raises(ConfigError, match="start the same number of ranks on each machine"):
         process.start_process(config_of("rollout.backend=tandem:d1", one))
 
 
@@ -90,9 +90,9 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path):
     folder = tmp_path / config.experiment_name / config.trial_name
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"id": "one"}')
-    summary.check_seen(config, "one")
+    start.check_seen(config, "one")
     with pytest.raises(ConfigError, match="does not see the run folder of rank 0"):
-        summary.check_seen(config, "another", patience_s=0.0)
+        start.check_seen(config, "another", patience_s=0.0)
 
 
 def test_counts_of_fleets_are_added_and_the_largest_spread_counts():
@@ -146,7 +146,7 @@ def test_a_connection_to_the_store_that_breaks_is_made_again():
 
 def test_a_silent_machine_is_told_of_then_ends_the_run_and_one_that_closed_does_not(caplog):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watching = OtherMachines(Machines(0, 3, 1), "127.0.0.1", store.port, 1.0, told_s=0.3, every_s=0.02)
+    watching = OtherMachines(Machines(0, 3, 1), "127.0.0.1", store.port, 1.0, logged_after_s=0.3, every_s=0.02)
     ending = OtherMachines(Machines(1, 3, 1), "127.0.0.1", store.port, None, every_s=0.02)
     ending.close()
     began = counted = time.monotonic()
@@ -159,8 +159,8 @@ def test_a_silent_machine_is_told_of_then_ends_the_run_and_one_that_closed_does_
         while not (words := watching.words()):
             time.sleep(0.02)
     assert 0.9 < time.monotonic() - counted < 10
-    assert words["cut_off"].startswith("machine 2 has not been heard of for 1 s: it is gone, or cut off (recover.cut_off")
+    assert words["cut_off"].startswith("machine 2 has been silent for 1 s: it is down, or its network is cut off (recover.")
     assert [record.message for record in caplog.records] == [
-        "machine 2 has not been heard of for 0 s: it is gone, or cut off"
+        "machine 2 has been silent for 0 s: it is down, or its network is cut off"
     ]
     watching.close()

@@ -11,13 +11,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.config.roles import CriticConfig
+from tandem.config.train_engine import CriticConfig
 from tandem.flow.conductor import LocalConductor
 from tandem.flow.draw import draw_plan, mermaid, text
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.plan import plan_run
 from tandem.flow.process import start_process
-from tandem.flow.session import open_session
 from tandem.planning.job import Lengths, job_of
 from tandem.trainers.loop import step
 from tandem.trainers.script import open_training
@@ -80,7 +79,10 @@ def test_a_shared_critic_learns_in_the_update_of_the_actor_and_has_none_of_its_o
 
 def test_each_stage_says_all_the_steps_at_which_it_runs():
     plan = plan_of("algorithm=ppo", "critic.warmup_steps=4", "evaluate.every_steps=9", "checkpoint.every_steps=5")
-    assert plan.stage("update").when == "the actor rests in the first 4 steps" and plan.stage("update values").when == ""
+    assert (
+        plan.stage("update").when == "the actor is not trained in the first 4 steps"
+        and plan.stage("update values").when == ""
+    )
     assert plan.stage("evaluate").when == "before step 1, every 9 steps, at the end"
     assert plan.stage("save").when == "every 5 steps, at the end"
     assert plan_of("checkpoint.every_steps=5", "checkpoint.at_end=false").stage("save").when == "every 5 steps"

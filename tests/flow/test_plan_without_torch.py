@@ -8,9 +8,9 @@ ROOT = Path(__file__).parents[2]
 BELOW = """
 import contextlib, io, sys
 from pathlib import Path
-from tandem.config.presets import PRESETS
+from tandem.config.algorithm import PRESETS
 from tandem.cli.main import main
-from tandem.config.commands import KINDS
+from tandem.config.load import KINDS
 
 heavy = {"torch", "transformers", "tensordict", "numpy", "matplotlib"}
 

@@ -13,7 +13,7 @@ from tandem.config.load import load_config, to_yaml
 from tandem.config.services import SERVICES, Service, register
 from tandem.config.terms import read_terms
 from tandem.flow.services import check_names, make_workflow
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.trainers.conftest import model, overrides  # noqa: F401  the fixtures of a tiny run
 
 SOURCE = '''
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tandem import ChatWorkflow, LLMRequest, RewardFn, RewardResult
 from tandem.api.environment import Environment, StepResult
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.rollout.workflows import RLVRWorkflow
 
 NOTES = Path(__file__).with_name("notes")

@@ -9,12 +9,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, SleepState, StageNeeds, moved_bytes
-from tandem.flow.state_parts import Where, describe_sleep, sleep_plan
+from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, SleepState, StageNeeds, describe_sleep, moved_bytes, sleep_plan
+from tandem.models.hardware import Hardware
 from tandem.models.shape import Shape
 from tests.tiny import tiny_model_folder
 
-CPU = Where(True, lambda name: "float32", True)
+CPU = Hardware(kind="cpu", fast_bfloat16=False)
 SHAPE = Shape("llama", layers=2, hidden=10, intermediate=30, heads=2, kv_heads=1, head_dim=5, vocab=100, context=64)
 
 

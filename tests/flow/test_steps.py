@@ -10,18 +10,18 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 
 from tandem.api.batch import pack
 from tandem.api.failures import DataFailure
-from tandem.api.samples import Sample, Trajectory
+from tandem.api.workflow import Sample, Trajectory
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.residents import open_reader
 from tandem.flow.scoring import last_tokens, step_spans
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.model import ModelReward, aggregated
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.tiny import CHATML, SPECIAL_TOKENS, tiny_config, tiny_model_folder, tiny_tokenizer
 
 QUESTION = [{"role": "user", "content": "3 + 4?"}]
@@ -119,7 +119,7 @@ def judges(tmp_path_factory):
 def test_a_classifier_of_tokens_gives_what_transformers_gives_at_each_marker(judges):
     reward = ModelReward(str(judges / "tokens"), steps="\n\n", marker="<step>", aggregate="none")
     config = TrainEngineConfig(path=str(judges / "tokens"), dtype="float32")
-    engine = build_train_engine(config, 1, head="scalar", trained=False)
+    engine = SpreadEngine(config, 1, head="scalar", trained=False)
     policy = load_tokenizer(judges / "tiny-llama-0")
     reader = open_reader(str(judges / "tokens"), policy)
     text = "three trees\n\nso the answer\n\n7"
@@ -140,8 +140,8 @@ def test_a_classifier_of_tokens_gives_what_transformers_gives_at_each_marker(jud
 def test_a_classifier_of_tokens_cannot_write_or_be_trained_on(judges):
     with pytest.raises(ConfigError, match="scores texts and cannot write any"):
         load_causal_lm(judges / "tokens")
-    with pytest.raises(ConfigError, match="cannot be trained on here"):
-        build_train_engine(TrainEngineConfig(path=str(judges / "tokens")), 1, head="scalar")
+    with pytest.raises(ConfigError, match="is a token classifier: it can judge steps, but cannot be trained here"):
+        SpreadEngine(TrainEngineConfig(path=str(judges / "tokens")), 1, head="scalar")
 
 
 def run(tmp_path, judges, *keys):
@@ -171,7 +171,7 @@ def test_a_run_learns_from_the_worst_step(tmp_path, judges):
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ("steps='e', aggregate=none", "algorithm.advantage=grpo judges whole samples"),
+        ("steps='e', aggregate=none", "algorithm.advantage=grpo uses one reward per sample"),
         ("marker='x'", "marker is not used without steps"),
         ("aggregate=last", "aggregate is not used without steps"),
         ("steps=''", "must not be empty"),

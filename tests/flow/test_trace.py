@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.api.stage import Declaration
+from tandem.api.batch import Declaration
 from tandem.flow.stages import Handle, Role, TraceError, trace
 from tandem.flow.step import learn_from_rewards
 from tests.flow.test_plan import plan_of
@@ -62,14 +62,16 @@ def test_a_step_that_asks_for_a_value_or_comes_too_early_is_refused_by_its_trace
 def test_what_is_no_stage_of_a_role_is_named_with_those_that_are():
     handle = Handle(Role("actor", {"ppo_update": Declaration("ppo_update")}, constants={"needs_proximal": True}), None)
     assert handle.needs_proximal is True
-    with pytest.raises(AttributeError, match="a step can ask of actor: needs_proximal, ppo_update; 'version' is none"):
+    with pytest.raises(
+        AttributeError, match="actor has no 'version' that a step can use; it has needs_proximal, ppo_update"
+    ):
         handle.version  # noqa: B018
 
 
 def test_the_update_is_in_the_graph_although_the_actor_rests_at_first():
     stages = list(trace(learn_from_rewards, roles_of(*CRITIC)))
     assert named(stages)[-4:] == ["update", "update values", "refresh", "publish"]
-    assert stages[-4].when == "the actor rests in the first 4 steps"
+    assert stages[-4].when == "the actor is not trained in the first 4 steps"
 
 
 def test_weights_are_published_after_the_update_that_made_them():

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.requests import NoiseKey
 from tandem.api.weights import WeightVersion
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.sequences import Slots
+from tandem.models.hardware import Download
 from tandem.models.tokenizer import load_tokenizer
-from tandem.models.upload import Download
 from tests.tiny import tiny_model
 
 CONTEXT = 65536
@@ -46,7 +45,7 @@ class ForcedSlots(Slots):
         logits.fill_(float("-inf")).scatter_(1, forced[:, None], 0.0)
         super().draw(batch._replace(rows=replace(rows, uniform_temperature=True)), logits, version)
         drawn = self.unread.pop()
-        self.unread.append(replace(drawn, found=(drawn.found[0], Download(logprobs))))
+        self.unread.append(replace(drawn, downloads=(drawn.downloads[0], Download(logprobs))))
 
 
 class Witness:

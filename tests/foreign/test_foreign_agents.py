@@ -10,7 +10,7 @@ import pytest
 
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recorder import SessionRecorder
 from tests.docs.test_tools_page import AGENTS, snippet
 from tests.foreign.forced import GCONFIG, forced_engine, long_model_folder, rescored
 from tests.foreign.peers import PEERS, Peer, adding

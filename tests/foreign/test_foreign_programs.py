@@ -8,7 +8,7 @@ import pytest
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rollout.program import ProgramWorkflow
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recorder import SessionRecorder
 from tandem.sandbox.choose import choose_sandbox
 from tests.foreign.peers import NODE, PYTHON
 from tests.rollout.scripted import GCONFIG, ScriptedEngine

@@ -15,7 +15,7 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.tool_calls import CallReader
-from tandem.rollout.recording.forest import Forest
+from tandem.rollout.forest import Forest
 from tests.foreign.peers import ENVS, SCRIPTS
 from tests.protocol.templates import TEMPLATES
 from tests.protocol.test_tool_calls import read, tool_and_call, written

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.foreign.peers import ENVS, SCRIPTS
 from tests.serve.served import Served
 from tests.tiny import tiny_model_folder

@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.engines.inference.remote.keeping import ServerPlace, take_over
+from tandem.engines.inference.remote.launch import ServerPlace, take_over
 from tandem.launch import local
 from tandem.launch.local import run_ranks
 from tests.zygote import gone
 
 RANK = """
 import os, pathlib, signal, sys, time
-from tandem.engines.inference.remote.keeping import Keeping, keep, take_over
-from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.engines.inference.remote.launch import Keeping, keep, take_over
+from tandem.workers.process import Child
 from tandem.launch.rank import follow_launcher, kept_servers, restarts
 
 here, again, settings = pathlib.Path({folder!r}), restarts(), "same"
@@ -31,7 +31,7 @@ def server():
     found = take_over(place, settings, lambda facts, process: process)
     if found is None:
         words = [sys.executable, "-c", "import time; time.sleep(600)"]
-        found = ServerProcess.start(words, log_file=here / "log", grace_s=0.3, keep=(place.pipe, place.file))
+        found = Child.start(words, log_file=here / "log", grace_s=0.3, keep=(place.pipe, place.file))
         (here / f"starting-{{again}}").write_text(str(found.pid))
         before_it_is_kept()
         keep(place, found, settings, {{}})
@@ -52,7 +52,7 @@ follow_launcher()
 
 LAUNCHER = """
 import sys
-from tandem.engines.inference.remote.keeping import ServerPlace, take_over
+from tandem.engines.inference.remote.launch import ServerPlace, take_over
 from tandem.launch import local
 patience = local.Patience(restart_s=float(sys.argv[1]))
 sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1, patience=patience))
@@ -188,8 +188,8 @@ if not again: die()
 
 def test_one_that_hangs_does_not_hold_the_ranks_up(said, tmp_path, capfd):
     lines = """
-from tandem.engines.inference.remote import keeping
-keeping.TAKE_OVER_S = 0.5
+from tandem.engines.inference.remote import launch
+launch.TAKE_OVER_S = 0.5
 
 
 def take_over(place, settings, attach, original=take_over):
@@ -202,7 +202,7 @@ if not again: die()
     began = time.monotonic()
     assert ranks(tmp_path, lines) == 0
     assert time.monotonic() - began < 60 and said("server-0") != said("server-1")
-    assert "it has not let itself be taken over within 0.5 s" in capfd.readouterr().err
+    assert "it could not be taken over within 0.5 s" in capfd.readouterr().err
 
 
 def test_one_whose_word_cannot_be_written_is_not_kept(said, tmp_path, capfd):
@@ -297,7 +297,7 @@ def test_a_record_that_is_none_is_named_and_a_server_started_anew(tmp_path, capl
     (folder / "tiny-0.json").write_text(words)
 
     assert take_over(ServerPlace("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
-    assert "tiny-0 is started anew: what was written of it cannot be read" in caplog.text
+    assert "tiny-0 is started anew: the file of the kept server cannot be read" in caplog.text
 
 
 def test_a_record_in_a_folder_that_others_can_write_to_is_not_believed(tmp_path, caplog):

@@ -23,7 +23,7 @@ def test_the_batch_script_has_the_shape_of_the_job_and_no_secret(tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["slurm", *WORDS, "--nodes", "3"], "--nodes 3 cannot share 4 ranks"),
+        (["slurm", *WORDS, "--nodes", "3"], "--nodes 3: 4 ranks"),
         (["local", *WORDS, "--nodes", "2"], "--nodes is an option of tandem launch slurm, not of local"),
         (["slurm", *WORDS, "--array", "seed=1", "--array", "seed=2"], "the same run"),
         (["local", *WORDS, "--machines", "2"], "several machines need all of"),

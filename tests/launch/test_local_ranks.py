@@ -67,7 +67,8 @@ os._exit(4)
 """
     assert ranks(code, 1) == 4
     said = (
-        "rank 0 of 1 ended with exit status 4 and raised no error, last heard of in phase 'generate' of step 3, and all with"
+        "rank 0 of 1 ended with exit status 4 and raised no error, last heard of in phase 'generate' of step 3, "
+        "and all other ranks with"
     )
     assert said in capfd.readouterr().err
 

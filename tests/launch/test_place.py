@@ -40,7 +40,7 @@ def test_a_task_of_slurm_knows_its_place_without_scontrol(monkeypatch):
     monkeypatch.setenv("PATH", "")
     place = slurm_place(STEP | {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"})
     assert place == Place(4, 1, 5, 0, 1, "127.0.0.1", 4711)
-    assert place_of(place.told()) == place
+    assert place_of(place.variables()) == place
     assert place_of({}) is None
 
 

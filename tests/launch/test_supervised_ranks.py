@@ -7,7 +7,8 @@ import time
 import pytest
 
 from tandem.launch import rank
-from tandem.launch.local import LEFT_S, RENDEZVOUS, Patience, run_ranks
+from tandem.launch.local import Patience, run_ranks
+from tandem.launch.place import RENDEZVOUS
 from tests.zygote import gone
 
 TRIES = """
@@ -27,7 +28,7 @@ said |= {{"step": 3, "count": 2}}
 def ranks(tmp_path):
     """Runs lines on two ranks; what was recorded is kept in ``ranks.records``."""
 
-    def run(lines: str, count: int = 2, left_s: float = LEFT_S, **options) -> int:
+    def run(lines: str, count: int = 2, left_s: float = Patience.left_s, **options) -> int:
         code = TRIES.format(folder=str(tmp_path)) + lines
         record = lambda ended, restart: run.records.append((ended, restart))  # noqa: E731
         patience = Patience(fail_s=0.5, left_s=left_s, restart_s=0.0, silent_s=2.0, wedged_s=3.0)
@@ -58,7 +59,7 @@ def test_ranks_that_wait_for_one_that_stands_still_are_ended_with_what_it_was_at
     lines = "def never_comes():\n    time.sleep(600)\nif rank == '1': never_comes()\ntime.sleep(600)"
     assert ranks(lines) == 1
     ((ended, _),) = ranks.records
-    assert ended.rank == 1 and "rank 1 stands still (step 3, train" in ended.cause
+    assert ended.rank == 1 and "rank 1 makes no progress (step 3, train" in ended.cause
     assert "in never_comes" in ended.stacks.partition("--- rank 1")[2]
     assert all(gone(pid) for pid in pids(tmp_path))
 

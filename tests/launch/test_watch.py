@@ -4,7 +4,7 @@ import pytest
 
 from tandem.api.activity import OTHER_RANKS
 from tandem.launch import watch as rules
-from tandem.launch.watch import GAPS, SILENT_S, START_S, WEDGED_S, Fault, Told, Used, Watch
+from tandem.launch.watch import GAPS, SILENT_S, START_S, WEDGED_S, Fault, RankReport, Used, Watch
 
 WAITS = {"waits": OTHER_RANKS}
 
@@ -16,7 +16,7 @@ class Group:
         self.watch, self.now = Watch(ranks, stalled_after_s), 0.0
         self.used, self.below = [0.0] * ranks, [0.0] * ranks
         for rank in range(ranks) if first_step else ():
-            self.watch.hear(rank, Told(0, "train", first_step), Used())
+            self.watch.hear(rank, RankReport(0, "train", first_step), Used())
 
     def run(self, seconds: float, *ranks: dict | None, busy: tuple[int, ...] = (), held: bool = True, children=(), disk=()):
         """Each rank says the same for so long; None says nothing. ``busy``: who uses the processor; ``children``: whose
@@ -28,7 +28,7 @@ class Group:
                 self.below[rank] += 0.5 * (rank in children)
                 if said is not None:
                     used = Used(self.used[rank], 0, self.below[rank], rank in disk)
-                    self.watch.hear(rank, Told(**{"count": 1, "phase": "train", "step": 2} | said), used)
+                    self.watch.hear(rank, RankReport(**{"count": 1, "phase": "train", "step": 2} | said), used)
             fault = self.watch.look(self.now, lambda rank, seconds: held)
             if fault is not None:
                 return fault
@@ -65,7 +65,7 @@ def test_a_rank_that_stands_still_in_training_while_the_others_wait_is_found(fir
 def test_ranks_that_all_wait_for_each_other_are_found_in_any_phase():
     group = Group()
     fault = group.run(60, WAITS | {"phase": "save"}, WAITS | {"phase": "generate"})
-    assert fault.kind == "wedged" and "none of them gets on" in fault.text and group.now <= WEDGED_S + 1
+    assert fault.kind == "wedged" and "none of them makes progress" in fault.text and group.now <= WEDGED_S + 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_only_takes_long_is_not_ended_before_the_limit_of_a_phase(main, oth
     fault = group.run(3, main, other, busy=busy)
     assert (fault.kind, fault.rank) == ("stalled", 0)
     assert f"in phase {main.get('phase', 'train')!r}" in fault.text
-    assert main.get("waits", "one piece of work") in fault.text
+    assert main.get("waits", "its present piece of work") in fault.text
 
 
 def test_where_waiting_uses_the_processor_the_place_in_the_code_counts():
@@ -146,7 +146,10 @@ def test_a_rank_that_never_says_a_word_is_found():
     group = Group(stalled_after_s=20, first_step=0)
     assert group.run(START_S - 1, {"phase": "start", "step": 0}, None, held=False) is None
     fault = group.run(5, {"phase": "start", "step": 0}, None, held=False)
-    assert (fault.kind, fault.rank) == ("stalled", 1) and "rank 1 of 2 has said nothing since it was started" in fault.text
+    assert (fault.kind, fault.rank) == (
+        "stalled",
+        1,
+    ) and "rank 1 of 2 has reported nothing since it was started" in fault.text
 
 
 def test_a_machine_that_a_rank_says_is_cut_off_ends_its_group():

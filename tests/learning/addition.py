@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
+from tandem.config.algorithm import PRESETS
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.presets import PRESETS
-from tandem.evaluation import evaluate
+from tandem.evaluation.validation import evaluate
 from tandem.flow.conductor import Conductor
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import start_process
 from tandem.flow.services import check_names
-from tandem.flow.session import open_session
 from tandem.flow.stages import Stage
 from tandem.roles.samples import with_fields
 from tandem.trainers.loop import step

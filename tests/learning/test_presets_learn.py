@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.presets import PRESETS
+from tandem.config.algorithm import PRESETS
 from tests.learning.addition import learn
 
 pytestmark = pytest.mark.slow

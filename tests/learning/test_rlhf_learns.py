@@ -10,7 +10,7 @@ from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import RewardModelConfig
-from tandem.trainers import reward, rl
+from tandem.trainers import loop, recipes
 from tests.tiny import tiny_model_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -61,12 +61,12 @@ def learn(model: Path, name: str, pairs: list[dict[str, str]]) -> list[dict[str,
     DATA["write"](Path(f"{name}/test.jsonl"), pairs[-64:])
     keys = [*SMALL, f"actor.path={model}", f"train_dataset.path={name}", f"trial_name=judge_{name}", "batch_size=32"]
     keys += ["total_train_steps=100", "evaluate.every_steps=null", "evaluate.max_rows=128"]
-    judge = reward.train(load_config(RewardModelConfig, EXAMPLES / "rlhf_reward.yaml", keys)).checkpoint
+    judge = recipes.train(load_config(RewardModelConfig, EXAMPLES / "rlhf_reward.yaml", keys)).checkpoint
     keys = [*SMALL, f"actor.path={model}", f"critic.path={judge}", f"trial_name=ppo_{name}", "train_dataset.path=data"]
     keys += [f"reward=model(path={judge}) + 0*rule.py:letters", "critic.optimizer.lr=0.003", "total_train_steps=16"]
     keys += ["gconfig.n_samples=4", "gconfig.max_new_tokens=8", "rollout.batch_size=32", "rollout.dtype=float32"]
     keys += ["rollout.engine.kv_cache_gib=0.05", "evaluate.every_steps=16", "evaluate.max_rows=64"]
     keys += ["algorithm.kl.coefficient=0.05"]  # 16 steps are few for a tiny model that is held close to what it was
-    trained = rl.train(load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml", keys))
+    trained = loop.train(load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml", keys))
     lines = map(json.loads, (trained.folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "eval/accuracy" in line]

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
+from tandem.config.train_engine import parse_layout
 from tandem.flow.process import Process
-from tandem.lifecycle.summary import Summary
 from tandem.models.packed import PackedModel
-from tandem.state.manifest import verify
-from tandem.trainers import preference, reward, rl, sft
+from tandem.state.checkpoint import verify
+from tandem.trainers import loop, recipes
+from tandem.trainers.loop import Summary
 from tests.matrix.pairing import pairwise
 
 HERE = Path(__file__).parent
@@ -45,9 +45,9 @@ class Cell(NamedTuple):
 
 
 ROWS: dict[str, tuple[type[BaseConfig], Any, str]] = {
-    "dpo": (PreferenceConfig, preference, "addition_pairs"),
-    "sft": (SFTConfig, sft, "addition"),
-    "reward": (RewardModelConfig, reward, "addition_pairs"),
+    "dpo": (PreferenceConfig, recipes, "addition_pairs"),
+    "sft": (SFTConfig, recipes, "addition"),
+    "reward": (RewardModelConfig, recipes, "addition_pairs"),
 }
 """What learns from rows: configuration, trainer and data."""
 
@@ -129,7 +129,7 @@ def overrides(cell: Cell, model: Path) -> list[str]:
 
 def try_cell(cell: Cell, model: Path, process: Process) -> str:
     """`RAN`, or why it is refused. Anything but a refusal raises; so does a run that learns nothing."""
-    kind, trainer, _ = ROWS.get(cell.preset, (TrainConfig, rl, ""))
+    kind, trainer, _ = ROWS.get(cell.preset, (TrainConfig, loop, ""))
     if cell.option == "compile":
         torch._dynamo.reset()  # or programs of the cells before it would do
         torch._dynamo.utils.counters.clear()
@@ -178,7 +178,7 @@ def assert_learnt(cell: Cell, summary: Summary, model: Path) -> None:
     assert (summary.checkpoint / "adapter/adapter_model.safetensors").exists() == (cell.option == "lora"), cell
     if cell.option == "saves":
         checkpoints = [summary.checkpoint.with_name(f"step_{step}") for step in (1, 2)]
-        assert [verify(path, step, None).step for step, path in enumerate(checkpoints, 1)] == [1, 2], cell
+        assert [verify(path).step for path in checkpoints] == [1, 2], cell
         said = (summary.folder / "log.txt").read_text()
         assert "training waits for each save" not in said, (cell, said)
 

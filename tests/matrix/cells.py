@@ -5,15 +5,14 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tandem.config.algorithm import PRESETS
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.presets import PRESETS
 from tandem.flow.conductor import Conductor
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
-from tandem.flow.session import open_session
 from tandem.flow.stages import Stage
 from tandem.planning.job import Lengths, job_of
 from tandem.trainers.loop import step

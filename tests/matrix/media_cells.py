@@ -19,30 +19,30 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.flow.process import Process
-from tandem.models.streaming import tensors_of
+from tandem.models.load import tensors_of
 from tandem.models.tokenizer import load_tokenizer
-from tandem.trainers import distill, preference, reward, rl, sft
+from tandem.trainers import distill, loop, recipes
 from tests.scalar_judge import save_judge
 from tests.tiny_media import FAMILIES, tiny_media_model
 
 HERE = Path(__file__).parent
 RAN = "runs"
 LEARNS: dict[str, tuple[type[BaseConfig], Any, str, list[str]]] = {
-    "`train`: GRPO": (TrainConfig, rl, "prompts", ["algorithm=grpo"]),
-    "… asynchronous": (TrainConfig, rl, "prompts", ["algorithm=grpo", "async_training=true"]),
-    "… tower frozen": (TrainConfig, rl, "prompts", ["algorithm=grpo", "actor.freeze=[TOWER]"]),
+    "`train`: GRPO": (TrainConfig, loop, "prompts", ["algorithm=grpo"]),
+    "… asynchronous": (TrainConfig, loop, "prompts", ["algorithm=grpo", "async_training=true"]),
+    "… tower frozen": (TrainConfig, loop, "prompts", ["algorithm=grpo", "actor.freeze=[TOWER]"]),
     "… adapters, also in the tower": (
         TrainConfig,
-        rl,
+        loop,
         "prompts",
         ["algorithm=grpo", "actor.lora.rank=4", "actor.lora.towers=[TOWER]"],
     ),
-    "… a reward model that sees or hears": (TrainConfig, rl, "prompts", ["algorithm=grpo", "reward=model(path=JUDGE)"]),
-    "PPO, a critic of its own": (TrainConfig, rl, "prompts", ["algorithm=ppo"]),
-    "PPO, the critic on the actor": (TrainConfig, rl, "prompts", ["algorithm=ppo", "critic.shared=true"]),
-    "`sft`": (SFTConfig, sft, "replies", []),
-    "`preference`: DPO": (PreferenceConfig, preference, "pairs", []),
-    "`reward`": (RewardModelConfig, reward, "pairs", []),
+    "… a reward model that sees or hears": (TrainConfig, loop, "prompts", ["algorithm=grpo", "reward=model(path=JUDGE)"]),
+    "PPO, a critic of its own": (TrainConfig, loop, "prompts", ["algorithm=ppo"]),
+    "PPO, the critic on the actor": (TrainConfig, loop, "prompts", ["algorithm=ppo", "critic.shared=true"]),
+    "`sft`": (SFTConfig, recipes, "replies", []),
+    "`preference`: DPO": (PreferenceConfig, recipes, "pairs", []),
+    "`reward`": (RewardModelConfig, recipes, "pairs", []),
     "`distill`": (DistillConfig, distill, "prompts", ["teacher.path=TEACHER"]),
     "`eval`": (TrainConfig, None, "prompts", []),
 }

@@ -10,9 +10,8 @@ from PIL import Image, ImageCms
 from tandem.api.failures import DataFailure
 from tandem.api.media import Medium
 from tandem.media import store as media_store
-from tandem.media.images import read_image
+from tandem.media.decoding import read_image, read_sound
 from tandem.media.parts import Source, read_media
-from tandem.media.sounds import read_sound
 from tandem.media.store import MediaMissing, is_whole, keep
 from tests.media.files import PIXELS, TONE, recorded, saved, wav
 
@@ -194,7 +193,7 @@ def test_a_file_that_was_changed_is_not_taken_for_the_medium(store):
     (other / file.name).write_bytes(saved(PIXELS[::-1]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_MEDIA", str(other))
-        with pytest.raises(MediaMissing, match="was changed since it was kept"):
+        with pytest.raises(MediaMissing, match="was changed after it was written"):
             media_store.image(number)
         (other / file.name).write_bytes(b"half")
         with pytest.raises(MediaMissing, match="cannot be read"):

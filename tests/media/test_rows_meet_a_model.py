@@ -8,14 +8,13 @@ import pytest
 
 from tandem.api.failures import DataFailure
 from tandem.config.data import DatasetConfig
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.data.dataset import load_dataset
 from tandem.data.encoding import ChatEncoder, sequence
 from tandem.data.examples import conversations
 from tandem.data.loader import Loader
 from tandem.media.parts import Source
-from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import load_tokenizer
+from tandem.models.tokenizer import check_template_options, load_tokenizer
 from tandem.rollout.chat import chat_of
 from tandem.trainers.supervised import BatchMaker
 from tests.media.files import PIXELS, saved

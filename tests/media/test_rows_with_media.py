@@ -18,7 +18,7 @@ from tandem.data.examples import conversations, judged, pairs
 from tandem.data.rows import normalise
 from tandem.media.parts import Source, read_media
 from tandem.media.store import keep
-from tandem.models.template_options import check_messages
+from tandem.models.tokenizer import check_messages
 from tests.media.files import PIXELS, TONE, png, recorded, saved
 
 RED, BLUE = np.zeros((8, 8, 3), np.uint8), np.zeros((8, 8, 3), np.uint8)
@@ -182,7 +182,10 @@ def test_bad_rows_are_left_out_counted_and_named_before_the_start(folder, caplog
     assert len(dataset.rows) == 2 and [row["tandem.where"][-2:] for row in dataset.rows] == [":1", ":7"]
     (reading,) = dataset.readings
     assert reading.left_out == dict.fromkeys(BAD, 1) | {"media_missing": 2}
-    assert "image (shown to the model)" in reading.told() and "rows left out: 2 media_missing, 1 media_un" in reading.told()
+    assert (
+        "image (shown to the model)" in reading.describe()
+        and "rows left out: 2 media_missing, 1 media_un" in reading.describe()
+    )
     assert (
         "2 of 8 rows left out, media_missing; the first: " in caplog.text
         and "train.jsonl:2: there is no file" in caplog.text
@@ -195,7 +198,7 @@ def test_rows_of_which_none_can_be_used_are_refused_with_what_to_do(folder):
         load(folder, rows)
     (row,) = load(folder, rows, media=False).rows
     assert row["messages"] == [{"role": "user", "content": "?"}] and row["image"] == rows[0]["image"]
-    with pytest.raises(ConfigError, match="the row has a video, and no model takes one yet"):
+    with pytest.raises(ConfigError, match="the row has a video, which no model supports yet"):
         load(folder, [{"videos": ["x.mp4"], "question": "?", **QUESTION}])
 
 
@@ -205,8 +208,9 @@ def test_more_folders_and_other_names_of_columns_can_be_given(folder):
     more = {"columns": {"image": "picture"}}
     (row,) = load(folder, rows, media_folders=(str(folder.parent / "elsewhere"),), **more).rows
     assert shown(row["messages"]) == [("user", ["RED", "?"])]
-    with pytest.raises(ConfigError, match=r"there is no file 'red\.png' in"):
-        load(folder, rows, **more)
+    for others in ((), ("~nobody-has-this-home/x",)):
+        with pytest.raises(ConfigError, match=r"there is no file 'red\.png' in"):
+            load(folder, rows, media_folders=others, **more)
 
 
 def test_no_pixel_is_decoded_before_a_row_is_read_and_then_once(folder, store):
@@ -248,7 +252,7 @@ def test_a_model_that_does_not_read_the_rows_media_is_refused_with_what_to_do(fo
     ).rows
     check_messages(Tokenizer(Reader()), [image])
     with pytest.raises(
-        ConfigError, match=r"train.jsonl:1: the row has media of the kind 'image', and the model reads text al"
+        ConfigError, match=r"train.jsonl:1: the row has media of the kind 'image', and the model reads only text"
     ):
         check_messages(Tokenizer(), [image])
     with pytest.raises(ConfigError, match=r"train.jsonl:2: .* 'audio', and the model reads text and image: .*media=false"):

@@ -8,10 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from tandem.models import cpu_attention
-from tandem.models.attention import Packing, packed_attention, visible_keys
+from tandem.models.attention import Packing, PromptCompletions, packed_attention, visible_keys
 from tandem.models.cpu_attention import QueryRange, QueryRanges, attend
 from tandem.models.packed import PackedCausalLM, keeping_products
-from tandem.models.prefixes import PromptCompletions
 from tests.models.test_packed import random_pack
 from tests.tiny import tiny_model
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MixtralConfig, Qwen3MoeConfig
 
-from tandem.api.lock import make_once
+from tandem.api.shared_files import make_once
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_inference_engine

@@ -22,10 +22,10 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.data.dataset import load_dataset
 from tandem.data.encoding import ChatEncoder
 from tandem.engines.inference.build import build_inference_engine
-from tandem.models.adapter_folder import MergedWeights
 from tandem.models.catalog import resolve
-from tandem.models.load import load_causal_lm, load_scalar_model
-from tandem.models.streaming import open_unfilled
+from tandem.models.foreign import read_hf_config
+from tandem.models.load import load_causal_lm, load_scalar_model, open_unfilled
+from tandem.models.lora import MergedWeights
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.state.existing import existing_run
 from tandem.state.resuming import may_go_on
@@ -165,8 +165,8 @@ HARMLESS = None
 
 HOSTILE = {
     # config.json
-    "code for a type of model of its own": (own_type("evil.Config"), "it brings code of its own"),
-    "code from a repository elsewhere": (own_type("somebody/evil--evil.Config"), "it brings code of its own"),
+    "code for a type of model of its own": (own_type("evil.Config"), "it needs code from its folder"),
+    "code from a repository elsewhere": (own_type("somebody/evil--evil.Config"), "it needs code from its folder"),
     "code beside a type that is known": (
         config(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}),
         HARMLESS,
@@ -205,7 +205,7 @@ HOSTILE = {
     "a tokenizer with code": (tokenizer_config(**AUTO_TOKENIZER), "the tokenizer in"),
     "a tokenizer with code, and a model": (
         several(own_type("evil.Config"), tokenizer_config(**AUTO_TOKENIZER)),
-        "brings code of its own",
+        "needs code from its folder",
     ),
     "a tokenizer that is a pickle": (text("tokenizer.json", PICKLE), "the tokenizer in"),
     "a tokenizer of brackets": (text("tokenizer.json", DEEP), "the tokenizer in"),
@@ -341,7 +341,7 @@ def adapter(folder: Path, about: dict[str, str] | None = None, **settings) -> Pa
         ({"r": 0}, None, r"adapter_config\.json cannot be read: ZeroDivisionError"),
         ({"lora_alpha": [DEEP[:9]]}, None, r"adapter_config\.json cannot be read: TypeError"),
         ({"base_model_name_or_path": "../../etc"}, None, "is neither a folder nor a hub name"),
-        ({}, {"base_dtype": "load"}, "names 'load', which is no precision of weights"),
+        ({}, {"base_dtype": "load"}, "names the base_dtype 'load', which is not a torch dtype"),
     ],
 )
 def test_an_adapter_that_lies_is_refused_by_name(folder, settings, about, words):
@@ -353,7 +353,7 @@ def test_an_adapter_that_lies_is_refused_by_name(folder, settings, about, words)
 def test_an_adapter_that_is_a_pickle_runs_nothing(folder, name):
     place = adapter(folder)
     (place / name).write_bytes(PICKLE)
-    with pytest.raises(ConfigError, match="adapter has no adapter that can be read"):
+    with pytest.raises(ConfigError, match="adapter has no readable adapter"):
         MergedWeights(place)
     assert not Path(CANARY).exists()
 
@@ -379,3 +379,13 @@ def test_rows_that_no_reader_takes_are_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_dataset(DatasetConfig(path=str(tmp_path / name)))
+
+
+def test_a_configuration_is_read_again_if_its_file_has_changed_and_each_gets_a_copy(folder):
+    first = read_hf_config(folder)
+    first.vocab_size = 1
+    assert read_hf_config(folder).vocab_size == 304
+
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"vocab_size": 305}))
+    assert read_hf_config(folder).vocab_size == 305

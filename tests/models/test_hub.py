@@ -54,7 +54,7 @@ def fetch(folder, cache):
     """Files that were fetched, and what the command said."""
     handler = type("Handler", (Hub,), {"folder": folder, "fetched": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     environment = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",

@@ -9,12 +9,12 @@ import time
 import pytest
 
 from tandem.api.failures import WaitTimeout
-from tandem.api.lock import locked, make_once
+from tandem.api.shared_files import locked, make_once
 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from tandem.api.lock import locked
+from tandem.api.shared_files import locked
 with locked(Path(sys.argv[1]), "it"):
     if sys.argv[3] == "forks" and os.fork() == 0:
         os.write(1, f"{os.getpid()}\\n".encode())  # whole lines: two processes write them

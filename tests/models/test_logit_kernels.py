@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tandem.models import logprobs
-from tandem.models.logit_kernels import FACTS, logit_kernels
-from tandem.models.logprobs import chunked_logprobs
+from tandem.models.logprobs import FACTS, chunked_logprobs, logit_kernels
 from tandem.models.packed import PackedCausalLM
 from tests.models.test_packed import random_pack
 from tests.tiny import tiny_model

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Idefics3ForConditionalGeneration, Qwen2AudioForConditionalGeneration
 
-from tandem.models.making import smolhear, smolsee
-from tandem.models.making.whisper import read_encoder
+from tandem.models import smolhear, smolsee
+from tandem.models.smolhear import read_encoder
 from tests.tiny import tiny_model_folder
 
 
@@ -59,7 +59,7 @@ def test_pictures_have_the_kinds_that_answers_tell(tmp_path):
     asked = [["is it red?", "yes", 0], ["what shape?", "circle", 0], ["what color?", "red", 0], ["what shape?", "circle", 2]]
     (tmp_path / "questions.json").write_text(json.dumps(asked))
     kinds, words = smolsee.read_kinds(tmp_path, 3)
-    assert words == {"circle": 0, "red": 1} and kinds.tolist() == [[1, 0], [smolsee.UNTOLD] * 2, [smolsee.UNTOLD, 0]]
+    assert words == {"circle": 0, "red": 1} and kinds.tolist() == [[1, 0], [smolsee.UNKNOWN] * 2, [smolsee.UNKNOWN, 0]]
 
 
 def test_patches_have_the_kind_of_what_they_show_and_of_what_has_its_middle_there():

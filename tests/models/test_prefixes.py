@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tandem.models.attention import compact
 from tandem.models.load import load_causal_lm
-from tandem.models.prefixes import compact
 from tests.tiny import tiny_model_folder
 
 LENGTHS = [(6, (3, 9, 5)), (4, (2,)), (11, (1, 7)), (5, (0, 4, 4))]

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tandem.config.errors import ConfigError
-from tandem.models.heads import PackedScalarModel
 from tandem.models.load import load_scalar_model
+from tandem.models.packed import PackedScalarModel
 from tests.models.test_packed import LENGTHS, random_pack
 from tests.models.test_prefixes import grouped_batch
 from tests.tiny import KINDS, tiny_config, tiny_model_folder
@@ -128,7 +128,7 @@ def test_a_number_that_is_the_name_of_another_class_is_refused(tmp_path):
     config = tiny_config(pad_token_id=0, id2label={0: "1", 1: "2", 2: "3"}, label2id={"1": 0, "2": 1, "3": 2})
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "stars")
     assert load_scalar_model(tmp_path / "stars", class_label="2").chosen == 1
-    with pytest.raises(ConfigError, match=r"has a class 2 \(3\), and another one that is called 2: .* class_label='3'"):
+    with pytest.raises(ConfigError, match=r"has a class 2 \(3\), and another class is called 2: .* class_label='3'"):
         load_scalar_model(tmp_path / "stars", class_label=2)
 
 

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.config.errors import ConfigError
-from tandem.models.load import load_causal_lm, load_scalar_model
-from tandem.models.streaming import open_unfilled, tensors_of
+from tandem.models.load import load_causal_lm, load_scalar_model, open_unfilled, tensors_of
 from tests.tiny import KINDS, tiny_model_folder
 
 CPU = torch.device("cpu")

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tandem.engines.train.holders import Replica
-from tandem.models import sums
-from tandem.models.sums import add_to, square_sum
+from tandem.models import native
+from tandem.models.native import add_to, square_sum
 from tests.pretended_gpu import GPU, pretended_gpu
 from tests.tiny import tiny_model
 
 SIZES = [0, 1, 15, 33, (1 << 15) + 7, 3 << 15]
-compiled = pytest.mark.skipif(sums._library() is None, reason="needs a C++ compiler and AVX-512 with bfloat16")
+compiled = pytest.mark.skipif(native._library() is None, reason="needs a C++ compiler and AVX-512 with bfloat16")
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -23,9 +23,9 @@ def test_every_matrix_of_a_layer_is_cut_as_transformers_would(kind):
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_what_can():
-    refuse_uneven_heads(3, 1, 1, 1)
+    refuse_uneven_heads(3, 1, 1)
     with pytest.raises(ConfigError, match="3 heads on 1 key-value heads, which can be divided not at all; use d"):
-        refuse_uneven_heads(3, 1, 2, 1)
-    refuse_uneven_heads(8, 4, 2, 2)
+        refuse_uneven_heads(3, 1, 2)
+    refuse_uneven_heads(8, 4, 4)
     with pytest.raises(ConfigError, match="divided into 2, 4 parts"):
-        refuse_uneven_heads(8, 4, 4, 2)
+        refuse_uneven_heads(8, 4, 8)

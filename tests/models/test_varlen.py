@@ -4,10 +4,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.attention import LengthRun, Packing, SummedRows, attend_by_calls, packed_attention, plan_calls
+from tandem.models.attention import (
+    LengthRun,
+    Packing,
+    PromptCompletions,
+    SummedRows,
+    attend_by_calls,
+    by_torch,
+    packed_attention,
+    plan_calls,
+    takes_kernel,
+)
 from tandem.models.packed import keeping_products
-from tandem.models.prefixes import PromptCompletions
-from tandem.models.varlen import by_torch, takes_kernel
 from tests.engines_train.steps import engine_on
 from tests.models.test_prefixes import grouped_batch
 from tests.pretended_gpu import GPU, pretended_gpu
@@ -150,7 +158,7 @@ def test_gradients_of_a_shared_prompt_are_summed_in_float32_and_twice_alike():
 def test_flash_attention_3_attends_on_hopper_where_it_is_installed(generation, installed, exact, taken, monkeypatch):
     activated, runs = [], (LengthRun(2, 5),)
     monkeypatch.setattr(
-        "tandem.models.varlen.find_spec", lambda name: (installed and name == "flash_attn_interface") or None
+        "tandem.models.attention.find_spec", lambda name: (installed and name == "flash_attn_interface") or None
     )
     monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: ["FA3"], raising=False)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)

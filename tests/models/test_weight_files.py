@@ -11,15 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tandem.api.weight_files import INDEX, SINGLE, stored_entries
-from tandem.api.weights import FolderSource
+from tandem.api.weights import INDEX, SINGLE, FolderSource, stored_entries
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
-from tandem.engines.inference.check import check_inference_engine
+from tandem.engines.inference.build import check_inference_engine
 from tandem.models.catalog import resolve
-from tandem.models.load import load_causal_lm, load_scalar_model
+from tandem.models.load import load_causal_lm, load_scalar_model, tensors_of
 from tandem.models.stored import stored_tensors
-from tandem.models.streaming import tensors_of
 from tandem.models.tokenizer import check_vocabulary, load_tokenizer
 from tests.tiny import tiny_model_folder
 
@@ -108,7 +106,7 @@ def test_a_missing_shard_beside_a_whole_model_may_mean_an_old_index(folder):
 
 def test_weights_of_other_names_alone_are_no_model(folder):
     (folder / INDEX).unlink()
-    with pytest.raises(ConfigError, match=r"no weights.*Not known to be the model's: part-1\.safetensors, part-2"):
+    with pytest.raises(ConfigError, match=r"no weights.*not belong to the model by name: part-1\.safetensors, part-2"):
         resolve(folder)
 
 
@@ -117,7 +115,7 @@ def test_weights_of_other_names_alone_are_no_model(folder):
     [
         (
             {"intermediate_size": 128},
-            r"down_proj.* \[32, 64\], and would be \[32, 128\]|_proj\.weight must be .*128.*, got",
+            r"down_proj.* \[32, 64\], expected \[32, 128\]|_proj\.weight must be .*128.*, got",
         ),
         ({"num_hidden_layers": 3}, "9 are missing, first 'model.layers.2|9 of 30 tensors are missing"),
     ],

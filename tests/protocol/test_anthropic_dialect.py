@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tandem.api.requests import StopReason
+from tandem.protocol.bodies import Refusal
 from tandem.protocol.dialects import anthropic
-from tandem.protocol.refusal import Refusal
 from tests.protocol.replies import USAGE, replies, results_of
 
 LOCAL = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tandem.protocol.arguments import Unfit, fit
+from tandem.protocol.arguments import Unfit, check_schema, fit
 
 WHOLE, TEXT, NUMBER = {"type": "integer"}, {"type": "string"}, {"type": "number"}
 
@@ -121,3 +121,12 @@ def test_a_tools_schema_that_refers_to_nothing_is_told_once_and_checks_nothing(c
         record.getMessage() for record in caplog.records if "arguments of its calls are not checked" in record.getMessage()
     ]
     assert "told_once_and_not_there" in line
+
+
+def test_schemas_inside_of_schemas_are_checked_in_the_time_of_their_length():
+    schema = {"type": "integer"}
+    for _ in range(12):
+        schema = {"type": "object", "properties": {"a": {"type": "array", "items": schema}}, "required": ["a"]}
+    check_schema(schema)
+    with pytest.raises(Unfit, match=r"'anyOf\[0\]' is wrong: .*'minimun' was unexpected"):
+        check_schema({"anyOf": [{"minimun": 1}]})

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tandem.protocol.dialects import chat
-from tandem.protocol.refusal import Refusal
-from tandem.protocol.rewards import LAYOUTS, NotJudged
-from tandem.protocol.schema import SchemaError, array, check_value, integer, text
+from tandem.protocol.bodies import Refusal, SchemaError, array, check_value, integer, text
+from tandem.protocol.dialects import openai_chat
+from tandem.protocol.reward_layouts import LAYOUTS, NotJudged
 from tandem.protocol.server import parse
 
 ANY = {"type": "object"}
@@ -24,8 +23,8 @@ def test_a_body_is_json_of_whole_characters_up_to_a_depth():
         b'{"a": NaN}': "NaN is no number",
         b'{"a": "\\ud800"}': "half a character",
         b'{"a": {"\\ud800": 1}}': "half a character",
-        b'{"a": "\xff"}': "no JSON",
-        b'{"a": 1': "no JSON",
+        b'{"a": "\xff"}': "not JSON",
+        b'{"a": 1': "not JSON",
         b"[]": "must be an object",
     }
     for body, words in refused.items():
@@ -76,7 +75,7 @@ def test_a_schema_lets_through_what_it_says(schema, fine, wrong):
         ("vllm", {"data": [{"index": 1, "probs": [0.2, 0.8]}, {"index": 0, "probs": [0.7, 0.3]}]}, 1, [0.3, 0.8]),
         ("vllm", {"data": [{"probs": [0.2]}, {"probs": [0.7]}]}, None, [0.2, 0.7]),
         ("vllm", {"data": [{"probs": [0.2, 0.8]}] * 2}, None, "class_label"),
-        ("vllm", {"data": [{"probs": [0.2, 0.8]}] * 2}, 2, "class_label=2, and its model has 2 classes"),
+        ("vllm", {"data": [{"probs": [0.2, 0.8]}] * 2}, 2, "class_label=2, and the server's model has 2 classes"),
         ("vllm", {"data": [{"index": 0, "probs": [0.2]}] * 2}, None, "each once"),
     ],
 )
@@ -91,6 +90,8 @@ def test_verdicts_of_a_reward_server_belong_to_their_questions(layout, answer, c
 def test_a_chat_is_read_by_its_latest_names():
     ids = {"role": "tool", "tool_call_id": "1", "content": "r"}
     calls = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": name}}]} for name in "fg"]
-    turn = chat.read({"messages": [calls[0], ids, calls[1], ids], "max_tokens": 9, "max_completion_tokens": 5, "n": None})
+    turn = openai_chat.read(
+        {"messages": [calls[0], ids, calls[1], ids], "max_tokens": 9, "max_completion_tokens": 5, "n": None}
+    )
     assert [message.get("name") for message in turn.messages] == [None, "f", None, "g"]
     assert turn.max_tokens == 5 and turn.overridden == turn.ignored == ()

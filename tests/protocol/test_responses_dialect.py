@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tandem.api.requests import StopReason
+from tandem.protocol.bodies import Refusal
 from tandem.protocol.dialects import responses
-from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Call, Reply
 from tests.protocol.replies import answering, replies, results_of
 

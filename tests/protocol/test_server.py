@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from tandem.protocol.access import Access
-from tandem.protocol.limits import ServerLimits
+from tandem.protocol.access import Access, ServerLimits
 from tandem.protocol.server import Application, Server
 
 

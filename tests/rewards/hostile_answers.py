@@ -7,7 +7,7 @@ The task: ``double(x)`` returns twice its argument; or a program reads a number 
 
 from typing import NamedTuple
 
-from tandem.rewards.code.verdict import REASONS
+from tandem.rewards.code import REASONS
 
 TESTS = {
     "names": ["double"],

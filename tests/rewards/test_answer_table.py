@@ -6,7 +6,7 @@ import pytest
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.build import build_reward
-from tandem.rewards.code.reward import same_output
+from tandem.rewards.code import same_output
 
 TABLE = r"""
 # whole numbers, signs, separators: exact_number
@@ -372,7 +372,7 @@ def test_a_gold_that_is_prose_is_a_failure_and_not_a_zero_unless_the_texts_are_e
 
 
 def test_numbers_of_list_items_and_of_headings_are_no_answers():
-    assert judged("exact_number", [(PROSE, "9")]) == ["reward_raised"]
+    assert judged("exact_number", [(PROSE, "9"), ("", "9")]) == ["row_unfit", "row_unfit"]
     assert judged("exact_number", [("30", "1. We add.\n2. It is 30.\n#### Step 3")]) == [1.0]
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem.api.failures import RewardFailure, SandboxLost
-from tandem.api.program_tests import ProgramTests
-from tandem.api.sandbox import Outcome, Sandbox
+from tandem.api.sandbox import Outcome, ProgramTests, Sandbox
 from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -22,8 +21,8 @@ from tandem.data.files import RawRow
 from tandem.data.rows import normalise
 from tandem.data.table import Table
 from tandem.rewards.build import build_reward
-from tandem.rewards.code.literals import NotLiteral, decode, encode, write
-from tandem.rewards.code.reward import CodeReward, find_code, same_output
+from tandem.rewards.code import CodeReward, find_code, same_output
+from tandem.rewards.code_guest import NotLiteral, decode, encode, write
 from tandem.sandbox.choose import choose_sandbox
 from tests.rewards.hostile_answers import HOSTILE, PROGRAM_TESTS, TESTS, table
 from tests.sandbox.machine import descendants

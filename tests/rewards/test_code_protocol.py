@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-from tandem.api.program_tests import ProgramTests
-from tandem.api.sandbox import Limits, Outcome, Sandbox, SandboxProcess
-from tandem.rewards.code.functions import CANDIDATE, MAX_MESSAGE, Candidate, ProcessEnd, judge_functions
-from tandem.rewards.code.verdict import CannotTell
+from tandem.api.sandbox import Limits, Outcome, ProgramTests, Sandbox, SandboxProcess
+from tandem.rewards.code import CANDIDATE, MAX_MESSAGE, Candidate, CannotTell, ProcessEnd, judge_functions
 
 
 class Spoken(SandboxProcess):

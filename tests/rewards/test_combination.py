@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from tandem.api.failures import DataFailure, WrongWorkflow
-from tandem.api.samples import Sample, Trajectory
-from tandem.api.workflow import RewardFn, RewardResult
+from tandem.api.workflow import RewardFn, RewardResult, Sample, Trajectory
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Options, read_terms
 from tandem.rewards.build import build_reward
 from tandem.rewards.engine_judge import WritingReward
-from tandem.rewards.reward import Reward, RunningSpread, Scored, Sum
-from tandem.rewards.terms import RewardTerm
+from tandem.rewards.reward import Reward, RewardTerm, RunningSpread, Scored, Sum
 
 NONE = torch.zeros(3)
 TOKENS = Trajectory(NONE.long(), NONE.bool(), NONE, NONE.long())

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from tandem.api.failures import RewardFailure
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.rewards.build import build_reward
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.rewards.asked import ROW, server
 from tests.tiny import tiny_model_folder
 
@@ -129,7 +129,7 @@ def test_a_run_trains_on_comparisons_beside_other_rewards(tmp_path):
     ("keys", "said"),
     [
         (["gconfig.n_samples=1", "algorithm=reinforce"], "so gconfig.n_samples must be at least 2, got 1"),
-        (["algorithm.advantage=remax"], "the greedy baseline of algorithm.advantage=remax is compared with nobody"),
+        (["algorithm.advantage=remax"], "the greedy baseline of algorithm.advantage=remax is not compared with"),
         (["evaluate.every_steps=1"], "evaluation judges them one by one"),
     ],
 )

@@ -15,11 +15,11 @@ import torch
 
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardResult
-from tandem.config.cores import usable_cores
+from tandem.config.devices import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
-from tandem.rewards.outcome import compared, read_outcome
-from tandem.rewards.pool import most_workers
+from tandem.rewards.function import most_workers
+from tandem.rewards.signatures import compared, read_outcome
 from tests.zygote import gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are watched through Linux's process table")
@@ -52,6 +52,9 @@ def hangs_with_children(path):
         os._exit(0)
     open(path, "a").write("".join(f"{child.pid}\\n" for child in children))
     time.sleep(1000)
+def dies_with_children(path):
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(0.5); import os; os.kill({os.getpid()}, 9)"])
+    hangs_with_children(path)
 def leaves_children(path):
     open(path, "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
     return 1.0
@@ -180,6 +183,11 @@ def test_a_wrong_type_names_value_type_line_and_what_is_expected(reward):
     assert str(failure_of(reward("judge"))).endswith(f"(my_rewards.py:{line} in __call__)")
 
 
+def test_a_class_of_another_kind_is_told_what_to_derive_from(reward):
+    with pytest.raises(ConfigError, match=r"class Judge is not derived from tandem.RewardFn; write class Judge\(RewardFn\)"):
+        reward("Judge")
+
+
 THEIRS = {
     "trl": "def trl(prompts, completions, answer, **kwargs): return [c == a for c, a in zip(completions, answer)]",
     "strict": "def strict(completions, answer): return [float(c == a) for c, a in zip(completions, answer)]",
@@ -250,7 +258,7 @@ def test_what_is_no_finite_number_is_a_named_failure(reward):
         "echo",
     ):
         assert failure_of(echo, returned=returned).reason == "reward_wrong_type", returned
-    for returned in ("float('nan')", "float('inf')", "{'a': float('nan')}", "10**400", "{'a': 1e308, 'b': 1e308}"):
+    for returned in ("float('nan')", "float('inf')", "{'a': float('nan')}", "10**400", "{'a': 1e308, 'b': 1e308}", "-1e19"):
         assert failure_of(echo, returned=returned).reason == "reward_not_finite", returned
 
 
@@ -323,6 +331,19 @@ def test_the_deadline_kills_the_children_too(reward, tmp_path):
             break
 
     assert failure.reason == "reward_timeout"
+    assert len(started) == 3 and all(gone(pid, within_s=60) for pid in started)
+
+
+def test_what_a_killed_worker_has_started_ends_with_it(reward, tmp_path):
+    pids = tmp_path / "pids"
+    for _ in range(3):  # a busy machine may need longer to start them
+        pids.write_text("")
+        failure = failure_of(reward("dies_with_children", timeout_s=60.0), path=str(pids))
+        started = [int(pid) for pid in pids.read_text().split()]
+        if len(started) == 3:
+            break
+
+    assert failure.reason == "reward_raised" and "SIGKILL" in str(failure)
     assert len(started) == 3 and all(gone(pid, within_s=60) for pid in started)
 
 
@@ -417,7 +438,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path):
     script = f"""
 import asyncio
 from tandem.rewards.build import build_reward
-from tandem.rewards.outcome import compared, read_outcome
+from tandem.rewards.signatures import compared, read_outcome
 reward = build_reward({str(tmp_path / "mine.py")!r} + ":hangs_with_children", timeout_s=1000)
 asyncio.run(reward(prompt="", completion="", prompt_ids=(), completion_ids=(), row={{"path": {str(tmp_path / "pids")!r}}}))
 """
@@ -434,7 +455,7 @@ asyncio.run(reward(prompt="", completion="", prompt_ids=(), completion_ids=(), r
 
 
 def test_a_worker_does_not_import_torch():
-    code = "import sys, tandem.rewards.worker, tandem.rewards.outcome, tandem.api.plugins; print('torch' in sys.modules)"
+    code = "import sys, tandem.rewards.worker, tandem.rewards.signatures, tandem.api.plugins; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -7,8 +7,7 @@ import pytest
 from tandem.api.failures import RewardFailure
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
-from tandem.rewards.judge import JudgeReward
-from tandem.rewards.verdicts import read_choice, read_json, read_number
+from tandem.rewards.judge import JudgeReward, read_choice, read_json, read_number
 from tests.rewards.asked import ROW, judge, server
 from tests.serve.served import Served
 from tests.tiny import tiny_model_folder
@@ -136,10 +135,10 @@ GRADES = {
     [
         ('{"score": 9} so {"reason": "neat", "grades": {"style": 3}}', 0.75),
         ("I like it", "judge_unreadable: judge: there is no JSON object"),
-        ('{"grades": {"style": 3}}', "judge_off_schema: judge: its JSON object: reason is missing"),
+        ('{"grades": {"style": 3}}', "judge_off_schema: judge: the JSON object of the vote: reason is missing"),
         (
             '{"reason": "neat", "grades": {"style": 5}}',
-            "judge_off_schema: judge: its JSON object: grades.style must be at most 4",
+            "judge_off_schema: judge: the JSON object of the vote: grades.style must be at most 4",
         ),
         ('{"reason": "neat", "grades": {"style": "3"}}', 'grades.style must be of type integer, not "3"'),
         ('{"reason": "neat", "grades": {"style": NaN}}', "grades.style must be of type integer, not NaN"),

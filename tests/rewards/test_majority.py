@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.api.failures import RewardFailure
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 
 NUMBERS = st.fractions(min_value=-20, max_value=20, max_denominator=4)

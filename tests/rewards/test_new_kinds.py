@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from tandem.api.samples import Sample, Trajectory
+from tandem.api.workflow import Sample, Trajectory
 from tandem.config.experiment import TrainConfig
 from tandem.config.services import SERVICES, Service, register
 from tandem.flow.services import make_reward
-from tandem.rewards.reward import Scored
-from tandem.rewards.terms import read_sum
+from tandem.rewards.reward import Scored, read_sum
 
 SOURCE = """
 from tandem import FrozenModel, GroupReward, RewardFn, RewardResult, Score

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from tandem.api.failures import RewardFailure
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
-from tandem.rewards.verdicts import Unreadable, read_order
+from tandem.rewards.judge import Unreadable, read_order
 from tests.rewards.asked import ROW, server
 
 

@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import RewardFailure
-from tandem.cli.serve_reward import add_arguments
+from tandem.cli.serve import SERVE_REWARD
 from tandem.cli.serving_rewards import judges_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.protocol.rewards import Question
+from tandem.protocol.reward_layouts import Question
 from tandem.rewards.build import build_reward
-from tandem.rollout.failure_budget import NoBatch
-from tandem.trainers.rl import train
+from tandem.rollout.book import NoBatch
+from tandem.trainers.loop import train
 from tests.rewards.asked import ROW, judge, server
 from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
@@ -111,12 +111,12 @@ def test_a_class_of_a_classifier_is_served_by_its_name_or_number(models, tmp_pat
     assert scores["calm"] == pytest.approx([-score for score in scores["one"]], abs=1e-5)
     assert opened("rude", models=[str(folder)])["classes"](asked) == scores["rude"]
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    SERVE_REWARD.add_arguments(parser)
     read = parser.parse_args(["--class-label", "glad=joy", "--class-label", "rude=insult", "glad=A", "rude=A"])
     assert read.class_label == ["glad=joy", "rude=insult"] and read.models == ["glad=A", "rude=A"]
     for labels, words in (
         (("calm=0",), "--class-label of `tandem serve-reward`"),
-        (("rude",), "give one class for a model, as in one=CLASS; the models are one, calm, rude"),
+        (("rude",), "give one class for each model, as in one=CLASS; the models are one, calm, rude"),
         (("calm=0", "rude=rud"), r"has no class_label=rud; its classes are 0 \(calm\), 1 \(rude\)"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -204,7 +204,7 @@ def test_a_run_whose_reward_server_is_dead_ends_by_its_failure_budget(models, tm
     ("answer", "said"),
     [
         (lambda body: (500, {}), "answered 500"),
-        (lambda body: (200, b"<html>"), "no JSON"),
+        (lambda body: (200, b"<html>"), "not JSON"),
         (lambda body: (200, {"results": []}), "1 of 1 questions have no result"),
         (lambda body: (200, {"results": [{"question": 0, "score": 1}] * 2}), "question 0 has two results"),
         (lambda body: (200, {"results": [{"question": 1, "score": 1}]}), "`question` must be one of 0…0, got 1"),
@@ -261,7 +261,7 @@ def test_the_route_of_vllm_and_sglang_gives_the_probability_of_a_class():
         unknown = judge(f"remote(url={url}, layout=vllm, class_label=2, patience_s=0.1)", "one", "three")
     assert {"model": "m", "input": ["Q: one", "Q: three"]} in bodies and {"input": "Q: one"} in bodies
     assert all("has 2 classes; say with class_label which one counts" in str(failure) for failure in unsaid)
-    assert all("class_label=2, and its model has 2 classes" in str(failure) for failure in unknown)
+    assert all("class_label=2, and the server's model has 2 classes" in str(failure) for failure in unknown)
 
 
 @pytest.mark.parametrize(

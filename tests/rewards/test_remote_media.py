@@ -16,15 +16,14 @@ from tandem.api.failures import RewardFailure
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.judging import open_judge
+from tandem.flow.residents import open_judge
 from tandem.media.bound import StoreBound
 from tandem.media.parts import sent
-from tandem.protocol.refusal import Refusal
-from tandem.protocol.rewards import SCORE_BODY, Question
-from tandem.protocol.schema import SchemaError, check_value
+from tandem.protocol.bodies import Refusal, SchemaError, check_value
+from tandem.protocol.reward_layouts import SCORE_BODY, Question
 from tandem.rewards.build import build_reward
 from tandem.rewards.serving import RewardApplication, ServedJudge
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.rewards.asked import server
 from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder

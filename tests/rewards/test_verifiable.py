@@ -8,8 +8,7 @@ import pytest
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.build import build_reward
-from tandem.rewards.extraction import boxed, final_answer, gold_answer, last_number
-from tandem.rewards.reading import plain_number
+from tandem.rewards.reading import boxed, final_answer, gold_answer, last_number, plain_number
 
 
 def judge(spec, completion, answer="18", timeout_s=20.0, **row):

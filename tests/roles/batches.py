@@ -7,8 +7,7 @@ from tensordict import TensorDict
 
 from tandem.api.batch import pack
 from tandem.config.algorithm import AlgorithmConfig, Component
-from tandem.config.roles import ActorConfig
-from tandem.config.train_engine import OptimizerConfig
+from tandem.config.train_engine import ActorConfig, OptimizerConfig
 from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 

@@ -4,8 +4,7 @@ import torch
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.roles import ActorConfig
-from tandem.config.train_engine import OptimizerConfig
+from tandem.config.train_engine import ActorConfig, OptimizerConfig
 from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.reference import Reference

@@ -7,7 +7,7 @@ from tandem.api.batch import unpack
 from tandem.api.failures import BatchError, UserCodeFailed
 from tandem.config.algorithm import Component, KLConfig
 from tandem.config.errors import ConfigError
-from tandem.config.roles import ActorConfig
+from tandem.config.train_engine import ActorConfig
 from tandem.roles.actor import Actor
 from tandem.roles.reference import Reference
 from tests.roles.batches import PROMPT, algorithm_config, rollout_batch

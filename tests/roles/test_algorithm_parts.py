@@ -10,7 +10,7 @@ from tandem.api.engines import Outputs
 from tandem.api.failures import BatchError, UserCodeFailed
 from tandem.config.algorithm import Component, CorrectionConfig, KLConfig
 from tandem.config.errors import ConfigError
-from tandem.config.roles import ActorConfig
+from tandem.config.train_engine import ActorConfig
 from tandem.roles.actor import Actor
 from tandem.roles.objective import Objective
 from tandem.roles.reference import Reference
@@ -250,7 +250,8 @@ def test_a_loss_of_ones_own_may_prepare_something_over_the_whole_batch(folder, o
 
 
 def test_a_loss_that_asks_for_what_nobody_prepares_is_refused(own):
-    with pytest.raises(ConfigError, match="asks for `prepared`, and nothing prepares it; decorate it with prepared_by"):
+    refusal = "asks for `prepared`, and has no preparation; decorate the function with prepared_by"
+    with pytest.raises(ConfigError, match=refusal):
         actor(policy_loss=f"{own}:needs_what_nobody_makes")
 
 

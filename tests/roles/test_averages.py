@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.roles.averages import step_metrics
+from tandem.roles.batch_metrics import step_metrics
 
 
 def one(tokens, kept, **metrics):

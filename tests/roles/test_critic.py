@@ -11,10 +11,8 @@ from tandem.api.failures import BatchError
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
-from tandem.config.overlay import overlay
-from tandem.config.roles import ActorConfig, CriticConfig
-from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.config.train_engine import ActorConfig, AdamWConfig, CriticConfig, OptimizerConfig, critic_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.samples import trained_tokens, with_fields
@@ -31,11 +29,17 @@ def folder(tmp_path_factory):
     return tiny_model_folder(tmp_path_factory.mktemp("models"), "smollm")
 
 
-def critic_on(folder, *, max_tokens=1000, ranks=1, lr=1e-2, learnt=2, updates_so_far=0, **config) -> Critic:
+def critic_on(folder, *, max_tokens=1000, mini_batches=1, ranks=1, lr=1e-2, learnt=2, updates_so_far=0, **config) -> Critic:
     """``learnt``: steps towards arbitrary returns that it begins with, so that its values are not 0."""
-    actor = ActorConfig(path=str(folder), dtype="float32", backend=f"fsdp:d{ranks}")
-    own = CriticConfig(optimizer=OptimizerConfig(lr=lr, max_grad_norm=None), max_tokens_per_micro_batch=max_tokens, **config)
-    engine = build_train_engine(overlay(TrainEngineConfig, own, actor), total_steps=100, head="scalar")
+    actor = ActorConfig(
+        path=str(folder),
+        dtype="float32",
+        backend=f"fsdp:d{ranks}",
+        max_tokens_per_micro_batch=max_tokens,
+        mini_batches=mini_batches,
+    )
+    own = CriticConfig(optimizer=AdamWConfig(lr=lr, max_grad_norm=None), **config)
+    engine = SpreadEngine(critic_engine(own, actor), total_steps=100, head="scalar")
     critic = Critic(engine, own, actor, updates_so_far=updates_so_far)
     for seed in range(learnt):
         critic.engine.train_batch(batch_with_returns(seed=seed, loss_weights=True), critic.loss)
@@ -160,13 +164,13 @@ def test_an_update_does_not_depend_on_micro_batches(folder):
     assert moved(a, b) <= 1e-3 * moved(before, a)
 
 
-def test_mini_batches_and_epochs_are_the_actors_unless_it_has_its_own(folder):
+def test_epochs_are_the_actors_unless_it_has_its_own_and_mini_batches_always(folder):
     actor = ActorConfig(path=str(folder), mini_batches=2, epochs_per_batch=3)
     engine = critic_on(folder).engine
     follows = Critic(engine, CriticConfig(), actor)
-    own = Critic(engine, CriticConfig(mini_batches=1, epochs_per_batch=4), actor)
+    own = Critic(engine, CriticConfig(epochs_per_batch=4), actor)
     assert (follows.mini_batches, follows.epochs_per_batch) == (2, 3)
-    assert (own.mini_batches, own.epochs_per_batch) == (1, 4)
+    assert (own.mini_batches, own.epochs_per_batch) == (2, 4)
 
 
 def test_a_critic_learns_returns_that_follow_from_the_text(folder):
@@ -234,7 +238,7 @@ def shared_actor(folder, *, max_tokens=1000, ranks=1, lr=1e-2, value_clip=0.2):
         optimizer=OptimizerConfig(lr=lr, max_grad_norm=None),
         max_tokens_per_micro_batch=max_tokens,
     )
-    engine = build_train_engine(config, total_steps=100, head="both")
+    engine = SpreadEngine(config, total_steps=100, head="both")
     critic = SharedCritic(engine, CriticConfig(shared=True, loss_weight=0.5, value_clip=value_clip))
     algorithm = algorithm_config(advantage=Component("gae", {"whitened": False}), aggregation="token_mean")
     return Actor(engine, algorithm, config, shared_critic=critic), critic
@@ -299,7 +303,7 @@ def test_the_order_of_mini_batches_over_several_epochs_follows_from_the_seed(fol
     batch, after = batch_with_returns(), []
     for seed in (0, 0, 3):
         one = critic_on(folder, learnt=1, mini_batches=3, epochs_per_batch=2)
-        critic = Critic(one.engine, one.config, ActorConfig(path=str(folder)), seed=seed, updates_so_far=7)
+        critic = Critic(one.engine, one.config, ActorConfig(path=str(folder), mini_batches=3), seed=seed, updates_so_far=7)
         critic.update(batch)
         assert critic.state_dict()["updates"] == 8
         after.append(weights_of(critic))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.api.batch import select
-from tandem.config.presets import PRESETS
+from tandem.config.algorithm import PRESETS
 from tests.ranks import on_two
 from tests.roles.batches import moved, step, weights_of
 from tests.roles.presets import full_batch, preset_actor

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.api.batch import pack, unpack
 from tandem.api.failures import BatchError
-from tandem.roles.language_model import LanguageModel
+from tandem.roles.learners import LanguageModel
 from tests.roles.batches import tiny_actor
 from tests.tiny import tiny_model_folder
 

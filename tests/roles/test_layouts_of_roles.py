@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tandem.config.algorithm import Component
-from tandem.config.overlay import overlay
-from tandem.config.roles import ActorConfig, CriticConfig
-from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.config.train_engine import ActorConfig, CriticConfig, OptimizerConfig, critic_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
-from tandem.roles.language_model import LanguageModel
-from tandem.roles.preference import PreferenceLearner
+from tandem.roles.learners import LanguageModel, PreferenceLearner
 from tandem.roles.reference import Reference
 from tests.engines_train.layouts import backend_of
 from tests.engines_train.steps import distance, weights_of
@@ -54,11 +51,11 @@ def config_of(folder, layout) -> ActorConfig:
 def trained(preset: str, folders, layout: str):
     """(engines that learnt, metrics of each step)."""
     config = config_of(folders[0], layout)
-    engine = build_train_engine(config, total_steps=10)
+    engine = SpreadEngine(config, total_steps=10)
     if preset == "sft":
         model = LanguageModel(engine)
         return [engine], [model.train_lm(rollout_batch(GROUPS, seed=seed)) for seed in range(STEPS)]
-    frozen = Reference(build_train_engine(config_of(folders[1], FROZEN.get(layout, layout)), total_steps=0))
+    frozen = Reference(SpreadEngine(config_of(folders[1], FROZEN.get(layout, layout)), total_steps=0))
     if preset == "dpo":
         learner = PreferenceLearner(engine, Component("dpo"), reference=frozen)
         batch = learner.compute_reference(pair_batch())
@@ -68,9 +65,7 @@ def trained(preset: str, folders, layout: str):
     critic = None
     if preset == "ppo":
         own = CriticConfig(optimizer=config.optimizer)
-        critic = Critic(
-            build_train_engine(overlay(TrainEngineConfig, own, config), total_steps=10, head="scalar"), own, actor.config
-        )
+        critic = Critic(SpreadEngine(critic_engine(own, config), total_steps=10, head="scalar"), own, actor.config)
     found = []
     for seed in range(STEPS):
         batch = frozen.compute_logprobs(rollout_batch(GROUPS, seed=seed))
@@ -90,8 +85,8 @@ def everything(folders, kind, ranks):
             found[f"{layout} {preset}"] = [weights_of(engine) for engine in engines], metrics
     if alone:
         config = config_of(folders[0], "d1")
-        scalar = build_train_engine(dataclasses.replace(config), total_steps=1, head="scalar")
-        found["before"] = [weights_of(build_train_engine(config, total_steps=1)), weights_of(scalar)]
+        scalar = SpreadEngine(dataclasses.replace(config), total_steps=1, head="scalar")
+        found["before"] = [weights_of(SpreadEngine(config, total_steps=1)), weights_of(scalar)]
     return found
 
 

@@ -7,9 +7,8 @@ from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.config.algorithm import Component
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
-from tandem.roles.preference import PreferenceLearner
+from tandem.roles.learners import PreferenceLearner, RewardModel
 from tandem.roles.reference import Reference
-from tandem.roles.reward_model import RewardModel
 from tests.ranks import alone_and_on_two
 from tests.roles.test_preference_roles import pair_batch
 from tests.tiny import tiny_model_folder

@@ -13,11 +13,9 @@ from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
-from tandem.models.prefixes import compact
-from tandem.roles.pairs import mismatched, pairs_of
-from tandem.roles.preference import PreferenceLearner
+from tandem.models.attention import compact
+from tandem.roles.learners import PreferenceLearner, RewardModel, mismatched, pairs_of
 from tandem.roles.reference import Reference
-from tandem.roles.reward_model import RewardModel
 from tests.tiny import tiny_model_folder
 
 LENGTHS = [(3, 4, 2), (5, 1, 6), (2, 7, 3), (3, 2, 2)]
@@ -83,7 +81,7 @@ def test_the_loss_of_pairs_is_that_of_transformers_log_probabilities(folders, lo
         "rejected_length": length[1::2],
     }
     function = PREFERENCE_LOSSES.get(loss)
-    losses, better, worse = function(**{name: given[name] for name in PREFERENCE_LOSSES.asked(function)})
+    losses, better, worse = function(**{name: given[name] for name in PREFERENCE_LOSSES.inputs_of(function)})
     found = learner.evaluate_preference(prepared(learner, batch))
     assert found["loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
     assert found["margin"] == pytest.approx(float((better - worse).mean()), rel=1e-3, abs=1e-5)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tandem.algorithms.registry import ADVANTAGES, AGGREGATIONS, FILTERS, POLICY_LOSSES, SHAPING
+from tandem.config.algorithm import PRESETS
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.presets import PRESETS
 from tandem.roles.components import choose
 from tandem.roles.objective import Objective
 from tests.roles.presets import algorithm_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.api.failures import ConfigError
+from tandem.config.errors import ConfigError
 from tandem.roles.reference import Reference
 from tests.engines_train.steps import engine_on, random_batch, weighted_nll, weights_of
 from tests.tiny import tiny_model_folder

@@ -5,10 +5,9 @@ import asyncio
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
-from tandem.api.samples import Sample
 from tandem.api.weights import WeightVersion
-from tandem.api.workflow import RewardResult, RolloutWorkflow
-from tandem.config.generation import GenerationConfig
+from tandem.api.workflow import RewardResult, RolloutWorkflow, Sample
+from tandem.config.rollout import GenerationConfig
 from tandem.rollout.chat import Tokens
 
 

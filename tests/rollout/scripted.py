@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
-from tandem.config.generation import GenerationConfig
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.config.rollout import GenerationConfig
+from tandem.rollout.recorder import SessionRecorder
 from tests.tiny import tiny_tokenizer
 
 GCONFIG = GenerationConfig(max_new_tokens=64, temperature=0.7)

@@ -14,8 +14,8 @@ from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, 
 from tandem.api.requests import StopReason
 from tandem.api.workflow import RewardResult
 from tandem.config.errors import ConfigError
-from tandem.rollout.own import AgentWorkflow
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.agents import AgentWorkflow
+from tandem.rollout.recorder import SessionRecorder
 from tests.rollout.clockwork import Constant
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, user
 
@@ -77,7 +77,7 @@ def test_the_agent_sends_the_reward_or_the_configured_one_judges_the_last_reply(
         def check_row(self, row):
             raise ConfigError("the row has no column 'gold'")
 
-    with pytest.raises(DataFailure, match=r"no_reward.*gave no reward, and the run's cannot judge this row.*'gold'"):
+    with pytest.raises(DataFailure, match=r"no_reward.*gave no reward, and the run's reward cannot judge this row.*'gold'"):
         run(says_nothing, reward=Gold())
     assert run(sends, reward=Gold()).reward == 0.25
 
@@ -138,7 +138,7 @@ async def never_calls(base_url, api_key, data):
 
 async def exits_early(base_url, api_key, data):
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ask(base_url, api_key, data["messages"]), 0.1)
+        await asyncio.wait_for(ask(base_url, api_key, data["messages"]), 0.7)
     return 1.0
 
 
@@ -207,7 +207,7 @@ def test_an_agent_that_fails_is_dropped_under_a_name_and_others_go_on(agent, rea
 
     async def play():
         words = ("7", StopReason.LENGTH) if agent is raises_on_cut else "7"
-        engine = ScriptedEngine(lambda r, n: words, delay_s=lambda n: 0.3)
+        engine = ScriptedEngine(lambda r, n: words, delay_s=lambda n: 1.5 if agent is exits_early else 0.3)
         recorder = SessionRecorder(engine.tokenizer)
         one, other = (
             AgentWorkflow(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tandem.api.requests import StopReason
-from tandem.api.samples import Group, Sample, Trajectory
+from tandem.api.workflow import Group, Sample, Trajectory
+from tandem.rollout.batch_statistics import batch_metrics
 from tandem.rollout.collate import collate
-from tandem.rollout.statistics import batch_metrics
 
 
 def sample(reward, *versions, stop=StopReason.STOP, **fields):

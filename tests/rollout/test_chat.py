@@ -7,7 +7,7 @@ import torch
 
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.workflow import RewardFn, RewardResult
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.rollout.chat import Chat
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tests.rollout.clockwork import Constant

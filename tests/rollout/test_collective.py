@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from tandem.api.failures import DataFailure
 from tandem.config.rollout import RolloutConfig
+from tandem.rollout.book import NoBatch
 from tandem.rollout.executor import Rollout
-from tandem.rollout.failure_budget import NoBatch
 from tests.ranks import finish, start
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 

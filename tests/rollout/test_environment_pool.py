@@ -3,13 +3,14 @@
 import asyncio
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tandem.api.failures import DataFailure
-from tandem.rollout.environments.pool import EnvironmentLimits, EnvironmentPool
+from tandem.rollout.environments.environment_workflow import EnvironmentLimits, EnvironmentPool, EnvironmentWorker
 
 WORLDS = Path(__file__).parent / "worlds.py"
 PAGE = Path(__file__).parents[2] / "docs/agents_environments.md"
@@ -117,9 +118,10 @@ async def pid_of(pool):
 
 def test_a_worker_is_reused_and_replaced_after_so_many_episodes(pool):
     worlds = pool("Who", max_episodes=2)
-    pids = [asyncio.run(pid_of(worlds)) for _ in range(4)]
+    pids = [asyncio.run(pid_of(worlds)) for _ in range(3)]
+    memory_mib = psutil.Process(pids[2]).memory_info().rss / 2**20  # before its last episode, after which it ends
+    pids.append(asyncio.run(pid_of(worlds)))
     assert pids[0] == pids[1] != pids[2] == pids[3]
-    memory_mib = psutil.Process(pids[3]).memory_info().rss / 2**20
     grown = pool("Who", memory_mib=memory_mib / 1.5)  # more than it may have between episodes, less than twice that
     assert len({asyncio.run(pid_of(grown)) for _ in range(2)}) == 2
 
@@ -184,3 +186,13 @@ def test_environments_are_closed_with_the_pool_and_no_process_is_left(pool, tmp_
     assert len(notes.read_text().split()) == len(pids)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert os.getpid() not in pids
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_is_let_go_although_its_call_was_cancelled_before_it_began():
+    worker = EnvironmentWorker("Plays", "tandem.rollout.environments.worker", f"{WORLDS}:Plays", "{}")
+    worker.call = Future()
+    assert worker.call.cancel()  # as a pool does that is shut down with calls in its queue
+    worker.kill()
+    worker.release()
+    assert not worker.alive

@@ -12,8 +12,8 @@ from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.api.services import Services
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.rollout.environments.workflow import EnvironmentWorkflow, earned_by_turn, reader
+from tandem.config.rollout import GenerationConfig
+from tandem.rollout.environments.environment_workflow import EnvironmentWorkflow, earned_by_turn, reader
 from tests.rollout.test_chat import FORGETFUL
 from tests.tiny import tiny_tokenizer
 
@@ -197,7 +197,7 @@ def test_an_action_is_read_from_a_reply(reading, pattern, reply, action):
         ({"max_turns": 0}, "max_turns must be more than 0"),
         ({"turn_discount": 1.5}, "turn_discount must lie in 0…1"),
         ({"action": "regex"}, "belong together"),
-        ({"action": "regex", "pattern": "("}, "no regular expression"),
+        ({"action": "regex", "pattern": "("}, "not a regular expression"),
     ],
 )
 def test_what_cannot_work_is_refused(play, knobs, words):

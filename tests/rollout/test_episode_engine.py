@@ -8,8 +8,8 @@ import pytest
 
 from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
-from tandem.config.generation import GenerationConfig
-from tandem.rollout.episodes import EpisodeEngine
+from tandem.config.rollout import GenerationConfig
+from tandem.rollout.episode_engine import EpisodeEngine
 from tests.rollout.clockwork import ClockworkEngine
 
 

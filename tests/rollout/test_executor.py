@@ -16,8 +16,8 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rewards.function import AsyncReward
+from tandem.rollout.book import NoBatch
 from tandem.rollout.executor import Rollout
-from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 

@@ -7,14 +7,13 @@ import time
 import pytest
 
 from tandem.api.failures import DataFailure, RewardFailure, ServerFailed
-from tandem.api.samples import Group
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import Group, RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
+from tandem.rollout.book import NoBatch
 from tandem.rollout.episodes import Episode, finish_groups
 from tandem.rollout.executor import Rollout
-from tandem.rollout.failure_budget import NoBatch
+from tandem.rollout.gate import PromptId
 from tandem.rollout.groups import WholeGroup, WithGreedyBaseline
-from tandem.rollout.ledger import PromptId
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
@@ -145,7 +144,17 @@ class ServerAway(SomeFail):
         return await OneAnswer().arun_episode(engine, data)
 
 
-def test_what_has_worked_once_or_fails_by_choice_or_by_a_server_does_not_end_early():
+class Unfit(SomeFail):
+    """The rows that are broken have no answer, which the start has told of."""
+
+    async def arun_episode(self, engine, data):
+        if data["broken"]:
+            raise RewardFailure("row_unfit", "there is no answer")
+        return await OneAnswer().arun_episode(engine, data)
+
+
+def test_what_fails_by_choice_by_a_server_or_by_its_row_does_not_end_early():
+    assert taken_from([8] * 4 + [0], workflow=Unfit) == (4, None)
     assert taken_from([8, 8, 0, 8, 8, 8, 0], batches=2) == (5, None)
     assert taken_from([8, 8, 7, 8, 8, 8, 0]) == (6, None)  # one sample of the third group came through
     assert taken_from([8] * 9 + [0], workflow=Refuses) == (9, None)
@@ -189,7 +198,9 @@ def test_a_workflow_that_makes_its_group_is_held_to_half_of_what_it_says():
 def test_equal_failures_are_said_once():
     with rollout_of(batch_size=2, max_data_failures=3) as rollout, pytest.raises(NoBatch) as caught:
         rollout.prepare_batch(iter(rows(9)), Repeated(Fails(), 1))
-    assert str(caught.value).count("1 of 1 samples failed") == 1 and "(and 2 more by the same)" in str(caught.value)
+    assert str(caught.value).count("1 of 1 samples failed") == 1 and "(and 2 more prompts with the same failure)" in str(
+        caught.value
+    )
 
 
 def test_a_group_of_nothing_is_too_small():

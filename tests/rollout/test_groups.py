@@ -7,11 +7,9 @@ import pytest
 
 from tandem.api.failures import DataFailure, EngineDied
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
-from tandem.api.samples import Sample, Vote
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import RolloutWorkflow, Sample, Vote
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import RolloutConfig
+from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
 from tandem.rollout.groups import GREEDY_SAMPLE, FirstSamples, MajorityLabels, WithGreedyBaseline

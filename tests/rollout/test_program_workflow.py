@@ -18,7 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.rollout.program import Command, ProgramWorkflow
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recorder import SessionRecorder
 from tandem.sandbox.choose import choose_sandbox
 from tests.rollout.scripted import GCONFIG, ScriptedEngine
 from tests.sandbox.machine import descendants

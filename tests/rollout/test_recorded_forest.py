@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.api.requests import LLMResponse, StopReason
-from tandem.protocol.dialects.chat import answer, read
+from tandem.protocol.dialects.openai_chat import answer, read
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus, Reply, Turn
-from tandem.rollout.recording.forest import Forest, meaning, thought
+from tandem.rollout.forest import Forest, meaning, thought
 from tests.rollout.scripted import untruthful
 from tests.rollout.test_chat import FORGETFUL
 from tests.tiny import CHATML, tiny_tokenizer
@@ -251,7 +251,7 @@ def test_a_side_call_that_repeats_a_reply_of_the_task_belongs_to_it(forest):
     task, check = forest.ask(said("task"), TOOLS), forest.ask(said("Is this right?", "one", "Say so."))
     task, check = end(forest, task, "one"), end(forest, check, "yes")
     assert forest.task(forest.nodes) == {task, check}
-    check.asked.tail[1]["content"] = "two"
+    check.request.tail[1]["content"] = "two"
     assert forest.task(forest.nodes) == {task}
 
 
@@ -277,7 +277,7 @@ def test_what_is_read_late_came_when_it_arrived(forest):
     arrival = forest.arrival()
     title = grow(forest, [{"role": "system", "content": "Title!"}, *said("task")], "A title")
     task = end(forest, forest.ask([{"role": "system", "content": "Solve."}, *said("a long task")], arrival=arrival), "one")
-    assert task.asked.number < title.asked.number and forest.task(forest.nodes) == {task}
+    assert task.request.number < title.request.number and forest.task(forest.nodes) == {task}
 
 
 def test_the_path_that_was_asked_for_last_comes_last(forest):

@@ -13,11 +13,11 @@ from PIL import Image
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.models.tokenizer import load_tokenizer
+from tandem.protocol.bodies import Refusal
 from tandem.protocol.dialects import DIALECTS
-from tandem.protocol.dialects.chat import read
-from tandem.protocol.refusal import Refusal
+from tandem.protocol.dialects.openai_chat import read
 from tandem.protocol.tool_calls import CallReader
-from tandem.rollout.recording.forest import Forest
+from tandem.rollout.forest import Forest
 from tests.media.files import PIXELS, bmp, png, saved
 from tests.rollout.scripted import ScriptedEngine, opened, reply_of, user
 from tests.tiny_media import tiny_idefics3
@@ -78,7 +78,7 @@ def test_a_picture_that_cannot_be_read_is_refused_with_its_reason(forest):
         with pytest.raises(DataFailure) as failure:
             forest.ask(turn.messages)
         assert failure.value.reason == reason
-    with pytest.raises(Refusal, match="nothing else is read here"):
+    with pytest.raises(Refusal, match="no other content is supported"):
         read({"messages": [shown(0, "what?")]})
 
 
@@ -158,7 +158,7 @@ def test_pictures_and_results_with_pictures_are_the_same_tokens_in_every_dialect
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
 def test_a_model_of_text_is_shown_no_picture(dialect):
-    with pytest.raises(Refusal, match="nothing else is read here"):
+    with pytest.raises(Refusal, match="no other content is supported"):
         dialect.read({"model": "m", **told(dialect, url_of(0), url_of(1))}, False)
 
 

@@ -13,9 +13,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from tandem.api.failures import DataFailure, InfrastructureFailure
 from tandem.api.requests import NoiseKey, StopReason
-from tandem.protocol.refusal import Refusal
-from tandem.rollout.recording.recorder import ENDED, SessionRecorder, Sessions
-from tandem.rollout.recording.session import SessionLimits
+from tandem.protocol.bodies import Refusal
+from tandem.rollout.recorder import ENDED, SessionRecorder, Sessions
+from tandem.rollout.recording_session import SessionLimits
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, opened, reply_of, user
 from tests.rollout.test_recorded_forest import CALLS, TOOLS
 from tests.tiny import CHATML
@@ -364,7 +364,7 @@ def test_tokens_are_counted_and_a_model_is_told_without_a_turn():
             client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
             model = await client.models.retrieve("org/policy")
             await client.close()
-            assert engine.asked == 0 and not session.asked
+            assert engine.asked == 0 and not session.has_requests
             await ask(body, path="/messages")
         return counted, model.id, len(engine.log[0][0].input_ids)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.api.samples import Group, Sample, Trajectory
+from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.config.rollout import ReplayConfig, RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.executor import Rollout

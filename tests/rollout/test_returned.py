@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tandem.api.failures import DataFailure, WrongWorkflow
-from tandem.api.samples import Sample, Trajectory
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import RolloutWorkflow, Sample, Trajectory
 from tandem.rollout.sample_checks import check_sample
 from tandem.rollout.workflows import Repeated
 

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from tandem.api.failures import DataFailure, EngineDied, WaitTimeout
-from tandem.api.samples import Group
 from tandem.api.team import Team
+from tandem.api.workflow import Group
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.executor import Rollout
 from tandem.rollout.workflows import Repeated

@@ -10,15 +10,13 @@ import pytest
 
 from tandem.api.failures import DataFailure, EngineDied, WaitTimeout
 from tandem.api.requests import LLMRequest
-from tandem.api.samples import Sample
 from tandem.api.weights import WeightVersion
-from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import RolloutConfig
-from tandem.flow.episode_worker import EpisodeWorker
+from tandem.api.workflow import RolloutWorkflow, Sample
+from tandem.config.rollout import GenerationConfig, RolloutConfig
+from tandem.flow.pool import EpisodeWorker
 from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
-from tandem.rollout.workers import RolloutWorkers
+from tandem.rollout.remote_episodes import RolloutWorkers
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 

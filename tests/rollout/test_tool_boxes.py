@@ -26,6 +26,7 @@ from tandem.rollout.tools.python import PythonBox
 from tandem.rollout.tools.search import SearchBox
 from tandem.rollout.tools.tool import ToolFailure
 from tandem.sandbox.choose import choose_sandbox
+from tests.zygote import gone
 
 SERVER = r"""
 import json, os, sys, time
@@ -330,17 +331,57 @@ def test_a_real_server_answers_and_when_it_hangs_is_cut_off(tmp_path, over):
         begun = time.monotonic()
         assert use(McpBox(**server), cut) == [None] and time.monotonic() - begun < 20
     if over == "pipe":
-        assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+        assert gone(int(child), within_s=15)
 
 
 def test_a_server_that_never_lists_its_tools_is_cut_off_with_its_programs(tmp_path):
-    program = f"import subprocess; subprocess.run(['sh', '-c', 'echo slow >&2; echo $$ > {tmp_path}/pid; sleep 60'])"
+    script = f"echo slow >&2; echo $$ > {tmp_path}/pid; sleep 60"
+    program = f"import subprocess; subprocess.run(['sh', '-c', {script!r}], start_new_session=True)"
     begun = time.monotonic()
     with pytest.raises(InfrastructureFailure, match=r"it listed no tools in 2 s; .*slow"):
         use(McpBox(command=shlex.join([sys.executable, "-c", program]), start_s=2))
     assert time.monotonic() - begun < 10
-    pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_server_whose_keeper_is_killed_is_started_again_and_leaves_nothing(tmp_path):
+    async def kill_keeper(tools):
+        child = await tools["child"].run({})
+        keeper = psutil.Process(int(child)).parent().parent()
+        assert "keeper.py" in " ".join(keeper.cmdline())
+        keeper.kill()
+        with pytest.raises(ToolFailure, match=r"exit code -9\); it is started again by the next call"):
+            await tools["hang"].run({})
+        assert gone(int(child), within_s=15)
+        return await tools["add"].run({"a": 2})
+
+    with of_the_sdk(tmp_path, "pipe") as server:
+        assert use(McpBox(**server), kill_keeper) == ["3"]
+
+
+def test_a_program_that_cannot_be_executed_is_named(tmp_path):
+    program = tmp_path / "server"
+    program.write_text("#!/nowhere/python\n")
+    program.chmod(0o755)
+    with pytest.raises(
+        InfrastructureFailure, match=r"exit code 127; .*/server cannot be started: No such file or directory$"
+    ):
+        use(McpBox(command=str(program)))
+
+
+def test_a_hanging_server_ends_when_its_run_is_killed(tmp_path):
+    server = f"import os, time; print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w'), flush=True); time.sleep(60)"
+    words = ["import asyncio, sys", "from tandem.rollout.tools.mcp import McpBox", "box = McpBox(command=sys.argv[1])"]
+    words.append("asyncio.run(box.open({}).__aenter__())")
+    command = [sys.executable, "-c", "\n".join(words), shlex.join([sys.executable, "-c", server])]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as run:
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        pid = int((tmp_path / "pid").read_text())
+        assert not gone(pid)
+        run.kill()
+    assert gone(pid, within_s=15)
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.services import Services
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.rollout.tools.calculator import calculator
 from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure, tool_schema
-from tandem.rollout.tools.workflow import ToolWorkflow
+from tandem.rollout.tools.tool_workflow import ToolWorkflow
 from tests.protocol.templates import TEMPLATES
 from tests.tiny import tiny_tokenizer
 
@@ -159,7 +159,7 @@ def unwritable(word: str) -> object:
 
 
 FAULTS = {
-    "malformed": ('<tool_call>\n{"name": "calculator", "arg\n</tool_call>', "no call that can be read"),
+    "malformed": ('<tool_call>\n{"name": "calculator", "arg\n</tool_call>', "call cannot be read"),
     "unknown_tool": (call_of("calc", expression="1"), "There is no tool 'calc'"),
     "wrong_arguments": (call_of("calculator", term="1"), "'expression' is missing"),
     "tool_raised": (call_of("broken", word="x"), "KeyError: 'x'"),

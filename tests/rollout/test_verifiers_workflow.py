@@ -7,8 +7,8 @@ import pytest
 
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
-from tandem.rollout.recording.recorder import SessionRecorder
-from tandem.rollout.verifiers_taskset import VerifiersWorkflow
+from tandem.rollout.agents import VerifiersWorkflow
+from tandem.rollout.recorder import SessionRecorder
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, user
 
 STAND_IN = {

@@ -8,10 +8,8 @@ import torch
 
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest
-from tandem.api.samples import Group, Sample
-from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import RolloutConfig
+from tandem.api.workflow import Group, RolloutWorkflow, Sample
+from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
 from tandem.rollout.workflows import Repeated

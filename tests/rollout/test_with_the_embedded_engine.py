@@ -9,8 +9,7 @@ import torch
 from tandem.api.failures import WrongWorkflow
 from tandem.api.requests import LLMRequest, StopReason
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rollout.executor import Rollout

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from tandem.config.errors import ConfigError
-from tandem.sandbox.bubblewrap import find_program
 from tandem.sandbox.choose import choose_sandbox
 from tandem.sandbox.guest import landlock
-from tandem.sandbox.jail import interpreter
-from tandem.sandbox.landlock import is_open_to_all
+from tandem.sandbox.jail import find_program, interpreter, is_open_to_all
 from tests.sandbox.environments import DOCKER, ENVIRONMENTS
 
 ROOT = Path(__file__).parents[2]

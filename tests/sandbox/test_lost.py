@@ -56,8 +56,10 @@ def test_a_program_whose_sandbox_is_killed_runs_again_on_another_worker(name, wh
     sandbox = choose_sandbox(name, size=2)
 
     async def run():
-        task = asyncio.create_task(sandbox.run(WAIT, Limits(wall_s=30)))
-        await asyncio.sleep(1)
+        task = asyncio.create_task(
+            sandbox.run(Program(source="import time\nprint(1, flush=True)\ntime.sleep(1)\nprint(2)"), Limits(wall_s=30))
+        )
+        await asyncio.sleep(0.5)
         for pid in [sandbox.pids[0]] if whom == "the worker" else innermost(sandbox)[::-1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

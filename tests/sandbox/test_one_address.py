@@ -35,7 +35,7 @@ def address():
     """Of a server on this machine that answers."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.request_queue_size = 128
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server.server_address
     server.shutdown()
     server.server_close()

@@ -10,15 +10,13 @@ import torch
 
 from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
-from tandem.protocol.access import Access
+from tandem.protocol.access import Access, ServiceLimits
 from tandem.protocol.media_intake import MediaIntake
 from tandem.protocol.server import Server
 from tests.tiny import VOCAB_SIZE

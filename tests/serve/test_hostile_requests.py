@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tandem.protocol.access import Access
-from tandem.protocol.refusal import Refusal
+from tandem.protocol.bodies import Refusal
 from tests.serve.served import ADMIN, TOKEN
 
 

@@ -18,7 +18,7 @@ from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.build import folder_update
 from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
-from tandem.engines.inference.remote.keeping import Keeping
+from tandem.engines.inference.remote.launch import Keeping
 from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tests.serve.served import one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tandem.engines.inference.serve.prompt_length import fewest_tokens
+from tandem.engines.inference.serve.text import fewest_tokens
 from tests.serve.served import Served
 from tests.tiny import tiny_model_folder, tiny_tokenizer
 

@@ -134,8 +134,8 @@ def half(connection, request):
 
 WRONG = {
     "cut": (cut, "Payload"),
-    "no JSON": (saying(b'{"a": '), "no JSON"),
-    "deep JSON": (saying(b"[" * 100_000), "no JSON"),
+    "no JSON": (saying(b'{"a": '), "not JSON"),
+    "deep JSON": (saying(b"[" * 100_000), "not JSON"),
     "no HTTP": (lambda connection, request: connection.sendall(b"\x16\x03\x01 what\r\n\r\n"), "http"),
     "nothing": (lambda connection, request: None, "Disconnected"),
     "endless": (endless, "more than 1000000 bytes"),
@@ -241,7 +241,7 @@ def test_events_are_read_to_their_end():
     ("respond", "words"),
     [
         (saying(b'data: {"a": 1}\n\n'), r"without \[DONE\]"),
-        (saying(b"data: {\n\n"), "no JSON"),
+        (saying(b"data: {\n\n"), "not JSON"),
         (saying(b'data: {"error": {"message": "gone"}}\n\n'), "gone"),
         (saying(b"busy", "503 no"), "busy"),
         (cut, "Payload"),

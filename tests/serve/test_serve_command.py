@@ -20,17 +20,18 @@ import psutil
 import pytest
 import torch
 
-from tandem.cli import chat, chatting, serve, serving
+from tandem.cli import generating, serving
+from tandem.cli.generate import CHAT
 from tandem.cli.listening import access_of
 from tandem.cli.main import main
+from tandem.cli.serve import SERVE
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.launch.local import EXIT_CONFIG
-from tandem.protocol.access import Access
+from tandem.protocol.access import Access, token_from
 from tandem.protocol.server import Server
-from tandem.protocol.token_files import token_from
 from tests.serve.served import TOKEN, Served, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 from tests.tiny_media import tiny_idefics3
@@ -178,15 +179,15 @@ def test_a_server_whose_engine_was_killed_ends_and_says_so(folder, tmp_path):
 )
 def test_values_that_cannot_be_are_refused(argv, words):
     with pytest.raises(ConfigError, match=words):
-        serving.check(parsed(serve, "m", "--port", "0", *argv))
+        serving.check(parsed(SERVE, "m", "--port", "0", *argv))
 
 
 def test_a_media_host_is_a_name_as_urls_spell_it(capsys):
     given = [word for host in ("Images.Example.org", "::1", "[::1]") for word in ("--media-host", host)]
-    assert parsed(serve, "m", *given).media_host == ["images.example.org", "::1", "::1"]
+    assert parsed(SERVE, "m", *given).media_host == ["images.example.org", "::1", "::1"]
     for wrong in ("http://images.example.org", "images.example.org:80", "a/b", ""):
         with pytest.raises(SystemExit):
-            parsed(serve, "m", "--media-host", wrong)
+            parsed(SERVE, "m", "--media-host", wrong)
     assert "give the name alone" in capsys.readouterr().err
 
 
@@ -212,7 +213,7 @@ def test_a_token_file_that_protects_nothing_is_refused(tmp_path, content, mode, 
 
 def access(*argv):
     with contextlib.ExitStack() as stack:
-        rules, files = access_of(parsed(serve, "m", *argv), stack, control=True)
+        rules, files = access_of(parsed(SERVE, "m", *argv), stack, control=True)
         return rules, {name: mode(file) for name, file in files.items()}, [Path(file).parent for file in files.values()]
 
 
@@ -266,12 +267,12 @@ def conversation(partner, lines):
             raise EOFError from None
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        chatting.converse(partner, line)
+        generating.converse(partner, line)
     return said.getvalue()
 
 
 def test_a_chat_with_a_folder_only_appends(folder):
-    partner = chatting.LocalPartner(parsed(chat, str(folder), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
+    partner = generating.LocalPartner(parsed(CHAT, str(folder), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
     seen = []
     try:
         for text in ("What is 3 + 4?", "And 5 more?", "And then?"):
@@ -287,7 +288,7 @@ def test_a_chat_with_a_folder_only_appends(folder):
 
 def test_a_text_that_spells_the_mark_of_an_image_is_not_sent_and_the_chat_goes_on(tmp_path):
     path = tiny_idefics3(tmp_path)
-    partner = chatting.LocalPartner(parsed(chat, str(path), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
+    partner = generating.LocalPartner(parsed(CHAT, str(path), "--threads", "1", "--dtype", "float32", "--device", "cpu"))
     try:
         said = conversation(partner, ["What is in <image>?", "What is 3 + 4?"])
     finally:
@@ -301,7 +302,7 @@ def test_a_chat_with_an_address_sends_what_was_said(folder, tmp_path):
     file.write_text(TOKEN)
     sampling = ["--greedy", "--max-new-tokens", "12", "--system", "Answer."]
     with Served(folder, token=TOKEN) as served:
-        partner = chatting.partner_of(parsed(chat, f"{served.url}/v1", "--token-file", str(file), *sampling))
+        partner = generating.partner_of(parsed(CHAT, f"{served.url}/v1", "--token-file", str(file), *sampling))
         first = conversation(partner, ["What is 3 + 4?", "", "And 5 more?", "/quit", "never said"])
         messages = [message["role"] for message in partner.messages]
         again = conversation(partner, ["/new", "What is 3 + 4?"])
@@ -314,4 +315,4 @@ def test_a_chat_with_an_address_sends_what_was_said(folder, tmp_path):
 @pytest.mark.parametrize("argv", [["--temperature", "0"], ["--top-p", "2"], ["--max-new-tokens", "0"], ["--threads", "0"]])
 def test_a_chat_cannot_have_these(argv):
     with pytest.raises(ConfigError, match=argv[0]):
-        chatting.check(parsed(chat, "m", *argv))
+        generating.check_chat(parsed(CHAT, "m", *argv))

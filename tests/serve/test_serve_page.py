@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.remote.tandem_server import TandemServer
 from tandem.models.tokenizer import load_tokenizer
 from tests.serve.served import ADMIN, Saying, Served

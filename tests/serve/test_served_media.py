@@ -12,7 +12,7 @@ from PIL import Image
 from tandem.api.chat_template import render
 from tandem.api.media import encode, media_of
 from tandem.api.requests import NoiseKey
-from tandem.config.cache import media_folder
+from tandem.config.libraries import media_folder
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
 from tandem.media import store

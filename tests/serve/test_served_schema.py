@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY_WITHOUT_EFFECT, WITHOUT_EFFECT
 from tandem.protocol.arguments import Unfit, check_schema
-from tandem.protocol.rewards import REWARDS_BODY, SCORE_BODY
-from tandem.protocol.schema import SchemaError, array, check_value, integer, optional, record, text
+from tandem.protocol.bodies import SchemaError, array, check_value, integer, optional, record, text
+from tandem.protocol.reward_layouts import REWARDS_BODY, SCORE_BODY
 from tests.serve.served import TOKEN
 
 COMPLETIONS = [

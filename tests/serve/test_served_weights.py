@@ -13,7 +13,7 @@ from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import NoiseKey
 from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tandem.protocol.refusal import Refusal
+from tandem.protocol.bodies import Refusal
 from tests.serve.served import ADMIN, Served, as_body, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 

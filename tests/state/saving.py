@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from tandem.api.state import State
 from tandem.api.team import Team
+from tandem.api.weights import save_tensors
+from tandem.config.experiment import CheckpointConfig
 from tandem.lifecycle.saving import BackgroundSave
 from tandem.state import tree
-from tandem.state.checkpoint import save_checkpoint
+from tandem.state.checkpoint import STATE, ResumePoint, newest_valid, save_checkpoint, verify
 from tandem.state.existing import existing_run
-from tandem.state.manifest import STATE, ResumePoint, newest_valid, verify
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
@@ -48,11 +48,11 @@ class Deadly:
             die()
         REAL_FSYNC(descriptor)
 
-    def save_file(self, tensors: Any, path: Any, *arguments: Any) -> None:
+    def save_tensors(self, tensors: Any, path: Path) -> None:
         """Rust writes it, which no hook of Python's sees: it dies with half of the file written."""
-        save_file(tensors, path, *arguments)
+        save_tensors(tensors, path)
         if self.event():
-            os.truncate(path, Path(path).stat().st_size // 2)
+            os.truncate(path, path.stat().st_size // 2)
             die()
 
 
@@ -65,7 +65,7 @@ def save(root: str, step: int, nth: int, beside: bool) -> None:
     deadly = Deadly(nth)
     run = RunFolder.open(root, "exp", "trial", config_text="", examine=_goes_on)
     sys.addaudithook(deadly.audit)
-    os.fsync, tree.save_file = deadly.fsync, deadly.save_file  # type: ignore[assignment]
+    os.fsync, tree.save_tensors = deadly.fsync, deadly.save_tensors  # type: ignore[assignment]
     deadly.armed = True
     state = state_of(step)
     kept = Snapshots(Team()).take(state) if beside else state
@@ -74,9 +74,9 @@ def save(root: str, step: int, nth: int, beside: bool) -> None:
         Team(),
         run,
         step,
-        lambda folder: deadly.save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors"),
+        lambda folder: deadly.save_tensors({"w": torch.full((64,), float(step))}, folder / "model.safetensors"),
         lambda folder: (folder / "config.json").write_text("{}"),
-        1,
+        CheckpointConfig(keep_last=1),
         write_state=lambda folder: tree.write_tree(Team(), folder, kept, writes=True),
         metrics={"loss": 1.0},
     )
@@ -102,7 +102,7 @@ def whole(root: Path) -> ResumePoint:
     """The newest checkpoint, every byte of it as it was saved."""
     found = newest_valid(root / "exp" / "trial" / "checkpoints", None)
     assert found is not None and found.skipped == ()
-    assert verify(found.path, found.step, None)
+    assert verify(found.path)
     state = tree.read_tree(found.path / STATE)
     assert state["a"]["step"] == found.step and torch.equal(state["a"]["x"], state_of(found.step)["a"]["x"])
     return found

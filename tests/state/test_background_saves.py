@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tandem.api.activity import ACTIVITY
-from tandem.api.state import Parted
 from tandem.api.team import Team
 from tandem.lifecycle.saving import BackgroundSave
 from tandem.state.checkpoint import CheckpointFailed
@@ -35,11 +34,6 @@ def test_a_copy_needs_gradients_of_nobody():
     parameter = torch.nn.Parameter(torch.ones(3))
     copy = Snapshots(Team()).take({"w": parameter})["w"]
     assert not copy.requires_grad and type(copy) is torch.Tensor
-
-
-def test_a_tensor_of_several_ranks_is_not_copied():
-    with pytest.raises(TypeError, match=r"tensor at a/w is spread over ranks"):
-        Snapshots(Team()).take({"a": {"w": Parted(lambda: torch.ones(1))}})
 
 
 def test_what_was_written_is_taken_once(tmp_path):

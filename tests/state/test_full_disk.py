@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from tandem.config.errors import ConfigError
+from tandem.state.existing import RunFolderInUse
 from tandem.state.ledger import LedgerFile, LedgerNotWritten
-from tandem.state.run_folder import RunFolder, RunFolderInUse, record_failure
+from tandem.state.run_folder import RunFolder, record_failure
 
 LIMITED = """
 import json, resource, signal, sys
@@ -50,8 +51,8 @@ LINES = """
 import json, resource, signal, sys
 from pathlib import Path
 from tandem.api.failures import NotWritten
-from tandem.state.weight_digests import append_digests
-from tandem.config.tracking import TrackingConfig
+from tandem.flow.session import append_digests
+from tandem.config.experiment import TrackingConfig
 from tandem.tracking.tracker import Tracker
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder, said = Path(sys.argv[1]), []
@@ -66,13 +67,14 @@ for write in (log, lambda n: append_digests(folder, 2, {"a": "x" * n})):
     except NotWritten as error:
         said.append([str(error), error.may_pass])
     write(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # what it says is a file too
 print(json.dumps(said))
 """
 
 
-def test_a_full_disk_is_named_by_metrics_and_digests_and_leaves_no_half_lines(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LINES, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_a_full_disk_is_named_by_metrics_and_digests_and_leaves_no_half_lines(tmp_path, zygote):
+    done = zygote.run(LINES, tmp_path, log=tmp_path / "said")
+    assert done.returncode == 0, done.stdout
     said = json.loads(done.stdout.splitlines()[-1])
     for (words, may_pass), name in zip(said, ("metrics.jsonl", "weights.jsonl"), strict=True):
         assert f"{tmp_path / name} could not be written" in words and "free some space" in words and not may_pass

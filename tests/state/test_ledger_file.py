@@ -77,7 +77,7 @@ def test_a_ledger_that_was_changed_is_found_out(path, harm):
     with sqlite3.connect(path) as db:
         db.execute(harm)
     db.close()
-    with LedgerFile(path) as file, pytest.raises(LedgerDamaged, match=r"nobody knows which prompts are left|was changed"):
+    with LedgerFile(path) as file, pytest.raises(LedgerDamaged, match=r"it is not known which prompts are left|was changed"):
         file.verify(*stated)
 
 
@@ -121,7 +121,7 @@ def test_whatever_became_of_a_ledger_is_told_with_the_loss_and_the_remedy(path, 
             {"text": b"no database" * 100, "cut": data[:-5000], "cut to a page": data[:4096], "empty": b""}[harm]
         )
     with pytest.raises(
-        LedgerDamaged, match=r"nobody knows which prompts are left.*Restore that file.*actor\.path="
+        LedgerDamaged, match=r"it is not known which prompts are left.*Restore that file.*actor\.path="
     ) as found:
         use(path, stated)
     assert str(path) in str(found.value)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tandem.api.team import Team
-from tandem.state.manifest import (
+from tandem.state.checkpoint import (
     FILE,
     InvalidCheckpoint,
     NothingToResume,
@@ -65,7 +65,7 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
     ("tree", "words"),
     [
         ({"a": [object()]}, "object at a/0"),
-        ({"a": {1: 2}}, "no text"),
+        ({"a": {1: 2}}, "not text"),
         ({"a": {MARK: 1}}, "reserved"),
         ({"a": {1, 2}}, "set"),
     ],
@@ -115,7 +115,7 @@ def flip(path, place=-1):
 
 def body(folder, **changes):
     """Changes the manifest and makes its digest right again, as somebody who means harm would."""
-    from tandem.state.manifest import digest_of  # noqa: PLC0415
+    from tandem.state.checkpoint import digest_of  # noqa: PLC0415
 
     found = json.loads((folder / FILE).read_text())
     del found["digest"]
@@ -149,7 +149,7 @@ DAMAGE = {
     "a path of another system": (lambda f: body(f, files={"..\\x": [1, ""]}), "outside of itself"),
     "files that are no table": (lambda f: body(f, files=["model.safetensors"]), "cannot be read"),
     "sizes that are no numbers": (lambda f: body(f, files={"config.json": ["x", "y"]}), "cannot be read"),
-    "a manifest that is a list": (lambda f: (f / FILE).write_text("[]"), "is no manifest"),
+    "a manifest that is a list": (lambda f: (f / FILE).write_text("[]"), "is not a manifest"),
     "a manifest nested without end": (lambda f: (f / FILE).write_text("[" * 200_000), "cannot be read"),
     "a file that nobody announced": (lambda f: save_file({}, f / "state/tensors-9.safetensors"), "does not name"),
     "a link in place of a file": (
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, dam
 def test_without_a_whole_checkpoint_nothing_is_begun_silently(tmp_path):
     for step in (4, 5):
         flip(checkpoint(tmp_path, step) / "model.safetensors")
-    with pytest.raises(NothingToResume, match=r"step_5 is damaged.*step_4 is damaged.*Nothing of it was changed"):
+    with pytest.raises(NothingToResume, match=r"step_5 is damaged.*step_4 is damaged.*Nothing was changed"):
         newest_valid(tmp_path, "exp/trial/1")
     assert newest_valid(tmp_path / "nowhere", "exp/trial/1") is None
 
@@ -192,7 +192,7 @@ def test_what_was_skipped_makes_room_for_its_step_and_is_kept(tmp_path):
 
 
 def test_a_checkpoint_of_whatever_run_is_whole_where_nobody_knows_the_run(tmp_path):
-    assert verify(checkpoint(tmp_path, 4), 4, None).run == "exp/trial/1"
+    assert verify(checkpoint(tmp_path, 4)).run == "exp/trial/1"
     assert read_manifest(tmp_path / "step_4").metrics == {"eval/accuracy": 0.5}  # what is not finite is left out
 
 
@@ -221,7 +221,7 @@ HOSTILE = {
     "a tensor with a strange name": {PLAIN_FILE: json.dumps({"a": {MARK: ["b"]}}).encode()},
     "brackets without end": {PLAIN_FILE: b"[" * 200_000},
     "no object": {PLAIN_FILE: b"3"},
-    "no text": {PLAIN_FILE: b"\xff\xfe\x00"},
+    "not text": {PLAIN_FILE: b"\xff\xfe\x00"},
     "nothing": {},
 }
 

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from tandem.config.errors import ConfigError
-from tandem.state.existing import existing_run
+from tandem.state.existing import RunFolderInUse, existing_run
 from tandem.state.machine import memory_available_gib
-from tandem.state.run_folder import RunFolder, RunFolderInUse, RunFolderTaken, record_failure
+from tandem.state.resuming import RunFolderTaken
+from tandem.state.run_folder import RunFolder, record_failure
 
 
 def open_run(root, trial="first", **kwargs):

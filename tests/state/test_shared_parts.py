@@ -47,11 +47,6 @@ def test_a_part_may_be_one_of_the_row_of_all_entries():
     assert shared.whole("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-def test_a_state_that_can_only_be_gathered_is_told_before_anything_is_copied():
-    tree = {"a": {"w": Parted(lambda: torch.ones(1))}}
-    assert Snapshots(Team()).why_not(tree) == "of a/w no rank has a part that could be copied"
-
-
 def test_only_the_memory_that_was_offered_is_read(tmp_path):
     own = SharedParts(Team())
     own.copy({"w": part_of(torch.ones(4))})

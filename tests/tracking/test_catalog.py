@@ -7,7 +7,7 @@ import pytest
 
 from tandem.tracking.catalog import METRICS, explain, markdown
 from tandem.tracking.plots import PANELS
-from tandem.tracking.progress import PARTS
+from tandem.tracking.tracker import PARTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

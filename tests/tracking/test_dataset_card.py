@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tandem import load_trajectories
-from tandem.api.samples import Dropped, Group
+from tandem.api.workflow import Dropped, Group
 from tandem.tracking.tracker import columns, write_card
 from tests.foreign.peers import ENVS
 from tests.tracking.test_recorder import CALL, MESSAGES, group, record, sample

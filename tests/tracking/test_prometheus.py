@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.config.errors import ConfigError
-from tandem.config.tracking import TrackingConfig
+from tandem.config.experiment import TrackingConfig
 from tandem.tracking.catalog import METRICS
 from tandem.tracking.tracker import Tracker
 
@@ -61,15 +61,15 @@ def test_the_endpoint_is_for_this_machine_and_closes_with_the_run(served):
 def test_a_port_that_is_taken_is_refused_with_the_remedy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         sink = f"prometheus(port={other.getsockname()[1]})"
-        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*port=0 for any that is free"):
+        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*port=0 for any free port"):
             Tracker(tmp_path, TrackingConfig(sinks=(sink,)), progress=False)
 
 
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ("port=99999", r"port=99999\): a port is a number up to 65535"),
-        ("port=-1", r"port=-1\): a port is a number up to 65535"),
+        ("port=99999", r"port=99999\): port must be 1 to 65535"),
+        ("port=-1", r"port=-1\): port must be 1 to 65535"),
         ("port=9100.5", "port must be a whole number, got 9100.5"),
         ("host=nowhere.invalid", r"cannot listen on nowhere\.invalid:9100: .* host is an address of this machine"),
         (f"host={'x' * 300}", "cannot listen on x+:9100: .* host is an address of this machine"),

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,14 +13,14 @@ from tensordict import TensorDict
 from tandem import load_batch, load_trajectories
 from tandem.api.batch import unpack
 from tandem.api.requests import RequestTiming, StopReason
-from tandem.api.samples import Dropped, Group, Sample, Trajectory
 from tandem.api.weights import WeightVersion
+from tandem.api.workflow import Dropped, Group, Sample, Trajectory
 from tandem.config.errors import ConfigError
-from tandem.config.tracking import TrackingConfig
+from tandem.config.experiment import TrackingConfig
 from tandem.rollout.collate import collate
-from tandem.tracking import recorder as recording
+from tandem.tracking import records as recording
 from tandem.tracking.record_files import recorded_steps
-from tandem.tracking.recorder import StepRecorder
+from tandem.tracking.records import StepRecorder
 from tandem.tracking.tracker import Tracker
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
@@ -161,8 +159,8 @@ def test_a_step_that_no_budget_holds_is_left_out_with_one_warning(tmp_path, capl
 LIMITED = """
 import json, logging, resource, sys
 from pathlib import Path
-from tandem.config.tracking import TrackingConfig
-from tandem.tracking import recorder
+from tandem.config.experiment import TrackingConfig
+from tandem.tracking import records
 from tandem.tracking.tracker import Tracker
 from tests.tracking.test_recorder import group, sample, trained
 warned, failed = [], []
@@ -170,14 +168,14 @@ class Collects(logging.Handler):
     def emit(self, record):
         warned.append(record.getMessage()) if record.levelno >= logging.WARNING else None
 logging.getLogger("tandem").addHandler(Collects())
-put = recorder.StepRecorder._put
+put = records.StepRecorder._put
 def witness(self, path, data):
     try:
         return put(self, path, data)
     except OSError as error:
         failed.append(error.strerror)
         raise
-recorder.StepRecorder._put = witness
+records.StepRecorder._put = witness
 small, large = [group(0)], [group(1, sample(1.0, 20000))]
 with Tracker(Path(sys.argv[1]), TrackingConfig(plot_every_steps=None), progress=False) as tracker:
     tracker.log(1, {"loss": 1.0}, small, batch=trained(small))
@@ -190,9 +188,9 @@ print(json.dumps([warned, failed]))
 """
 
 
-def test_a_full_disk_stops_recording_and_not_training_with_one_warning(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_a_full_disk_stops_recording_and_not_training_with_one_warning(tmp_path, zygote):
+    done = zygote.run(LIMITED, tmp_path, log=tmp_path / "said")
+    assert done.returncode == 0, done.stdout
     (warning,), failed = json.loads(done.stdout.splitlines()[-1])
     assert failed == ["File too large"]  # the fault did happen
     assert warning.startswith("step 2 could not be recorded: ") and "Recording stops here, training goes on" in warning
@@ -204,7 +202,7 @@ def test_a_full_disk_stops_recording_and_not_training_with_one_warning(tmp_path)
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from tandem.tracking import recorder
+from tandem.tracking import records
 from tests.tracking.test_recorder import record, group
 if sys.argv[2] == "half":  # killed while a file is written
     os.fsync = lambda number: os.kill(os.getpid(), signal.SIGKILL)
@@ -219,10 +217,10 @@ record(Path(sys.argv[1]), 5, [group(1)])
 
 
 @pytest.mark.parametrize("moment", ["half", "between"])
-def test_a_kill_leaves_a_whole_record_or_none(tmp_path, moment):
+def test_a_kill_leaves_a_whole_record_or_none(tmp_path, moment, zygote):
     record(tmp_path, 5, [group(0)])
     record(tmp_path, 4, [group(0)])
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], timeout=120)
+    done = zygote.run(KILLED, tmp_path, moment, log=tmp_path / "said")
     assert done.returncode == -9
     assert recorded_steps(tmp_path) == [4]  # never the old lines with new tensors, nor half of either
     assert len(list((tmp_path / "batches").iterdir())) == 2
@@ -282,7 +280,7 @@ def test_reading_says_which_steps_there_are(tmp_path):
     assert [one.step for one in load_trajectories(tmp_path)] == [2, 2, 5, 5, 9, 9]
     with pytest.raises(ConfigError, match=r"no record of step 6; it has 3 steps from 2 to 9, the nearest 2, 5, 9"):
         load_trajectories(tmp_path, 6)
-    with pytest.raises(ConfigError, match="has no recorded step: it is no run folder"):
+    with pytest.raises(ConfigError, match="has no recorded step: it is not a run folder"):
         load_trajectories(tmp_path / "batches")
     with pytest.raises(ConfigError, match="there is no folder"):
         load_batch(tmp_path / "nowhere", 1)

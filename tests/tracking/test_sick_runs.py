@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.tracking import TrackingConfig
+from tandem.config.experiment import TrackingConfig
 from tandem.tracking.health import CHECKS, FILE, Curves, HealthWatch, markdown
 from tandem.tracking.tracker import Tracker
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tandem.api.samples import Group, Sample, Trajectory
 from tandem.api.weights import WeightVersion
+from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrackingConfig
 from tandem.config.services import SERVICES, Service
-from tandem.config.tracking import TrackingConfig
-from tandem.tracking.progress import ProgressDisplay, duration, line
-from tandem.tracking.tracker import Tracker
+from tandem.tracking.tracker import ProgressDisplay, Tracker, duration, line
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

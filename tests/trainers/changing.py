@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
-from tandem.config.changes import Change
+from tandem.config.recipes import Change
 from tandem.engines.train.engine import SpreadEngine
 from tandem.state.control import ask
 

@@ -25,9 +25,9 @@ from tandem.api.weights import tensor_digest
 from tandem.cli.main import run
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.models.tokenizer import load_tokenizer
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.tiny import tiny_model_folder
 
 JUDGES = ("first", "second")
@@ -43,7 +43,7 @@ def make_models(folder: Path, judges: Sequence[str] = JUDGES, **size: int) -> No
         base = tiny_model_folder(folder / name, seed=number, **size | {"num_hidden_layers": layers})
         config = load_config(TrainConfig, None, [f"actor.path={base}", "actor.dtype=float32", "train_dataset.path=addition"])
         torch.manual_seed(number)
-        judge = build_train_engine(config.config.actor, 1, head="scalar")
+        judge = SpreadEngine(config.config.actor, 1, head="scalar")
         judge.load_weights((key, torch.randn_like(x) if x.shape[0] == 1 else x) for key, x in list(judge.weights()))
         judge.save(folder / f"{name}-judge")
         load_tokenizer(folder / "policy").save_pretrained(folder / f"{name}-judge")

@@ -7,10 +7,6 @@ import pytest
 
 from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
-from tests.zygote import Zygote
-
-MODULES = ("killing", "supervising", "colocated")
-"""Files beside this one whose functions tests call in processes of their own; they import torch and the trainers."""
 
 
 @pytest.fixture(scope="session")
@@ -26,14 +22,6 @@ def models(tmp_path_factory):
     policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
     save_judge(folder / "judge", other, policy)
     return folder
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    """A process that has imported torch and the trainers, from which runs are forked: one for all files."""
-    trainers = (f"tandem.trainers.{name}" for name in ("rl", "sft", "preference", "reward", "distill"))
-    with Zygote(*(f"tests.trainers.{name}" for name in MODULES), *trainers) as zygote:
-        yield zygote
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from tandem.config.evaluation import load_evaluation
 from tandem.evaluation.asking import Answer, AskingTerms, ask
 from tandem.evaluation.run import evaluate_model
 from tandem.evaluation.scores import metrics_of
-from tandem.evaluation.training import asks_of
+from tandem.evaluation.validation import asks_of
 from tandem.rollout.event_loop import BackgroundLoop
 
 DATA = Path(__file__).resolve().parents[1] / "data_files"
@@ -37,7 +37,7 @@ def settings(model: Path, out: Path, *more: str) -> list[str]:
 
 def evaluated(model: Path, out: Path, *more: str):
     """Runs it."""
-    return evaluate_model(load_evaluation(None, settings(model, out, *more)))
+    return evaluate_model(load_evaluation(None, settings(model, out, *more)).config)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,8 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tandem.config.lora import LoRAConfig
-from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.config.train_engine import LoRAConfig, OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
 from tests.engines_train.steps import random_batch, weighted_nll
 
@@ -67,7 +66,7 @@ def _held_by_deepspeed(holder) -> dict[str, int]:
     zero = holder.zero
     flat = zero.fp16_partitioned_groups_flat if holder.stage == 3 else zero.bit16_groups_flat
     shared = {tensor.untyped_storage().data_ptr() for tensor in flat}
-    masters = [piece for piece in holder.flat_pieces() if piece.untyped_storage().data_ptr() not in shared]
+    masters = [piece for piece in holder.local_masters() if piece.untyped_storage().data_ptr() not in shared]
     moments = [x for state in zero.optimizer.state.values() for x in state.values() if x.dim()]
     found = {"weights": local(flat), "masters": local(masters), "optimizer": local(moments)}
     return found | ({"buffer": local([zero.grad_partitions_flat_buffer])} if holder.stage == 3 else {})

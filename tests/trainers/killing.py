@@ -11,10 +11,10 @@ from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 
 KINDS: dict[str, tuple[type[BaseConfig], str]] = {
-    "rl": (TrainConfig, "tandem.trainers.rl"),
-    "sft": (SFTConfig, "tandem.trainers.sft"),
-    "preference": (PreferenceConfig, "tandem.trainers.preference"),
-    "reward": (RewardModelConfig, "tandem.trainers.reward"),
+    "rl": (TrainConfig, "tandem.trainers.loop"),
+    "sft": (SFTConfig, "tandem.trainers.recipes"),
+    "preference": (PreferenceConfig, "tandem.trainers.recipes"),
+    "reward": (RewardModelConfig, "tandem.trainers.recipes"),
     "distill": (DistillConfig, "tandem.trainers.distill"),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig
-from tandem.trainers.preference import train
+from tandem.trainers.recipes import train
 from tests.trainers.colocated import measured
 
 

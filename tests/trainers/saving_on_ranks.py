@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
-from tandem.config.lora import LoRAConfig
+from tandem.config.train_engine import LoRAConfig
 from tandem.lifecycle.recovery import Progress, Recovery
 from tandem.lifecycle.saving import Saving
 from tandem.state.checkpoint import CheckpointFailed
@@ -56,8 +56,8 @@ class Run:
         self.refuses = False  # whether the disk has no room for a save
         recovery = Recovery(self.folder, {"progress": self.progress, "trainer": self.engine}, self.progress, Team())
         late = lambda states: self.engine.late_writer(states["trainer"])  # noqa: E731
-        config = replace(config, checkpoint=replace(config.checkpoint, **wish))
-        self.saving = Saving(config, self.folder, 10, self.engine, self.tokenizer, recovery, late)
+        rules = replace(config.checkpoint, **wish)
+        self.saving = Saving(rules, self.folder, 10, self.engine.save, self.tokenizer, recovery, late)
 
     def tokenizer(self, folder: Path) -> None:
         assert self.may_write.wait(30)

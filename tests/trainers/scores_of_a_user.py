@@ -9,7 +9,7 @@ import torch
 
 from tandem.api.batch import sum_by_sequence
 from tandem.api.failures import DataFailure
-from tandem.api.scoring import FrozenModel, Score
+from tandem.api.workflow import FrozenModel, Score
 from tandem.rollout.workflows import RLVRWorkflow
 
 

@@ -1,7 +1,7 @@
 """A reward that needs a model, for runs of tiny models."""
 
 from tandem.api.batch import sum_by_sequence
-from tandem.api.scoring import FrozenModel, Score
+from tandem.api.workflow import FrozenModel, Score
 
 
 class Likely(Score):

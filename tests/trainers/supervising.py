@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.main import main
-from tandem.launch.requests import ONCE_S
+from tandem.launch.local import ONCE_S
 from tandem.lifecycle import oversight
 from tests.trainers import killing
 

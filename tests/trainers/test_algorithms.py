@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from tandem.config.algorithm import PRESETS
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.presets import PRESETS
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 
 OWN = """
 def parts(completion_ids):

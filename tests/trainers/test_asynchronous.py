@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 STEPS, ETA = 12, 2

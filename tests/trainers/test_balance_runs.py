@@ -11,8 +11,8 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.embedded import EmbeddedProcess
-from tandem.flow import balance
-from tandem.trainers.rl import train
+from tandem.flow import conductor
+from tandem.trainers.loop import train
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ from tandem.trainers.rl import train
 def test_a_trainer_that_waits_gives_threads_to_generation(overrides, monkeypatch):
     given, measured = [], []
 
-    class Watched(balance.Balance):
+    class Watched(conductor.Balance):
         """Who waits for whom on a machine with other work is chance, so this balance is told that the trainer does."""
 
         def __init__(self, generating, training, give):
@@ -34,7 +34,7 @@ def test_a_trainer_that_waits_gives_threads_to_generation(overrides, monkeypatch
             measured.append((metrics["time/trainer_wait"], metrics["time/engine_idle"]))
             return super().after_step({"time/trainer_wait": 0.6, "time/engine_idle": 0.0})
 
-    monkeypatch.setattr(balance, "Balance", Watched)
+    monkeypatch.setattr(conductor, "Balance", Watched)
     sizes = ["gconfig.max_new_tokens=32", "rollout.max_concurrent=4", "gconfig.n_samples=2", "total_train_steps=5"]
     sides = ["async_training=true", "rollout.balance=auto", "threads=4", "rollout.engine.threads=1"]
     before = torch.get_num_threads()

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.algorithms.gap import Evidence
+from tandem.algorithms.correction import Evidence
 from tandem.api.batch import pack, sequence_index
 from tandem.api.failures import DeliveryDisproved
-from tandem.config.delivery import VerifyConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.rollout import VerifyConfig
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.proof.verification import SIGMAS, Schedule
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.trainers.test_verification import World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -71,7 +71,7 @@ def test_the_main_job_runs_and_proves_its_deliveries(small):
 
 def test_in_float32_it_computes_as_a_float32_engine_with_rounded_weights(model):
     def engine(dtype):
-        return build_train_engine(TrainEngineConfig(path=str(model), dtype=dtype), total_steps=0, device="cpu")
+        return SpreadEngine(TrainEngineConfig(path=str(model), dtype=dtype), total_steps=0, device="cpu")
 
     batch = pack([{"input_ids": torch.arange(5, 25), "loss_mask": torch.arange(20) > 3, "temperature": 0.7}])
     rounded, whole = engine("bfloat16"), engine("float32")

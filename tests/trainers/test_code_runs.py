@@ -20,7 +20,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.data.dataset import load_dataset
 from tandem.sandbox.choose import choose_sandbox
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.sandbox.machine import descendants
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, weights
 from tests.zygote import Zygote, gone

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.rollout.failure_budget import NoBatch
-from tandem.trainers.rl import train
+from tandem.rollout.book import NoBatch
+from tandem.trainers.loop import train
 from tests.scalar_judge import save_judge
 from tests.tiny import tiny_model_folder
 
@@ -28,7 +28,7 @@ def long(completion_ids):
 
 CLASSES = '''
 from tandem import GroupReward
-from tandem.api.scoring import FrozenModel, Score
+from tandem.api.workflow import FrozenModel, Score
 
 class Shortest(GroupReward):
     async def compare(self, samples, row):
@@ -204,7 +204,7 @@ def test_a_score_too_few_says_what_was_expected(run):
     [
         (["reward={by: source, recipes: {a: 'model(path=JUDGE, name=even)', b: 'MINE:even'}}"], "'even' is the name of"),
         (["reward={by: source, recipes: {a: 'MINE:even', b: 'model(path=JUDGE, name=even)'}}"], "'even' is the name of"),
-        (["reward=math(normalise=running)", "workflow=multi_turn"], "has options that count .* in the middle of an episode"),
+        (["reward=math(normalise=running)", "workflow=multi_turn"], "whose options are .* in the middle of an episode"),
         (["reward=math(clip=[0, 1])", "algorithm=ttrl"], "vote"),
         (["reward=MINE:even(clip=[0, 1], words=3)"], "only a class takes knobs: leave words out"),
         (["reward=model(path=JUDGE, normalise=running, gate=frmat) + format"], "did you mean 'format'"),

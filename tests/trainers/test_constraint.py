@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.algorithms.constraint import lagrangian, next_multiplier
+from tandem.algorithms.shaping import lagrangian, next_multiplier
 from tandem.api.batch import pack
 from tandem.api.failures import BatchError
 from tandem.cli.main import main
-from tandem.config.constraint import ConstraintConfig
+from tandem.config.algorithm import ConstraintConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.plan import plan_run
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.constraint import Constraint
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 BOTH = f"reward={REWARDS}:useful + {REWARDS}:harmful"
@@ -123,7 +123,7 @@ def test_the_cost_is_measured_and_not_rewarded_and_the_multiplier_follows_it(ove
 
 def test_a_cost_may_be_the_score_of_a_model_and_another_data_set_may_have_none(overrides, model, tmp_path):
     config = load_config(TrainConfig, None, [f"actor.path={model}", "actor.dtype=float32", "train_dataset.path=addition"])
-    judge = build_train_engine(config.config.actor, 1, head="scalar")
+    judge = SpreadEngine(config.config.actor, 1, head="scalar")
     judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
     judge.save(tmp_path / "judge")
     load_tokenizer(model).save_pretrained(tmp_path / "judge")
@@ -175,10 +175,10 @@ def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit
         (["constraint.cost=harmfull"], r"constraint.cost=harmfull is no term of reward=.*did you mean 'harmful'\?"),
         ([f"reward={REWARDS}:useful + 0*{REWARDS}:harmful"], "its weight in the reward is 0"),
         ([f"reward={REWARDS}:useful - {REWARDS}:harmful"], "its weight in the reward is -1"),
-        ([f"reward={REWARDS}:harmful"], "add what is to be learnt"),
+        ([f"reward={REWARDS}:harmful"], "add a term to be maximised"),
         ([f"reward={REWARDS}:useful + {REWARDS}:harmful(normalise=group)"], "normalise takes away the mean"),
         (["algorithm=ppo", f"reward={REWARDS}:useful + {STEPS}"], "aggregate=none .* a cost is one number"),
-        (["constraint.multiplier=20"], "must lie between constraint.min_multiplier .0. and constraint.max_multiplier .10."),
+        (["constraint.multiplier=20"], "constraint.multiplier must be a number, at least 0, at most 10, got 20"),
         (["constraint.step_size=-1"], "constraint.step_size must be a number, at least 0"),
         (["constraint.cost=null"], "constraint.limit=0.1 is not used because no term of the reward is a cost"),
         (["algorithm.filter=dynamic_sampling"], "contradicts algorithm.filter=dynamic_sampling"),

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli import control
 from tandem.cli.main import main
-from tandem.config.changes import Change, changed_reward
+from tandem.cli.runs import CONTROL
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
+from tandem.config.recipes import Change, changed_reward
 from tandem.state.control import FOLDER, JOURNAL, Mailbox, ask, changes, requests, take_answer
 from tandem.state.run_folder import RunFolder
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.trainers.colocated import keys_of, make_models
 
 MINE = Path(__file__).parent / "changing.py"
@@ -160,8 +160,8 @@ def test_a_weight_of_0_takes_a_term_out_and_a_term_that_is_removed_is_gone(overr
 REFUSED = [
     ("reward.weight", "mny=0.5", "did you mean 'many'"),
     ("reward.add", "0.5*lenght", "did you mean 'length'"),
-    ("reward.add", "model(path=nowhere)", "can neither come nor go while the run goes on"),
-    ("reward.add", f"{MINE}:Shortest", "this run began without one"),
+    ("reward.add", "model(path=nowhere)", "can be neither added nor removed during a run"),
+    ("reward.add", f"{MINE}:Shortest", "this run began without such a term"),
     ("reward.add", f"{MINE}:nothing", "nothing"),
     ("reward.add", "reasoning_gym", "reasoning"),
 ]
@@ -206,10 +206,10 @@ def test_the_command_changes_a_live_run_waits_for_its_answer_and_shows_the_chang
         while not (where / "metrics.jsonl").is_file() or not (where / "metrics.jsonl").read_text():
             time.sleep(0.01)
         parser = argparse.ArgumentParser()
-        control.add_arguments(parser)
-        control.run(parser.parse_args([str(where), "reward.weight", "many=0.25"]))
+        CONTROL.add_arguments(parser)
+        CONTROL.run(parser.parse_args([str(where), "reward.weight", "many=0.25"]))
         with pytest.raises(ConfigError, match="did you mean 'many'"):
-            control.run(parser.parse_args([str(where), "reward.weight", "mny=0.25"]))
+            CONTROL.run(parser.parse_args([str(where), "reward.weight", "mny=0.25"]))
         ended.set()
 
     thread = threading.Thread(target=operate, daemon=True)
@@ -220,7 +220,7 @@ def test_the_command_changes_a_live_run_waits_for_its_answer_and_shows_the_chang
     assert command() == 0
     assert "reward.weight many=0.25" in capsys.readouterr().out
     assert command("reward.weight", "many=1") == 2
-    assert "is not going on" in capsys.readouterr().err
+    assert "is not training now" in capsys.readouterr().err
     assert command("reward.wieght", "many=1") == 2
     assert "did you mean 'reward.weight'" in capsys.readouterr().err
 
@@ -272,8 +272,8 @@ def test_the_cost_of_a_constraint_stays_a_term_that_costs(overrides, where):
     train(resolved, until=1)
     refused = {
         Change("reward.remove", "harmful"): "constraint.cost=harmful is no term of reward",
-        Change("reward.weight", "harmful=0"): "write it with a weight above 0",
-        Change("reward.remove", "useful"): "is all that reward",
+        Change("reward.weight", "harmful=0"): "use a weight above 0",
+        Change("reward.remove", "useful"): "is the only term of reward",
     }
     names = {ask(where, change): words for change, words in refused.items()}
     ask(where, Change("reward.weight", "harmful=2"))
@@ -360,7 +360,7 @@ def test_models_of_rewards_come_and_go_with_a_stop_and_not_while_the_run_goes_on
     train(resolved, until=2)
     for name in refused:
         answer = json.loads((folder / FOLDER / f"{name}.answer").read_text())["refused"]
-        assert "can neither come nor go while the run goes on" in answer and "--override" in answer
+        assert "can be neither added nor removed during a run" in answer and "--override" in answer
     assert rows(folder)[-1]["reward_weights/first"] == 2
 
     other = load_config(TrainConfig, None, [*keys[:-1], f"reward={second} + {SMALL}:many"])
@@ -377,5 +377,5 @@ def test_a_change_of_a_run_on_ray_is_refused_before_it_waits(tmp_path, capsys):
     config = load_config(TrainConfig, None, ["train_dataset.path=addition", "reward=exact_number", "runner=ray"]).config
     with RunFolder.open(tmp_path, "sums", "one", command="train", config_text=to_yaml(config)) as folder:
         assert main(["control", str(folder.path), "reward.weight", "exact_number=2"]) == 2
-        assert "stop the run, and then: tandem continue" in capsys.readouterr().err
+        assert "stop the run, then type: tandem continue" in capsys.readouterr().err
         assert not list(folder.path.glob("control/*"))

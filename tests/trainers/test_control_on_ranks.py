@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.config.changes import Change
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.recipes import Change
 from tandem.state.control import FOLDER, ask
-from tandem.trainers import rl
+from tandem.trainers import loop
 from tests.ranks import on_two
 
 SMALL = Path(__file__).parent / "small_rewards.py"
@@ -22,14 +22,14 @@ def changed(items, root, ranks):
     rank = torch.distributed.get_rank()
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     resolved = load_config(TrainConfig, None, [*items, f"run.root={root}"])
-    rl.train(resolved, until=1)
+    loop.train(resolved, until=1)
     torch.distributed.barrier()
     if rank == 0:
         ask(root / "tandem" / "trial", Change("reward.add", f"0.5*{SMALL}:short(normalise=running)"))
         ask(root / "tandem" / "trial", Change("reward.add", f"{SMALL}:nothing"))
         ask(root / "tandem" / "trial", Change("reward.weight", "even=2"))
     torch.distributed.barrier()
-    rl.train(resolved)
+    loop.train(resolved)
     torch.distributed.barrier()
 
 

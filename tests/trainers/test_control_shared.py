@@ -6,14 +6,13 @@ import shutil
 
 import pytest
 
-from tandem.config.changes import Change
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.recipes import Change
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB
-from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.sleep_plan import GIB, sleep_plan_here
 from tandem.state.control import FOLDER, ask
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import keys_of
 from tests.trainers.test_control import MINE, folder_of, rows

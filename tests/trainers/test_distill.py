@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tandem.api.batch import unpack
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, training_config
-from tandem.roles.teacher import Student, Teacher
+from tandem.roles.reference import Student, Teacher
 from tandem.trainers import distill
 from tests.roles.batches import rollout_batch, tiny_actor
 from tests.tiny import tiny_model_folder

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from tandem.cli.main import main
-from tandem.config.changes import Change
+from tandem.config.recipes import Change
 from tandem.state.control import FOLDER, ask
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics
 
@@ -79,7 +79,7 @@ def test_rows_need_no_answer_where_the_environment_judges(overrides, tmp_path, c
 def test_fewer_places_than_a_deterministic_step_has_samples_are_refused(overrides, capsys):
     world = items(overrides, "Dawdles", "deterministic=true", "workflow_args.workers=8")
     assert main(["train", *world, "--dry-run"]) == 2
-    assert "workflow_args.workers=8 lets only so many samples play at once" in capsys.readouterr().err
+    assert "workflow_args.workers=8 lets only so many samples run at once" in capsys.readouterr().err
     assert main(["train", *world, "workflow_args.workers=9", "--dry-run"]) == 0
 
 

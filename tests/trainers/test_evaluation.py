@@ -24,11 +24,10 @@ from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tandem.evaluation.folder import read_samples
 from tandem.evaluation.questions import make_judges, open_questions, specs_of
-from tandem.evaluation.report import ProgressLine
-from tandem.evaluation.scores import judged_by, metrics_of, row_values, score_data, vote_key
+from tandem.evaluation.scores import ProgressLine, judged_by, metrics_of, row_values, score_data, vote_key
 from tandem.flow.plan import plan_scores
+from tandem.rollout.book import NoBatch
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.rollout.failure_budget import NoBatch
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, rows
 from tests.trainers.evaluating import DATA, answer, contents, evaluated, settings
 
@@ -242,7 +241,7 @@ def test_a_record_that_was_changed_is_refused_with_its_line(whole, model, tmp_pa
         (["reward=mathh"], "did you mean 'math'"),
         (["workflow=rlvrr"], "did you mean 'rlvr'"),
         (["max_row=3"], "max_rows"),
-        (["wave_samples=0"], "wave_samples must be"),
+        (["wave_samples=0"], r"wave_samples must be a whole number, at least 1, got 0 \(command line\)"),
         (["gconfig.temperature=0"], "temperature=0 is greedy, which one sample of each row is anyway"),
         (["label=a/b"], "label must be the name of one folder"),
         (["engine.keep_kv_on_update=true"], "has no effect"),

@@ -13,7 +13,7 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows
 from tandem.flow.services import check_names, check_rows, make_reward
 from tests.trainers.evaluating import evaluate
 

@@ -9,8 +9,8 @@ from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
 from tandem.evaluation.questions import open_questions
 from tandem.evaluation.run import try_evaluation
-from tandem.flow.judging import open_judge
-from tandem.protocol.rewards import Question
+from tandem.flow.residents import open_judge
+from tandem.protocol.reward_layouts import Question
 from tests.trainers.colocated import judge_folder, make_models
 from tests.trainers.evaluating import contents, evaluated, settings
 
@@ -94,7 +94,7 @@ def test_what_an_evaluation_leaves_out_is_said_and_a_class_that_is_not_there_ref
     (line,) = {tuple(line["rewards"]) for line in lines(evaluated(models / "policy", tmp_path, reward).folder)}
     assert line == ("gsm8k", "model")
     assert "reward 'rank' compares the samples of a prompt; an evaluation leaves it out" in caplog.text
-    assert "reward 'model': an evaluation leaves normalise=group out" in caplog.text
+    assert "reward 'model': an evaluation ignores normalise=group" in caplog.text
     reward = f"reward=model(path={models}/first-judge, class_label=rude)"
     with pytest.raises(ConfigError, match="gives one number, so class_label=rude chooses nothing"):
         try_evaluation(load_evaluation(None, settings(models / "policy", tmp_path / "none", reward)).config)

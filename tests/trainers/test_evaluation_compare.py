@@ -61,7 +61,7 @@ def test_an_evaluation_against_itself_has_no_difference(tmp_path):
     [
         ({"data": "e"}, "different data"),
         ({"scores": [[1.0]]}, "2 rows"),
-        ({"digests": ["row0", "changed"]}, "row 1 to begin with"),
+        ({"digests": ["row0", "changed"]}, "differ, first in row 1"),
         ({"reward": "gsm8k"}, "different rewards"),
         ({"success": "reward >= 0"}, "the reward alone and --success 'reward >= 0'"),
     ],
@@ -82,7 +82,7 @@ def test_what_is_not_finished_or_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no evaluation"):
         open_recorded(tmp_path / "nowhere")
     (tmp_path / "a/evaluation.json").write_text('{"config": {}}')
-    with pytest.raises(ConfigError, match="is not that of an evaluation, or was changed"):
+    with pytest.raises(ConfigError, match="does not hold an evaluation's settings, or was changed"):
         open_recorded(tmp_path / "a")
 
 

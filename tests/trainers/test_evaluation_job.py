@@ -12,7 +12,7 @@ from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.evaluation import following
+from tandem.evaluation import validation
 from tandem.view.runs import curves
 from tests.trainers.test_rl import rows, run
 
@@ -31,12 +31,12 @@ def test_a_job_measures_what_the_run_itself_would(overrides, samples, capsys):
     outside = run(overrides, *items, "trial_name=outside", "evaluate.where=job")
     assert not any(figures(row) for row in rows(outside)), "the run itself measures nothing"
     assert main(["eval", "--follow", str(outside.folder), "threads=1"]) == 0
-    found = {row["step"]: figures(row) for row in following.rows_of(outside.folder / following.FIGURES)}
+    found = {row["step"]: figures(row) for row in validation.rows_of(outside.folder / validation.FIGURES)}
     whole = [json.loads(line) for line in (inside.folder / "metrics.jsonl").read_text().splitlines()]
     assert found == {row["step"]: figures(row) for row in whole} and sorted(found) == [0, 1, 2]
     assert "step 2: reward" in capsys.readouterr().out
 
-    assert list(following.follow(str(outside.folder))) == [], "what is measured is not measured again"
+    assert list(validation.follow(str(outside.folder))) == [], "what is measured is not measured again"
     shown, of_the_run = curves(outside.folder, 0, ""), curves(inside.folder, 0, "")
     assert (shown["step"], shown["values"]["eval/reward"]) == (of_the_run["step"], of_the_run["values"]["eval/reward"])
 
@@ -56,7 +56,7 @@ def test_a_job_waits_for_checkpoints_of_a_run_that_goes_on(overrides):
             info.write_text(finished)
             fcntl.flock(lock, fcntl.LOCK_UN)
 
-        for row in following.follow(str(folder), ["threads=1"], look_s=0.05):
+        for row in validation.follow(str(folder), ["threads=1"], look_s=0.05):
             measured.append(row["step"])
             if row["step"] == 1:
                 threading.Timer(0.5, end).start()
@@ -65,7 +65,7 @@ def test_a_job_waits_for_checkpoints_of_a_run_that_goes_on(overrides):
 
 def test_a_second_job_is_told_which_process_follows_the_run(overrides, capsys):
     folder = run(overrides, *ITEMS, "evaluate.where=job").folder
-    first = following.follow(str(folder), ["threads=1"])
+    first = validation.follow(str(folder), ["threads=1"])
     assert next(first)["step"] == 0
     capsys.readouterr()
     assert main(["eval", "--follow", str(folder), "threads=1"]) != 0
@@ -91,8 +91,8 @@ def test_what_a_job_could_not_do_is_refused(items, words):
 def test_the_run_decides_what_is_asked(overrides, capsys):
     folder = run(overrides, *ITEMS, "evaluate.where=job").folder
     assert main(["eval", "--follow", str(folder), "gconfig.max_new_tokens=3"]) == 2
-    assert "gconfig.max_new_tokens is the run's to say" in capsys.readouterr().err
+    assert "gconfig.max_new_tokens is taken from the run" in capsys.readouterr().err
     for words in (["--dry-run"], ["--data", "svamp"], ["model=other"], ["other.yaml"]):
         assert main(["eval", "--follow", str(folder), *words]) == 2, words
     assert main(["eval", "--follow", f"{folder}@1"]) == 2
-    assert not (folder / following.FIGURES).exists()
+    assert not (folder / validation.FIGURES).exists()

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from tandem.evaluation.numbers import (
+from tandem.evaluation.scores import (
     bootstrap_means,
     interval,
     maj_at_k,

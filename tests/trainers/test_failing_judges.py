@@ -9,7 +9,7 @@ import pytest
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.rewards.asked import server
 from tests.trainers.colocated import outcome
 
@@ -60,7 +60,7 @@ def test_a_judge_that_fails_now_and_then_is_counted_and_the_run_goes_on(override
 def test_workers_that_no_reward_has_are_refused_and_the_wait_for_judges_is_shown(overrides):
     with pytest.raises(ConfigError, match="reward_workers=3 is not used: reward=gsm8k runs inside the run"):
         run(overrides, "reward=gsm8k", "reward_workers=3")
-    with pytest.raises(ConfigError, match=r"reward_workers=5 is not used: reward=math\(workers=3\) says itself how many"):
+    with pytest.raises(ConfigError, match=r"reward_workers=5 is not used: reward=math\(workers=3\) sets its number of"):
         run(overrides, "reward=math(workers=3)", "reward_workers=5")
     for row in rows(run(overrides, "reward_workers=1", f"reward={REWARDS}:slow_now_and_then").folder):
         assert 0 < row["time/judge_s"] <= row["time/judge_max_s"] < row["time/step_s"]

@@ -10,8 +10,7 @@ from PIL import Image
 from tandem.config.errors import ConfigError
 from tandem.evaluation.reward_check import RewardCall
 from tandem.rewards.build import build_sum
-from tandem.rewards.reward import Reward
-from tandem.rewards.terms import read_sum
+from tandem.rewards.reward import Reward, read_sum
 from tandem.trainers.start import judge_calls, try_rewards
 
 ROW = {"messages": [{"role": "user", "content": "1 + 1?"}], "answer": "2", "question": "1 + 1?"}
@@ -42,7 +41,7 @@ def tried(spec, row=ROW):
 
 
 def test_a_reward_that_always_fails_is_refused_with_its_line(file):
-    with pytest.raises(ConfigError, match=r"whatever the answer is.*TypeError.*\(mine\.py:3 in raises: return float"):
+    with pytest.raises(ConfigError, match=r"for every answer.*TypeError.*\(mine\.py:3 in raises: return float"):
         tried(f"{file}:raises")
 
 
@@ -64,6 +63,16 @@ def test_a_reward_that_asks_for_tokens_is_not_tried(file, caplog):
     file.write_text("def last(completion_ids):\n    return completion_ids[-1] / 0\n")
     tried(f"{file}:last")
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("signature", "returned"),
+    [("completions, **kwargs", "[]"), ("prompts, completions, **kwargs", "[1, 2]"), ("solution_str, ground_truth", "None")],
+)
+def test_a_reward_for_trl_or_verl_that_always_fails_is_refused_too(file, signature, returned):
+    file.write_text(f"def wrong({signature}):\n    return {returned}\n")
+    with pytest.raises(ConfigError, match=r"for every answer.*reward_wrong_type"):
+        tried(f"{file}:wrong")
 
 
 def test_without_an_expected_answer_a_constant_is_no_sign(file, caplog):

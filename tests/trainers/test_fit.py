@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
@@ -14,6 +15,7 @@ from tandem.models.shape import Shape
 from tandem.planning.fit import check_fit, fitting
 from tandem.planning.machine import gpus
 from tandem.planning.memory import GIB
+from tandem.trainers.start import check_gpus, with_micro_batches
 from tests.tiny import tiny_config
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
@@ -148,3 +150,21 @@ def test_the_plan_sums_gradients_as_the_run_will(tmp_path, monkeypatch, capsys):
     assert fitting(load_config(SFTConfig, None, keys).config, machine).gradient_sync == "micro_batch"
     assert main(["plan", *keys, "--for", "sft"]) == 0 and "It fits" in capsys.readouterr().out
     assert main(["plan", *keys, "actor.gradient_sync=step", "--for", "sft"]) == 1
+
+
+def test_a_model_whose_memory_cannot_be_counted_trains_and_its_plan_says_so(tmp_path, monkeypatch, capsys, caplog):
+    def refuse(*_, **__):
+        raise TypeError("unexpected argument of this version")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", refuse)
+    folder = tmp_path / "model"
+    tiny_config("llama", hidden_size=72, intermediate_size=136).save_pretrained(folder)  # sizes that no other test counts
+    keys = [f"actor.path={folder}", *RL[:1], "gconfig.max_new_tokens=8"]
+    config = load_config(TrainConfig, None, keys).config
+    monkeypatch.setattr("tandem.trainers.start.choose_device", lambda _: "cuda:0")
+    monkeypatch.setattr("tandem.trainers.start.this_machine", lambda **_: gpus("GPU", 80, 1))
+    with caplog.at_level(logging.WARNING):
+        assert with_micro_batches(config) is config and check_gpus(config) is None
+    reason = "the memory of a model of type llama cannot be planned: its layers do not run on tensors without memory"
+    assert [reason in message for message in caplog.messages] == [True, True]
+    assert main(["plan", *keys]) == 2 and reason in capsys.readouterr().err

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.config.algorithm import PRESETS
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig
-from tandem.config.presets import PRESETS
 from tandem.flow.conductor import LocalConductor
-from tandem.trainers import distill, preference, rl
+from tandem.trainers import distill, loop, recipes
 from tandem.trainers.script import open_training
 from tests.flow.futures import FutureConductor
 from tests.trainers.preferring import keys_of
@@ -29,7 +29,7 @@ FAST = ("ppo", "m2po")
 
 def trained(overrides, conductor, monkeypatch, *more):
     """Weights of all trained models after two steps, and the metrics that are no measurements."""
-    monkeypatch.setattr("tandem.flow.session.LocalConductor", conductor)
+    monkeypatch.setattr("tandem.flow.opening.LocalConductor", conductor)
     items = [*overrides, "deterministic=true", f"trial_name={conductor.__name__}", "gconfig.max_new_tokens=6", *more]
     config = load_config(TrainConfig, None, list({item.partition("=")[0]: item for item in items}.values())).config
     with open_training(config) as (_, session):
@@ -63,10 +63,10 @@ def runs_of(overrides, model, tmp_path):
     own = ("reward=", "gconfig.n_samples=")
     taught = [f"teacher.path={model}", *(key for key in overrides if not key.startswith(own)), "gconfig.max_new_tokens=6"]
     return {
-        "constraint": (rl.train, TrainConfig, [*learning, BOTH, *LIMIT]),
+        "constraint": (loop.train, TrainConfig, [*learning, BOTH, *LIMIT]),
         "distillation": (distill.train, DistillConfig, taught),
         "preference": (
-            preference.train,
+            recipes.train,
             PreferenceConfig,
             keys_of(tmp_path / "pairs", model, "checkpoint.every_steps=null"),
         ),
@@ -79,7 +79,7 @@ def test_whole_runs_on_futures_save_the_same_weights(overrides, model, kind, mon
     train, config, keys = runs_of(overrides, model, tmp_path)[kind]
     saved = []
     for conductor in (LocalConductor, FutureConductor):
-        for module in ("tandem.flow.session", "tandem.trainers.supervised"):
+        for module in ("tandem.flow.opening", "tandem.trainers.supervised"):
             monkeypatch.setattr(f"{module}.LocalConductor", conductor)
         items = [*keys, "deterministic=true", "total_train_steps=2", f"trial_name={conductor.__name__}"]
         found = train(load_config(config, None, list({item.partition("=")[0]: item for item in items}.values())))

@@ -9,17 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.api.samples import Group, Sample
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import Group, RolloutWorkflow, Sample
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import make_loader, make_observer, make_rollout, open_rows
+from tandem.flow.opening import make_loader, make_observer, make_rollout, open_rows
 from tandem.flow.plan import plan_run
-from tandem.rewards.extraction import final_answer
-from tandem.rollout.failure_budget import NoBatch
+from tandem.rewards.reading import final_answer
+from tandem.rollout.book import NoBatch
 from tandem.rollout.workflows import Repeated
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
@@ -150,7 +149,6 @@ def test_each_of_them_changes_the_weights(overrides):
         "rollout.replay.groups=0",
         "algorithm.update_samples=4",
         "gconfig.first_token_temperature=1.5",
-        "gconfig.train_first_token=true",
         "curriculum.round_rows=7",
     ):
         name = change.partition("=")[0].replace(".", "_")
@@ -192,9 +190,7 @@ def test_a_run_whose_answers_never_parse_ends_with_the_reason(overrides, tmp_pat
         (["curriculum.round_rows=0"], "at least 1"),
         (["rollout.replay.max_age=3"], "rollout.replay.groups is 0"),
         (["rollout.replay.groups=2", "algorithm=opo"], "contradicts rollout.replay.groups"),
-        (["gconfig.train_first_token=true"], "first_token_temperature is null"),
         (["gconfig.first_token_temperature=2", "gconfig.max_new_tokens=1"], "no other to learn"),
-        (["gconfig.first_token_temperature=2", "gconfig.train_first_token=true"], "correction.weight is none"),
         (["gconfig.first_token_temperature=0"], "above 0"),
         (["reference.refresh_every_steps=2"], "algorithm.kl.coefficient is 0"),
     ],
@@ -246,7 +242,7 @@ def test_the_curriculum_learns_of_groups_that_the_filter_turns_down(overrides):
 
 def test_a_row_that_is_made_again_after_a_resume_is_measured_once(overrides):
     """Eight of twelve rows wait, finished, when the run is saved: they begin anew, and what came of them is forgotten."""
-    config = config_of(overrides, "curriculum.round_rows=12", "curriculum.memory=0.5", "async_training=true").config
+    config = config_of(overrides, "curriculum.round_rows=12", "async_training=true").config
     config = replace(config, rollout=replace(config.rollout, max_head_offpolicyness=2))
     rows = open_rows(config)
     loader = make_loader(config, rows)

@@ -84,7 +84,7 @@ def test_a_server_outlives_a_rank_that_is_killed_and_the_run_ends_as_if_nobody_h
     assert log.count(f"tandem-0 (process {before.pid}) is taken over") == 1
     assert (command.folder / "servers-logs" / "tandem-0.log").read_text().count("serving") == 1
     way = [(row["to"], row["why"]) for row in rows(command.folder / "fleet.jsonl")]  # of the second group of ranks
-    assert way[1:3] == [("stale", "it was taken over as it runs"), ("healthy", "current weights, empty cache")]
+    assert way[1:3] == [("stale", "it was taken over from an earlier process"), ("healthy", "current weights, empty cache")]
     assert "restart 1 of 1" in command.words() and gone(before)
     nothing_is_left(command, tmp_path)
 

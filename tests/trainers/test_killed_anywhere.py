@@ -2,7 +2,7 @@
 
 A chain is one run that is killed again and again. Its instants are drawn from its seed, evenly over the time of a whole run,
 and the process is killed from outside; each failure tells them. A run that ends before its next kill is compared and
-begun anew, until the chain has its kills.
+begun anew, until the chain has its kills. After each kill, all processes that the run had started end by themselves.
 """
 
 import contextlib
@@ -10,15 +10,19 @@ import json
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.trainers.killing import INSTANTS
+from tests.trainers.preferring import keys_of
+from tests.trainers.test_program_runs import played  # noqa: F401  a fixture
 from tests.trainers.test_resume import (
     SAVED_EACH_STEP,
     Runs,
@@ -29,13 +33,14 @@ from tests.trainers.test_resume import (
     plain,
     weights,
 )
+from tests.zygote import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KILLS = 6
 """Of a chain: two at random, and one while the run recovers from them; and again."""
 
-CHAINS = {"rl": 9, "sft": 7, "asynchronous": 2}
+CHAINS = {"rl": 9, "sft": 7, "asynchronous": 2, "agents": 1, "preference": 1}
 """Seeds of each kind; the first of the synchronous ones runs in CI."""
 
 OF_RECOVERY = {
@@ -43,6 +48,9 @@ OF_RECOVERY = {
     "sft": ["when recovery looks for a checkpoint", "when recovery has read the state", "between two parts of recovery"],
 }
 STALENESS, BATCH = 2, 4
+
+ENDS_S = 15.0
+"""Seconds that the processes of a killed run have to end."""
 
 HIT: dict[tuple[str, int], int] = {}
 """Chain → kills that a run died of which was not finished."""
@@ -55,6 +63,27 @@ IN_RECOVERY: dict[tuple[str, int], int] = {}
 def wholes(tmp_path_factory):
     """Kind → the run that nobody kills, made once, and how long it took."""
     return {}, tmp_path_factory.mktemp("wholes")
+
+
+@pytest.fixture
+def nothing_left(zygote):
+    """A function that fails if a process lives on which a run had started before it was killed."""
+    seen, ended = set[psutil.Process](), threading.Event()
+
+    def look():
+        while not ended.wait(0.05):
+            with contextlib.suppress(psutil.Error):
+                seen.update(psutil.Process(zygote.pid).children(recursive=True))
+
+    def check(_: Path) -> None:
+        assert [process for process in seen.copy() if not gone(process, within_s=ENDS_S)] == []
+
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    yield check
+    ended.set()
+    watching.join()
+    assert len(seen) > KILLS, "the run and whatever it started"
 
 
 @pytest.fixture
@@ -161,10 +190,12 @@ def ends_the_same(whole: Path, steps: int, begun: Path) -> Callable[[Path], None
 
 
 @pytest.mark.parametrize("seed", seeds("rl"))
-def test_any_instants_of_training_and_of_recovery_may_be_the_last(zygote, rl_items, model, wholes, tmp_path, seed):
+def test_any_instants_of_training_and_of_recovery_may_be_the_last(
+    zygote, rl_items, model, wholes, tmp_path, nothing_left, seed
+):
     runs = Runs(zygote, tmp_path, "rl", rl_items)
     whole, seconds = whole_of("rl", runs, wholes)
-    Chain("rl", seed, runs, seconds, ends_the_same(whole, 4, model)).go(OF_RECOVERY["rl"])
+    Chain("rl", seed, runs, seconds, ends_the_same(whole, 4, model)).go(OF_RECOVERY["rl"], nothing_left)
 
 
 @pytest.mark.parametrize("seed", seeds("sft"))
@@ -174,13 +205,30 @@ def test_any_instants_of_what_learns_from_rows_may_be_the_last(zygote, sft_items
     Chain("sft", seed, runs, seconds, ends_the_same(whole, 8, model)).go(OF_RECOVERY["sft"])
 
 
+@pytest.mark.parametrize("seed", seeds("agents", in_ci=False))
+def test_any_instants_of_agents_may_be_the_last(zygote, played, model, wholes, tmp_path, nothing_left, seed):  # noqa: F811
+    runs = Runs(zygote, tmp_path, "rl", [*played, "total_train_steps=4"])
+    whole, seconds = whole_of("agents", runs, wholes)
+    Chain("agents", seed, runs, seconds, ends_the_same(whole, 4, model)).go(OF_RECOVERY["rl"], nothing_left)
+
+
+@pytest.mark.parametrize("seed", seeds("preference", in_ci=False))
+def test_any_instants_of_what_learns_from_pairs_may_be_the_last(zygote, model, wholes, tmp_path, nothing_left, seed):
+    runs = Runs(zygote, tmp_path, "preference", keys_of(tmp_path / "data", model, "checkpoint.keep_last=2"))
+    whole, seconds = whole_of("preference", runs, wholes)
+    Chain("preference", seed, runs, seconds, ends_the_same(whole, 3, model)).go(OF_RECOVERY["sft"], nothing_left)
+
+
 @pytest.mark.parametrize("seed", seeds("asynchronous", in_ci=False))
-def test_any_instants_of_an_asynchronous_run_may_be_the_last(zygote, asynchronous_items, wholes, tmp_path, seed):
+def test_any_instants_of_an_asynchronous_run_may_be_the_last(
+    zygote, asynchronous_items, wholes, tmp_path, nothing_left, seed
+):
     runs = Runs(zygote, tmp_path, "rl", asynchronous_items)
     _, seconds = whole_of("asynchronous", runs, wholes)
 
     def within_budget(folder: Path) -> None:
         """What was begun and not consumed at a checkpoint is no more than the gate lets begin."""
+        nothing_left(folder)
         for path in folder.glob("checkpoints/step_*"):
             begun = plain(folder, int(path.name[5:]))["rollout"]["pool"]["again"]
             assert len(begun) <= (STALENESS + 1) * BATCH, path

@@ -8,24 +8,23 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.cli.main import main
+from tandem.config.algorithm import PRESETS
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-from tandem.config.presets import PRESETS
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import start_process
-from tandem.flow.session import open_session
-from tandem.trainers import distill, preference, reward, rl, sft
+from tandem.trainers import distill, loop, recipes
 from tandem.trainers.loop import step
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]
 REWARDS = Path(__file__).parents[1] / "matrix/rewards.py"
 TRAINERS = {
-    "sft": (sft, SFTConfig, "addition"),
-    "preference": (preference, PreferenceConfig, "addition_pairs"),
-    "reward": (reward, RewardModelConfig, "addition_pairs"),
+    "sft": (recipes, SFTConfig, "addition"),
+    "preference": (recipes, PreferenceConfig, "addition_pairs"),
+    "reward": (recipes, RewardModelConfig, "addition_pairs"),
 }
 
 
@@ -46,7 +45,7 @@ def moved(summary, model):
 
 def test_a_run_trains_publishes_and_saves_the_adapter_and_proves_what_it_delivered(overrides, model, tmp_path, capsys):
     items = [*overrides, *LORA, "algorithm.kl.coefficient=0.01", "rollout.verify.every_steps=1"]
-    summary = rl.train(loaded(TrainConfig, items))
+    summary = loop.train(loaded(TrainConfig, items))
     found = rows_of(summary)
     assert all(row["gap/numeric"] < 1e-3 and row["gap/verified"] > 0.2 for row in found)
     assert found[0]["kl/reference"] == 0 < found[-1]["kl/reference"]  # the reference is the base, to the bit
@@ -79,7 +78,7 @@ def test_there_is_no_second_model_for_the_reference_unless_it_is_asked_for(overr
 
 def test_actor_and_critic_have_adapters_of_their_own(overrides, model):
     items = [*overrides, *LORA, "algorithm=ppo", "critic.lora.rank=2", "critic.optimizer.lr=0.01", "actor.mini_batches=2"]
-    summary = rl.train(loaded(TrainConfig, items))
+    summary = loop.train(loaded(TrainConfig, items))
     folders = [summary.checkpoint / "adapter", summary.checkpoint / "critic/adapter"]
     settings = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
     assert [(s["r"], s["task_type"]) for s in settings] == [(4, "CAUSAL_LM"), (2, "SEQ_CLS")]
@@ -114,7 +113,7 @@ def test_every_preset_takes_steps(preset, overrides):
         items += ["gconfig.max_new_tokens=16", "gconfig.n_samples=6", "algorithm.update_samples=3"]
     else:
         items.append(f"reward={REWARDS}:parts")  # two named ones
-    found = rows_of(rl.train(loaded(TrainConfig, items)))
+    found = rows_of(loop.train(loaded(TrainConfig, items)))
     assert max(row["grad_norm"] for row in found) > 0
 
 
@@ -147,6 +146,6 @@ def test_so_does_one_that_learns_from_rows_with_dropout(zygote, model, tmp_path,
 @pytest.mark.slow
 def test_another_rank_is_refused_when_a_run_goes_on(overrides, model, tmp_path):
     items = [*overrides, *LORA, "checkpoint.every_steps=1", "actor.lora.rank=2"]
-    rl.train(loaded(TrainConfig, items))
+    loop.train(loaded(TrainConfig, items))
     with pytest.raises(ConfigError, match=r"actor\.lora\.rank"):
-        rl.train(loaded(TrainConfig, [*items, "actor.lora.rank=4", "total_train_steps=5"]), override=True)
+        loop.train(loaded(TrainConfig, [*items, "actor.lora.rank=4", "total_train_steps=5"]), override=True)

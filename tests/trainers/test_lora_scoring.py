@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from tandem.api.team import Team
-from tandem.config.delivery import VerifyConfig
-from tandem.proof.scoring import Scorer
-from tandem.proof.verification import Verifier
-from tandem.weights.archive import VersionArchive
+from tandem.config.rollout import VerifyConfig
+from tandem.proof.verification import Scorer, Verifier
 from tandem.weights.channel import LocalSource
+from tandem.weights.publisher import VersionArchive
 from tests.engines_train.adapters import lora_on
 from tests.engines_train.steps import random_batch, weighted_nll
 from tests.tiny import tiny_model_folder

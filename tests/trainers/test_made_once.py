@@ -121,7 +121,7 @@ def test_the_plan_the_rewards_a_service_and_the_algorithm_are_made_once(start):
 def test_following_the_configuration_from_command_to_loop_opens_the_pages_files(start):
     _, opened = start
     page = {name.removeprefix("src/tandem/") for name, _ in runpy.run_path(str(SCRIPT))["CONFIGURATION"]}
-    assert len(page) <= 19
+    assert len(page) <= 12
     taking = {
         name for name in opened if not name.startswith("config/")
     }  # the rules and derived figures have pages of their own

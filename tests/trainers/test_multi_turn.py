@@ -11,9 +11,8 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import start_process
-from tandem.flow.session import open_session
 from tandem.rollout.workflows import Repeated
 from tests.tiny import CHATML, tiny_model_folder
 

@@ -85,6 +85,13 @@ def test_the_page_and_the_readme_train_as_they_stand(overrides, capsys):
     assert "step 1/1" in capsys.readouterr().out
 
 
+def test_a_trainer_without_reward_funcs_says_which_reward_it_takes(overrides, capsys):
+    keys = {key: value for key, value in options(overrides).items() if not key.startswith("reward")}
+    with pytest.raises(ConfigError, match=r"none of 1 rows .* can be judged"):
+        tandem.GRPOTrainer(train_dataset=[{"question": "1 + 1?"}], options=keys, trial_name="default").train()
+    assert "No reward_funcs: the reward is 'math', the default" in capsys.readouterr().out
+
+
 def test_a_function_that_was_changed_in_the_notebook_is_the_one_that_judges(overrides):
     found = []
     for value in (0.25, 0.75):
@@ -145,18 +152,20 @@ def test_what_cannot_be_taken_is_refused_before_anything_is_loaded(overrides, tm
         ({"reward_funcs": locked}, "locked cannot be sent to the processes that rewards run in: .*lock"),
         (
             {"reward_funcs": [closure()], "processing_class": object()},
-            "processing_class goes with a model that is an object",
+            "processing_class is only for a model object",
         ),
         ({"reward_funcs": "nosuch.py +"}, "reward"),
-        ({"options": {"actor.optimizer": object()}}, "a object is no value of the configuration"),
+        ({"options": {"actor.optimizer": object()}}, "a object cannot be a configuration value"),
         ({"train_dataset": {"question": ["a"]}}, "row 0 is of type str; give a list of dicts"),
+        ({"train_dataset": type("DataFrame", (list,), {"iterrows": None})()}, "is a DataFrame; .* df.to_dict"),
         ({"train_dataset": 5}, "train_dataset is of type int; give a list of dicts"),
         ({"train_dataset": []}, "train_dataset has no rows"),
-        ({"reward_funcs": 3}, "reward_funcs: 3 is no function"),
+        ({"reward_funcs": 3}, "reward_funcs: 3 is neither a function nor"),
         ({"options": [1]}, "options is of type list"),
         ({"reward_funcs": []}, "reward_funcs is empty; give a function"),
         ({"model": 3}, "model is of type int; give a folder, a name, or a model of transformers"),
         ({"reward_funcs": "math", "reward_weights": [1, 2]}, "1 reward_funcs and 2 reward_weights"),
+        ({"reward_funcs": "math", "reward_weights": "a"}, "reward_weights='a' must be a list of numbers"),
         ({"train_dataset": [{"question": object()}]}, "train_dataset: 'question' of row 0 cannot be written as JSON"),
         ({"learning_rate": 1e-5}, "learning_rate"),
         ({"options": {"actor.optimizer.lrate": 1e-5}}, "actor.optimizer.lr"),

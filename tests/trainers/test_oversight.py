@@ -85,7 +85,7 @@ def test_in_its_last_step_a_run_that_is_asked_to_end_just_ends(sft):
 @pytest.mark.slow
 def test_a_run_that_saves_nothing_is_not_saved_on_leaving(sft):
     status, said, folder = sft("asked", "before the optimizer step", "SIGTERM", 2, "checkpoint.at_end=false")
-    assert "is abandoned" in said and "there is no checkpoint" in said
+    assert "is not saved, because" in said and "there is no checkpoint" in said
     assert status == 130 and not (folder / "checkpoints").exists()
 
 
@@ -94,10 +94,10 @@ def test_a_run_that_gets_nowhere_says_what_it_is_at_and_where_each_thread_stands
     more = ("recover.stalled_after_s=2", "checkpoint.every_steps=1")
     status, said, folder = sft("stuck", "before the optimizer step", fault, 3, *more)
     assert status == 1 and seconds_since_the_fault(folder) < 60
-    assert "error: nothing was done for 2 s (recover.stalled_after_s) in phase 'train' of step 3" in said
+    assert "error: no progress for 2 s (recover.stalled_after_s) in phase 'train' of step 3" in said
     stacks = (folder / "stacks-1.txt").read_text()
     assert f"in {fault.replace(' ', '_')}" in stacks and "oversight" in stacks
-    assert info(folder)["status"] == "failed" and "nothing was done for 2 s" in info(folder)["error"]
+    assert info(folder)["status"] == "failed" and "no progress for 2 s" in info(folder)["error"]
     if fault == "stuck":
         return
     assert sft("stuck", None, "", 1, "checkpoint.every_steps=1")[0] == 0

@@ -5,24 +5,23 @@ import asyncio
 import pytest
 
 from tandem.api.failures import DataFailure, UserCodeFailed, WrongWorkflow
-from tandem.api.samples import Group, Sample
 from tandem.api.services import Services
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import Group, RolloutWorkflow, Sample
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import open_rows, validation_config
+from tandem.flow.opening import open_rows, validation_config
 from tandem.flow.plan import plan_run
 from tandem.flow.services import check_names, make_reward, make_workflow, training_workflow
 from tandem.rewards.build import build_reward
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.rollout.clockwork import ClockworkEngine
 from tests.trainers.evaluating import evaluate
 
 SOURCE = """
-from tandem.api.samples import Group
+from tandem.api.workflow import Group
 from tandem.api.workflow import RewardFn, RolloutWorkflow
 from tandem.rollout.workflows import ChatWorkflow, RLVRWorkflow
 
@@ -157,7 +156,7 @@ def in_training(*items):
             [],
             r"asks for 'judge_model', which nobody gives it; did you mean 'judge'\? There are: .*gconfig",
         ),
-        ("not_async", [], r"takes engine or data.*a function must be `async def`"),
+        ("not_async", [], r"has the argument engine or data.*write `async def`"),
         ("backwards", [], r"must take \(engine, data\) first"),
         ("number", [], r"it is a int"),
         ("bare", ["system_prompt=Be brief."], r"system_prompt is set, but .* has no argument 'system_prompt'"),
@@ -192,9 +191,9 @@ def test_knobs_of_a_workflow_are_given_in_its_name_or_beside_it_and_reach_it(min
         ("Raises", r"raised KeyError: 'no such file' \(mine.py:\d+ in __init__: "),
         ("NoWorkflow", "which is no workflow; derive the class"),
         ("Abstract", "has no method arun_episode, which every RolloutWorkflow has"),
-        ("Yields", r"write `async def arun_episode\(self, engine, data\)`: it is none, or has a `yield`"),
+        ("Yields", r"write `async def arun_episode\(self, engine, data\)`: the function is not async, or has a `yield`"),
         ("TakesNothing", r"write `async def arun_episode\(self, engine, data\)`: too many positional arguments"),
-        ("FinishesAtOnce", r"write `async def finish_group\(self, samples, data\)`: it is none"),
+        ("FinishesAtOnce", r"write `async def finish_group\(self, samples, data\)`: the function is not async"),
     ],
 )
 def test_a_constructor_that_fails_is_a_message_with_its_line(mine, name, words):
@@ -205,7 +204,7 @@ def test_a_constructor_that_fails_is_a_message_with_its_line(mine, name, words):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("NotAsync", r"write `async def __call__\(self, \*, prompt, .*`: it is none"),
+        ("NotAsync", r"write `async def __call__\(self, \*, prompt, .*`: the function is not async"),
         ("TakesAPrompt", r"write `async def __call__\(self, \*, prompt, .*`: got an unexpected keyword argument"),
         ("gives_several", "has a `yield`, so a call gives no reward but a generator"),
     ],
@@ -247,7 +246,7 @@ def test_a_file_of_the_user_s_that_raises_is_a_message_with_its_line(tmp_path, t
 
 @pytest.mark.parametrize("key", ["algorithm.advantage", "algorithm.filter", "algorithm.correction.reject"])
 def test_a_part_of_the_algorithm_that_is_no_function_is_refused_at_start(mine, key):
-    with pytest.raises(ConfigError, match="it is a int, and must be a function"):
+    with pytest.raises(ConfigError, match="must be a function, got a value of type int"):
         plan_run(config(f"{key}={mine}:number"))
 
 

@@ -12,11 +12,10 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB
-from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.sleep_plan import GIB, sleep_plan_here
+from tandem.planning.fit import Plan
 from tandem.planning.job import Lengths, job_of
-from tandem.planning.plan import make_plan
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tandem.trainers.script import open_training
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import SMOLLM2, round_machine
@@ -145,7 +144,7 @@ def test_the_plan_counts_a_partners_weights_and_its_cache():
     config = load_config(
         TrainConfig, None, [*wanted, "rollout.engine.kv_cache_gib=0.5", "partner=model(path=wise, max_new_tokens=50)"]
     ).config
-    made = make_plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
+    made = Plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
     (writer,) = made.job.writers.values()
     assert (writer.sequences, writer.lengths) == (32, Lengths(30, 50))
     held = [{i.what for i in one.items if i.role == "partner"} for one in made.instants]

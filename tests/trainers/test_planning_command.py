@@ -15,14 +15,11 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.engines.inference.build import engine_settings
-from tandem.models.footprint import engine_bytes
-from tandem.models.shape import read_shape
+from tandem.models.shape import engine_bytes, read_shape
+from tandem.planning.fit import PROMPT_TOKENS, Plan, drawing, uses
 from tandem.planning.job import Lengths, job_of
 from tandem.planning.machine import DEVICES, device, this_machine
-from tandem.planning.memory import engine_weights
-from tandem.planning.plan import make_plan
-from tandem.planning.report import drawing, uses
-from tandem.trainers.lengths import ASSUMED_PROMPT, known_lengths
+from tandem.trainers.lengths import known_lengths
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
@@ -49,7 +46,7 @@ def here(monkeypatch):
 
 def planned(kind, keys, machine, shape=LLAMA_8B):
     """The plan of a configuration."""
-    return make_plan(job_of(load_config(kind, None, keys).config, machine, LENGTHS, lambda _: shape), machine)
+    return Plan(job_of(load_config(kind, None, keys).config, machine, LENGTHS, lambda _: shape), machine)
 
 
 RL = ["train_dataset.path=addition", "gconfig.max_new_tokens=200"]
@@ -221,7 +218,7 @@ def test_an_engine_of_our_own_on_another_gpu_is_no_part_of_the_first():
     apart = planned(TrainConfig, keys, device("h100", 2), shape=SMOLLM2)
     assert [sorted({"actor", "engine"} & {*use.residents}) for use in uses(apart)] == [["actor"], ["engine"]]
     together = planned(TrainConfig, keys, device("h100", 1), shape=SMOLLM2)
-    assert together.peak_gib > apart.peak_gib + 1
+    assert together.peak_gib() > apart.peak_gib() + 1
 
 
 @pytest.mark.parametrize(
@@ -231,13 +228,13 @@ def test_an_engine_of_our_own_on_another_gpu_is_no_part_of_the_first():
 def test_a_judge_that_writes_has_an_engine_with_a_cache_and_no_pass_over_the_batch(term, requests, reads):
     keys = ["train_dataset.path=addition", "rollout.batch_size=8", "gconfig.n_samples=4", "rollout.engine.kv_cache_gib=0.5"]
     config = load_config(TrainConfig, None, [*keys, f"reward=math + {term}"]).config
-    made = make_plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
+    made = Plan(job_of(config, round_machine(), Lengths(10, 20), lambda _: SMOLLM2), round_machine())
     (writer,) = made.job.writers.values()
     assert (writer.sequences, writer.lengths) == (requests, Lengths(reads, 50))
 
     name = writer.role
     held = {one.phase: {i.what: i.num_bytes for i in one.items if i.role == name} for one in made.instants}
-    weights = engine_weights(made.job.generator, made.machine)
+    weights = made.job.generator.weights
     assert all(items["parameters"] == weights for items in held.values())
     assert {phase for phase, items in held.items() if "KV cache" in items} == {f"score: {name}"}
     assert held[f"score: {name}"]["KV cache"] == pytest.approx(0.5 * 2**30, rel=0.02)
@@ -253,7 +250,7 @@ def test_lengths_come_from_the_rows_or_are_said_to_be_assumed(tmp_path):
     told = known_lengths(readable, prompt=7)
 
     assert 10 < read.lengths.prompt < 200 and read.lengths.longest == 32 and read.rows
-    assert missing.lengths.prompt == ASSUMED_PROMPT and missing.rows is None and "could not be read" in missing.said
+    assert missing.lengths.prompt == PROMPT_TOKENS and missing.rows is None and "could not be read" in missing.source
     assert told.lengths == Lengths(7, 32)
 
 

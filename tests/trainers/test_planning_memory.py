@@ -2,22 +2,18 @@
 
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
 from tandem.engines.inference.kv_cache import KVCache
-from tandem.models import cpu_attention
-from tandem.models.cpu_attention import QueryRange, QueryRanges
-from tandem.models.footprint import row_capacity
-from tandem.models.shape import Shape, read_shape
-from tandem.planning.job import Lengths
-from tandem.planning.machine import PROCESS_GIB
-from tandem.planning.memory import GIB, engine_weights, instants, kv_needed, kv_tokens
-from tandem.planning.plan import make_plan
-from tandem.planning.planned_model import MicroBatch, passing
+from tandem.models.shape import read_shape, row_capacity
+from tandem.planning.fit import Plan
+from tandem.planning.job import Lengths, Saves, job_of
+from tandem.planning.machine import PROCESS_GIB, gpus
+from tandem.planning.memory import GIB, HOST, instants, kv_needed, kv_tokens
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, generator, held, job, round_machine
 
@@ -43,13 +39,13 @@ def test_one_process_holds_sixteen_bytes_a_parameter_and_bfloat16_a_copy_more():
 
 def test_a_save_beside_training_keeps_a_copy_of_masters_and_moments_in_all_phases():
     models = (held(dtype="bfloat16"), held("reference", trained=False))
-    found = instants(job(*models, saves_beside=True), round_machine())
-    gpu = instants(job(*models, saves_beside=True), round_machine(kind="gpu"))
+    found = instants(job(*models, saves=Saves(beside=True)), round_machine())
+    gpu = instants(job(*models, saves=Saves(beside=True)), round_machine(kind="gpu"))
     for instant in found:
         assert bytes_of(found, instant.phase, "actor", "copy that is saved") == (12 + 2) * P
         assert bytes_of(found, instant.phase, "reference", "copy that is saved") == 0
     assert bytes_of(found, "save", "save", "weights to write") == 0
-    assert {item.place for item in gpu[0].items if item.what == "copy that is saved"} == {"host"}
+    assert [item.devices for item in gpu[0].items if item.what == "copy that is saved"] == [HOST]
 
 
 def test_a_frozen_model_has_float32_masters_and_neither_moments_nor_gradients():
@@ -97,27 +93,28 @@ def test_rows_of_the_cache_are_as_large_as_the_engine_makes_them():
 
 
 def test_the_cache_has_a_row_a_sample_and_one_a_prompt():
-    engine = generator(SMOLLM2, sequences=64)
-    run = job(held(shape=SMOLLM2), lengths=Lengths(40, 64), generated=8, groups=8, generator=engine)
+    engine = generator(SMOLLM2, sequences=64, lengths=Lengths(40, 64), sharing=8)
+    run = job(held(shape=SMOLLM2), lengths=Lengths(40, 64), groups=8, generator=engine)
 
-    assert kv_tokens(run, engine) == (64, 64 * 64 + 8 * 64)
+    assert kv_tokens(engine) == (64, 64 * 64 + 8 * 64)
     assert bytes_of(instants(run, round_machine()), "generate", "engine", "KV cache") == (64 * 64 + 8 * 64) * 46080
-    assert kv_needed(run, engine) == 128 * 46080
+    assert kv_needed(engine) == 128 * 46080
 
 
 def test_a_small_cache_lets_fewer_samples_run():
-    engine = generator(SMOLLM2, sequences=64, kv_cache_gib=0.05)
-    run = job(held(shape=SMOLLM2), lengths=Lengths(40, 64), generated=8, groups=8, generator=engine)
+    engine = generator(SMOLLM2, sequences=64, kv_cache_gib=0.05, lengths=Lengths(40, 64), sharing=8)
 
-    running, tokens = kv_tokens(run, engine)
+    running, tokens = kv_tokens(engine)
     assert running == 16 and tokens * 46080 <= 0.05 * GIB
 
 
 def test_a_tied_head_is_laid_out_anew_on_a_cpu_and_shared_on_a_gpu():
-    engine = generator(SMOLLM2)
+    keys = ["train_dataset.path=addition", "rollout.dtype=float32"]
+    config = load_config(TrainConfig, None, keys).config
+    cpu, gpu = (job_of(config, one, Lengths(8, 4), lambda _: SMOLLM2) for one in (round_machine(), gpus("GPU", 80, 1)))
 
-    assert engine_weights(engine, round_machine()) == 4 * (134_515_008 + 49152 * 576)
-    assert engine_weights(engine, round_machine(kind="gpu")) == 4 * 134_515_008
+    assert cpu.generator.weights == 4 * (134_515_008 + 49152 * 576)
+    assert gpu.generator.weights == 4 * 134_515_008
 
 
 def test_an_update_stands_beside_what_the_engine_serves():
@@ -151,15 +148,15 @@ def test_on_a_gpu_what_comes_and_goes_leaves_holes_and_what_stays_does_not():
 
 
 def test_the_worst_instant_is_the_largest_total():
-    plan = make_plan(job(generator=generator()), round_machine())
+    plan = Plan(job(generator=generator()), round_machine())
 
-    assert plan.worst.total() == max(instant.total() for instant in plan.instants)
-    assert plan.peak_gib == pytest.approx(plan.worst.total() / GIB) and plan.fits
+    assert plan.worst().total() == max(instant.total() for instant in plan.instants)
+    assert plan.peak_gib() == pytest.approx(plan.worst().total() / GIB) and plan.fits
 
 
 PROCESS = """
 import tempfile
-import torch, tandem.trainers.rl, tandem.trainers.sft, tandem.trainers.preference, tandem.tracking.plots
+import torch, tandem.trainers.loop, tandem.trainers.recipes, tandem.trainers.recipes, tandem.tracking.plots
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +200,7 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 64}
     folder = tiny_model_folder(tmp_path, "llama", vocab_size=24576, tie_word_embeddings=True, **sizes)
     model = held(shape=read_shape(str(folder)), max_tokens=512, chunk_tokens=256)
-    run = job(model, groups=8, generated=0, trained=1, lengths=Lengths(16, 112))
+    run = job(model, groups=8, trained=1, lengths=Lengths(16, 112))
     found = instants(run, round_machine(process_gib=0.1))  # what its heap keeps
     predicted = max(instant.total() for instant in found if instant.phase.endswith(": actor"))
     predicted -= bytes_of(found, "save", "process", "tokenizer")  # there is none
@@ -215,42 +212,3 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
     before, most = map(int, done.stdout.split()[-2:])  # DeepSpeed, where it is, says things first
     assert most == pytest.approx(predicted, rel=0.10)
     assert 0.6 * PROCESS_GIB < before / GIB < PROCESS_GIB
-
-
-class PeakOfTensors(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators make and that are there at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.most, self._known = 0, 0, set()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        made = operator(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple) else (made,):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return made
-
-    def _gone(self, known, num_bytes):
-        self._known.discard(known)
-        self.now -= num_bytes
-
-
-def test_what_a_cpus_attention_kernel_makes_for_a_moment_is_counted():
-    shape = Shape("llama", layers=1, hidden=32, intermediate=32, heads=8, kv_heads=2, head_dim=32, vocab=10, context=512)
-    batch = MicroBatch(((120, 1),) * 6, 80)
-    name = "bfloat16" if cpu_attention.kernel(torch.bfloat16) else "float32"  # not every CPU has the instructions
-    q, k, v = (torch.randn(1200, heads, 32, dtype=getattr(torch, name)) for heads in (8, 2, 2))
-    segments = QueryRanges.of([[QueryRange(own, own)] for own in (range(i, i + 200) for i in range(0, 1200, 200))])
-    out, peak = cpu_attention.output(q, k, v, *segments, 0.5, 0)
-    with PeakOfTensors() as backward:
-        cpu_attention.gradients(out, q, k, v, *segments, 0.5, 0, out, peak)
-
-    most = backward.most + out.nbytes  # the gradient of its output is there too
-    assert passing(held(shape=shape, dtype=name, on_cpu=True), batch, backward=True) == pytest.approx(most, rel=0.01)
-    gpu = held(shape=shape, dtype="bfloat16")
-    assert passing(gpu, batch, backward=True) < most / 2, "a GPU's kernels keep no such sums"

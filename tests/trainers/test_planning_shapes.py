@@ -1,20 +1,21 @@
 """What the plan knows of a model: its parameters to the last one, and what autograd keeps of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 from tandem.config.errors import ConfigError
-from tandem.config.lora import LoRAConfig
+from tandem.config.train_engine import LoRAConfig
+from tandem.models import cpu_attention
 from tandem.models.architecture import SUPPORTED, Architecture
-from tandem.models.footprint import adapters_of
 from tandem.models.lora import put_adapters
-from tandem.models.packed import PackedCausalLM
-from tandem.models.shape import Shape, read_shape
+from tandem.models.packed import PackedCausalLM, TokenLayout
+from tandem.models.shape import Shape, adapters_of, read_shape
 from tandem.planning import planned_model
-from tandem.planning.planned_model import MicroBatch, cut_step
+from tandem.planning.planned_model import LiveBytes, MicroBatch, PlannedModel, cut_step, kept_by_head, pass_bytes
 from tests.tiny import KINDS, tiny_config, tiny_model
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, held
 
@@ -22,8 +23,8 @@ PROMPT, COMPLETION = 40, 56
 
 
 def test_parameters_by_hand():
-    assert HAND.layer == 1220 and HAND.parameters() == 2 * 1220 + 2 * 1000 + 10
-    assert HAND.parameters("scalar") == 2 * 1220 + 1000 + 10 + 10 and HAND.parameters("both") == HAND.parameters() + 10
+    assert HAND.layer == 1160 and HAND.parameters() == 2 * 1160 + 2 * 1000 + 10
+    assert HAND.parameters("scalar") == 2 * 1160 + 1000 + 10 + 10 and HAND.parameters("both") == HAND.parameters() + 10
     assert HAND.root() == 2010
     assert SMOLLM2.parameters() == 134_515_008 and LLAMA_8B.parameters() == 8_030_261_248
 
@@ -72,8 +73,8 @@ def adapted_model(kind: str, dtype: torch.dtype, modules: tuple[str, ...], **ove
     return model
 
 
-def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> int:
-    """Bytes of all storages that autograd keeps of one forward pass, parameters aside."""
+def layout_of(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> TokenLayout:
+    """The layout of random tokens."""
     generator = torch.Generator().manual_seed(0)
     rows, masks = [], []
     for prompt, count in groups:
@@ -82,6 +83,12 @@ def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> i
             rows.append(torch.cat([common, torch.randint(3, 500, (COMPLETION,), generator=generator)]))
             masks.append(torch.arange(len(rows[-1])) >= prompt)
     cu_seqlens = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
+    return model.lay_out(torch.cat(rows), cu_seqlens, torch.cat(masks), torch.ones(len(rows)))
+
+
+def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> int:
+    """Bytes of all storages that autograd keeps of one forward pass, parameters aside."""
+    layout = layout_of(model, groups)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages = {}
 
@@ -92,45 +99,99 @@ def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(model.lay_out(torch.cat(rows), cu_seqlens, torch.cat(masks), torch.ones(len(rows))))
+        model(layout)
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def kept(model: PlannedModel, groups: tuple[tuple[int, int], ...]) -> int:
+    """What the plan says that autograd keeps."""
+    batch = MicroBatch(groups, COMPLETION)
+    return pass_bytes(model, batch).kept + kept_by_head(model, batch)
+
+
+GROUPS = pytest.mark.parametrize("groups", [((PROMPT, 1),) * 8, ((PROMPT, 4),) * 2], ids=["alone", "shared"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("groups", [((PROMPT, 1),) * 8, ((PROMPT, 4),) * 2], ids=["alone", "shared"])
+@GROUPS
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_what_autograd_keeps(kind, groups, dtype):
     width = 48 if kind == "smollm" else 64
     overrides = {"vocab_size": 512, "hidden_size": width, "intermediate_size": 160, "max_position_embeddings": 1024}
     model = PackedCausalLM(tiny_model(kind, dtype=getattr(torch, dtype), **overrides))
-    shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
+    shape = Shape.of(model.architecture)
 
-    said = planned_model.activation_bytes(held(shape=shape, dtype=dtype), batch)
+    said = kept(held(shape=shape, dtype=dtype, on_cpu=True), groups)
 
-    assert said == pytest.approx(kept_really(model, groups), rel=0.06)
+    assert said == pytest.approx(kept_really(model, groups), rel=0.01)
 
 
 @pytest.mark.parametrize("modules", [("all-linear",), ("q_proj", "v_proj"), ("gate_proj", "o_proj")], ids=str)
-@pytest.mark.parametrize("groups", [((PROMPT, 1),) * 8, ((PROMPT, 4),) * 2], ids=["alone", "shared"])
+@GROUPS
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "bfloat16")])
 def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups, modules):
     overrides = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": 1024}
     model = adapted_model(kind, getattr(torch, dtype), modules, num_hidden_layers=6, layer_types=None, **overrides)
-    shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
+    shape = Shape.of(model.architecture)
     adapters = adapters_of(LoRAConfig(rank=4, target_modules=modules), shape)
 
-    said = planned_model.activation_bytes(held(shape=shape, dtype=dtype, adapters=adapters), batch)
+    said = kept(held(shape=shape, dtype=dtype, adapters=adapters, on_cpu=True), groups)
 
-    assert said == pytest.approx(kept_really(model, groups), rel=0.12)
+    assert said == pytest.approx(kept_really(model, groups), rel=0.01)
 
 
-def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_whole_layer():
-    batch = MicroBatch(((PROMPT, 1),), COMPLETION)
-    models = [held(shape=SMOLLM2, checkpointing=flag) for flag in (False, True)]
-    whole, sparse = (planned_model.activation_bytes(model, batch) for model in models)
+def most_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """Most bytes of tensors that exist at once in the layers: in a pass with gradients, parameters and their gradients
+    aside, and in a pass without."""
+    layout, live = layout_of(model, groups), LiveBytes()
+    live.know(*model.parameters(), *model.buffers())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with live:
+        with torch.no_grad():
+            model.hidden(layout)
+        scoring, live.most = live.most, 0
+        model.hidden(layout).sum().backward()
+    return live.most, scoring
 
-    layer = planned_model.kept_by_layer(models[0], batch)
-    assert whole - sparse == 29 * layer - 30 * 4 * 576 * (PROMPT + COMPLETION)
+
+@pytest.mark.parametrize("checkpointing", ["no", "yes", "selective"])
+@GROUPS
+@pytest.mark.parametrize("head_dim", [32, 16], ids=["compiled kernel", "torch's kernel"])
+def test_the_most_bytes_of_a_pass_are_those_of_real_tensors(head_dim, groups, checkpointing):
+    if head_dim == 32 and cpu_attention.kernel(torch.float32) is None:
+        pytest.skip("no compiler")
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 640, "head_dim": head_dim, "num_hidden_layers": 5}
+    model = PackedCausalLM(tiny_model("llama", **sizes, max_position_embeddings=1024))
+    planned = held(shape=Shape.of(model.architecture), checkpointing=checkpointing != "no", on_cpu=True)
+    planned = replace(planned, config=replace(planned.config, selective_checkpointing=checkpointing == "selective"))
+    if checkpointing != "no":
+        model.enable_gradient_checkpointing(checkpointing == "selective")
+
+    said = pass_bytes(planned, MicroBatch(groups, COMPLETION))
+    training, scoring = most_really(model, groups)
+
+    assert said.kept + said.backward == pytest.approx(training, rel=0.01)
+    assert said.scoring == pytest.approx(scoring, rel=0.01)
+
+
+def test_checkpointing_keeps_the_inputs_of_all_layers():
+    models = [held(shape=replace(SMOLLM2, layers=layers), checkpointing=True, on_cpu=True) for layers in (20, 30)]
+    few, many = (pass_bytes(model, MicroBatch(((PROMPT, 1),), COMPLETION)) for model in models)
+
+    assert many.kept - few.kept == 10 * 4 * 576 * (PROMPT + COMPLETION)
+    assert many.backward == few.backward > 4 * 4 * 1536 * (PROMPT + COMPLETION), "one whole layer at a time"
+
+
+def test_a_gpus_kernel_copies_shared_prompts_and_makes_no_sums_of_gradients():
+    batch = MicroBatch(((PROMPT, 4),) * 2, COMPLETION)
+    cpu, gpu = (pass_bytes(held(shape=SMOLLM2, dtype="bfloat16", on_cpu=cpu), batch) for cpu in (True, False))
+
+    assert cpu.kept < gpu.kept
+    wide = Shape("llama", layers=1, hidden=32, intermediate=32, heads=8, kv_heads=2, head_dim=32, vocab=10, context=512)
+    alone = MicroBatch(((PROMPT, 1),) * 6, COMPLETION)
+    cpu, gpu = (pass_bytes(held(shape=wide, dtype="bfloat16", on_cpu=cpu), alone).backward for cpu in (True, False))
+    assert cpu - gpu >= 4 * wide.query * alone.tokens
 
 
 def test_the_head_holds_a_chunk_of_logits_whatever_the_batch():

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 
 KEYS = [
     "algorithm=ppo",

@@ -10,7 +10,7 @@ from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.data.procedural import addition
-from tandem.trainers import distill, preference, reward, sft
+from tandem.trainers import distill, recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,7 +43,7 @@ def evaluations(summary):
 @pytest.mark.parametrize("loss", list(LEARNING_RATES))
 def test_every_loss_raises_the_margin_of_held_out_pairs(tmp_path, loss):
     items = [*common(tmp_path, 8), f"loss={loss}", f"actor.optimizer.lr={LEARNING_RATES[loss]}"]
-    before, after = evaluations(preference.train(load_config(PreferenceConfig, None, items)))
+    before, after = evaluations(recipes.train(load_config(PreferenceConfig, None, items)))
     assert after["eval/margin"] > before["eval/margin"]
     assert after["eval/loss"] < before["eval/loss"]
     assert after["eval/accuracy"] >= before["eval/accuracy"]
@@ -63,7 +63,7 @@ def test_the_reward_model_ranks_held_out_pairs(tmp_path):
     items = [item for item in common(tmp_path, 6, rows=16) if not item.startswith("train_dataset")]
     items += [f"train_dataset.path={files['train']}", f"valid_dataset.path={files['test']}"]
     items += ["actor.optimizer.lr=1e-4", "actor.optimizer.warmup_steps=2"]
-    before, after = evaluations(reward.train(load_config(RewardModelConfig, None, items)))
+    before, after = evaluations(recipes.train(load_config(RewardModelConfig, None, items)))
     assert before["eval/accuracy"] == 0.0  # the head begins at 0, so that no side is ahead
     assert after["eval/accuracy"] >= 0.9
 
@@ -80,7 +80,7 @@ def test_distillation_halves_the_kl_to_its_teacher(tmp_path):
     file = tmp_path / "worked.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in worked_sums()))
     teach += [f"train_dataset.path={file}", "actor.optimizer.lr=5e-5", "trial_name=teacher"]
-    teacher = sft.train(load_config(SFTConfig, None, teach)).checkpoint
+    teacher = recipes.train(load_config(SFTConfig, None, teach)).checkpoint
     items = [item for item in common(tmp_path, 8) if not item.startswith(("train_dataset", "batch_size", "evaluate"))]
     items += [
         "train_dataset.path=addition",

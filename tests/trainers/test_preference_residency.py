@@ -15,13 +15,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB, Part, moved_bytes
-from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.sleep_plan import GIB, Part, moved_bytes, sleep_plan_here
 from tandem.models.shape import read_shape
+from tandem.planning.fit import Plan
 from tandem.planning.job import job_of
-from tandem.planning.plan import make_plan
 from tandem.trainers.lengths import known_lengths
-from tandem.trainers.preference import train
+from tandem.trainers.recipes import train
 from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import CLOCK, rows
 from tests.trainers.planning import round_machine
@@ -90,7 +89,7 @@ def planned_mib(keys) -> float:
     config = config_of(keys).config
     machine = round_machine(process_gib=0.02)
     job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
-    return make_plan(job, machine).peak_gib * 1024
+    return Plan(job, machine).peak_gib() * 1024
 
 
 @pytest.mark.slow

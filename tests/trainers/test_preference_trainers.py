@@ -10,13 +10,13 @@ from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.data.examples import pairs
-from tandem.engines.train.build import build_train_engine
-from tandem.flow.parts import open_rows
+from tandem.engines.train.engine import SpreadEngine
+from tandem.flow.opening import open_rows
 from tandem.flow.plan import plan_run
-from tandem.roles.reward_model import RewardModel
-from tandem.trainers import preference, reward
+from tandem.roles.learners import RewardModel
+from tandem.trainers import recipes
 from tandem.trainers.distill import check_teacher
-from tandem.trainers.supervised import batch_of
+from tandem.trainers.supervised import batch_of, prepare_rows
 from tests.tiny import tiny_model_folder
 
 LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
@@ -57,7 +57,7 @@ def metrics_of(summary):
 def test_every_loss_leaves_the_same_files_and_curves(items, loss):
     drawn = loss == LOSSES[0]
     items = [item for item in items if not drawn or "plot_every_steps" not in item]
-    summary = preference.train(load_config(PreferenceConfig, None, [*items, f"loss={loss}"]))
+    summary = recipes.train(load_config(PreferenceConfig, None, [*items, f"loss={loss}"]))
     rows = metrics_of(summary)
 
     assert [row["step"] for row in rows] == list(range(7))
@@ -71,7 +71,7 @@ def test_every_loss_leaves_the_same_files_and_curves(items, loss):
 
 def test_two_runs_are_equal_to_the_bit(items):
     items = [*items, "deterministic=true", "loss=kto", "checkpoint.at_end=false"]
-    first, second = (preference.train(load_config(PreferenceConfig, None, [*items, f"trial_name={n}"])) for n in "ab")
+    first, second = (recipes.train(load_config(PreferenceConfig, None, [*items, f"trial_name={n}"])) for n in "ab")
     losses = [[row.get("loss") for row in metrics_of(summary)] for summary in (first, second)]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) > 3
@@ -83,10 +83,10 @@ def test_a_loss_of_ones_own_is_a_function_in_a_file(items, tmp_path):
         "    return scale * (rejected - chosen), chosen.detach(), rejected.detach()\n"
     )
     items = [*items, f"loss={tmp_path / 'mine.py'}:plain", "checkpoint.at_end=false"]
-    rows = metrics_of(preference.train(load_config(PreferenceConfig, None, [*items, "loss.scale=2"])))
+    rows = metrics_of(recipes.train(load_config(PreferenceConfig, None, [*items, "loss.scale=2"])))
     assert rows[-1]["eval/margin"] > rows[0]["eval/margin"]
     with pytest.raises(ConfigError, match=r"loss\.scael is not a knob"):
-        preference.train(load_config(PreferenceConfig, None, [*items, "loss.scael=2", "trial_name=other"]))
+        recipes.train(load_config(PreferenceConfig, None, [*items, "loss.scael=2", "trial_name=other"]))
 
 
 def test_simpo_and_orpo_load_no_reference(items):
@@ -118,6 +118,17 @@ def test_what_a_loss_does_not_use_is_refused_at_start(items, overrides, said):
     assert said in str(error.value).replace("'", "")
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_labels_that_are_all_the_same_are_told_at_the_start(items, tmp_path, caplog, other):
+    rows = [{"prompt": "2 + 2?", "completion": "5", "label": label} for label in (False, other)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [f"train_dataset.path={file}", "loss=kto", "batch_size=2", "evaluate.every_steps=null"]
+    config = load_config(PreferenceConfig, None, [*items, *more]).config
+    with prepare_rows(recipes.recipe_of(config), config, plan_run(config)):
+        assert ("every label of train_dataset is false" in caplog.text) is not other
+
+
 def test_rows_that_teach_nothing_are_counted_by_reason(items, tmp_path, caplog):
     fine = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     rows = [
@@ -138,7 +149,7 @@ def test_rows_that_teach_nothing_are_counted_by_reason(items, tmp_path, caplog):
         "total_train_steps=3",
     ]
     chosen = {item.partition("=")[0]: item for item in [*items, *more, "train_dataset.shuffle=false"]}
-    summary = preference.train(load_config(PreferenceConfig, None, list(chosen.values())))
+    summary = recipes.train(load_config(PreferenceConfig, None, list(chosen.values())))
     last = metrics_of(summary)[-1]
     dropped = {name.rpartition("/")[2]: last[name] for name in last if name.startswith("rows/dropped/")}
     assert set(dropped) == {"equal_sides", "empty_completion", "prompt_too_long", "too_long"}
@@ -151,11 +162,11 @@ def test_data_without_a_usable_row_is_an_error_with_the_reasons(items, tmp_path)
     file.write_text(json.dumps({"prompt": "2 + 2?", "chosen": "4", "rejected": "4"}) + "\n")
     more = [*items[:4], f"train_dataset.path={file}", "batch_size=1", "total_train_steps=1", "threads=1"]
     with pytest.raises(ConfigError, match=r"no 1 usable rows .*equal_sides"):
-        preference.train(load_config(PreferenceConfig, None, more))
+        recipes.train(load_config(PreferenceConfig, None, more))
 
 
 def test_a_saved_reward_model_scores_in_transformers_as_here(items):
-    summary = reward.train(load_config(RewardModelConfig, None, items))
+    summary = recipes.train(load_config(RewardModelConfig, None, items))
     rows = metrics_of(summary)
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
     assert rows[-1]["eval/margin"] > rows[0]["eval/margin"] == 0.0
@@ -164,8 +175,8 @@ def test_a_saved_reward_model_scores_in_transformers_as_here(items):
     tokenizer = AutoTokenizer.from_pretrained(summary.checkpoint)
     config = load_config(RewardModelConfig, None, [*items, f"actor.path={summary.checkpoint}"]).config
     rows = open_rows(config, pairs).valid[:4]
-    encoder = reward.ScoredPairEncoder(tokenizer, config)
-    ours = RewardModel(build_train_engine(config.actor, total_steps=0, head="scalar"))
+    encoder = recipes.ScoredPairEncoder(tokenizer, config)
+    ours = RewardModel(SpreadEngine(config.actor, total_steps=0, head="scalar"))
     scores = ours.score(batch_of([encoder.encode(row) for row in rows], encoder)).tolist()
     asked = [row["messages"] + row[side] for row in rows for side in ("chosen", "rejected")]
     for messages, score in zip(asked, scores, strict=True):
@@ -195,8 +206,8 @@ def test_helpful_and_safety_models_learn_from_the_same_rows_and_say_their_accura
     (tmp_path / "safe" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
     keys = [item for item in items if not item.startswith(("train_dataset", "total_train_steps"))]
     keys += [f"train_dataset.path={tmp_path}/safe", "total_train_steps=12", "actor.optimizer.lr=0.01"]
-    cost = metrics_of(reward.train(load_config(RewardModelConfig, None, [*keys, "supervision=safety", "trial_name=cost"])))
-    helpful = metrics_of(reward.train(load_config(RewardModelConfig, None, [*keys, "trial_name=helpful"])))
+    cost = metrics_of(recipes.train(load_config(RewardModelConfig, None, [*keys, "supervision=safety", "trial_name=cost"])))
+    helpful = metrics_of(recipes.train(load_config(RewardModelConfig, None, [*keys, "trial_name=helpful"])))
     assert cost[-1]["eval/accuracy"] == cost[-1]["eval/accuracy/safety"] == 1.0
     assert cost[-1]["eval/score/chosen"] < 0 < cost[-1]["eval/score/rejected"]
     assert cost[-1]["rows/dropped/labels_contradict"] >= 1
@@ -208,7 +219,7 @@ def test_a_reward_model_learns_from_judged_steps(items, tmp_path):
     row = {"prompt": "2 + 2?", "completions": ["Two and two", "make 4"], "labels": [True, False]}
     file.write_text("".join(json.dumps(row | {"labels": [i % 2 == 0, i % 3 == 0]}) + "\n" for i in range(8)))
     more = [*items[:4], f"train_dataset.path={file}", "batch_size=8", "total_train_steps=4", "supervision=steps"]
-    rows = metrics_of(reward.train(load_config(RewardModelConfig, None, more)))
+    rows = metrics_of(recipes.train(load_config(RewardModelConfig, None, more)))
     assert rows[-1]["loss"] < rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert 0 <= rows[-1]["accuracy"] <= 1
 
@@ -218,7 +229,7 @@ def test_a_classifier_with_several_labels_is_refused(items, tmp_path, model):
     theirs.save_pretrained(tmp_path / "three")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "three")
     with pytest.raises(ConfigError, match="classifier with 3 labels"):
-        reward.train(load_config(RewardModelConfig, None, [*items, f"actor.path={tmp_path / 'three'}"]))
+        recipes.train(load_config(RewardModelConfig, None, [*items, f"actor.path={tmp_path / 'three'}"]))
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_by_name(model, tmp_path):
@@ -230,7 +241,8 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_name(model, tmp_path):
         DistillConfig, None, [f"actor.path={model}", f"teacher.path={other}", "train_dataset.path=addition"]
     ).config
     with pytest.raises(
-        ConfigError, match=r"has another tokenizer than the student.*'<think>' is token \d+ there and no token here"
+        ConfigError,
+        match=r"has another tokenizer than the student.*'<think>' is token \d+ for the teacher and no token for the student",
     ):
         check_teacher(config)
     with pytest.raises(ConfigError, match=r"teacher\.path is missing"):

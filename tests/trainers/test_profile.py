@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 
 from tandem.api.activity import is_profiled, span
 from tandem.cli.main import main
-from tandem.cli.probe import quiet
+from tandem.cli.profile import quiet
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
-from tandem.tracking.profile_table import BETWEEN, ELSEWHERE, Piece, covered, innermost, tabulate
-from tandem.tracking.profiler import Profiler, Use
-from tandem.trainers.rl import train
+from tandem.tracking.profile import BETWEEN, ELSEWHERE, Piece, Profiler, Use, covered, innermost, tabulate
+from tandem.trainers.loop import train
 
 MEASURED = ("time/", "tokens_per_s/", "memory/", "threads/", "time")
 """Metrics that are other in each run."""
@@ -196,8 +195,10 @@ def test_the_command_prints_the_table_and_leaves_the_own_run_alone(overrides, tm
 
 
 def test_a_run_of_one_step_is_refused(overrides, tmp_path, capsys):
-    assert main(["profile", *overrides, "total_train_steps=1", "--into", str(tmp_path / "traces")]) == 2
+    (tmp_path / "mine").mkdir()
+    assert main(["profile", *overrides, "total_train_steps=1", "--into", str(tmp_path / "mine/deep/traces")]) == 2
     assert "a profile needs two steps" in capsys.readouterr().err
+    assert [*(tmp_path / "mine").iterdir()] == []  # only what it made goes
 
 
 def test_what_goes_with_saves_sinks_and_verification_in_a_file_is_no_obstacle(overrides, tmp_path, capsys):
@@ -260,4 +261,4 @@ def test_each_rank_writes_its_trace_and_the_table_is_that_of_the_first(overrides
 
     assert [file.name for file in files] == ["rank0.json.gz", "rank1.json.gz"]
     assert {name for _, _, name, _ in spans(trace_of(files[1]), "step")} == {"3"}
-    assert "of rank 0 (of 2; the others are in their traces)" in capfd.readouterr().out
+    assert "on rank 0 (of 2; the other ranks have their own traces)" in capfd.readouterr().out

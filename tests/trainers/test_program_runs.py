@@ -14,7 +14,7 @@ from tandem.config.load import load_config
 from tandem.evaluation.run import check_evaluation
 from tandem.flow.services import asks_for_reward
 from tandem.sandbox.choose import choose_sandbox
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.sandbox.machine import processes_with
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, metrics, weights
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.tiny import tiny_model_folder
 from tests.trainers.witness import assert_trained_as_sampled, witnessed_batch
 

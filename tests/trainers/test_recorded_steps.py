@@ -11,11 +11,10 @@ from tandem import load_batch, load_trajectories
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import start_process
-from tandem.flow.session import open_session
-from tandem.rollout.failure_budget import NoBatch
-from tandem.trainers.rl import train
+from tandem.rollout.book import NoBatch
+from tandem.trainers.loop import train
 from tests.ranks import on_two
 from tests.rewards.asked import server
 from tests.tracking.test_recorder import same

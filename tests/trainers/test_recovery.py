@@ -6,12 +6,12 @@ import pytest
 
 from tandem.api.team import Team
 from tandem.config.errors import ConfigError
+from tandem.config.experiment import CheckpointConfig
 from tandem.lifecycle.recovery import DurableLedger, Progress, Recovery
-from tandem.rollout.ledger import Ledger, PromptId
-from tandem.state.checkpoint import save_checkpoint
+from tandem.rollout.gate import Ledger, PromptId
+from tandem.state.checkpoint import NothingToResume, save_checkpoint
 from tandem.state.existing import existing_run
 from tandem.state.ledger import FILE, LedgerDamaged, LedgerFile
-from tandem.state.manifest import NothingToResume
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import StateDamaged
@@ -69,7 +69,7 @@ class Run:
             step,
             lambda folder: (folder / "config.json").write_text("{}"),
             lambda folder: None,
-            None,
+            CheckpointConfig(keep_last=None),
             write_state=self.recovery.write,
         )
 
@@ -117,7 +117,7 @@ def test_what_is_damaged_is_said_set_aside_and_saved_again(cut_off, caplog):
     checkpoints = cut_off / "exp/trial/checkpoints"
     (checkpoints / "step_2/config.json").write_text("{ }")
     with caplog.at_level(logging.WARNING, "tandem"), Run(cut_off) as run:
-        assert "step_2 is torn: config.json has 3 of 2 bytes; it is skipped, and set aside" in caplog.text
+        assert "step_2 is torn: config.json has 3 of 2 bytes; it is skipped, and its folder renamed" in caplog.text
         assert run.counter.value == 1 and run.ledger.total("trained") == run.file.records == 2
         run.step()
         assert run.save().name == "step_2" and (checkpoints / "step_2.skipped").is_dir()

@@ -14,9 +14,9 @@ from tandem.api.state import Stateful
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import open_rows
+from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import start_process
-from tandem.flow.session import SAVED, STATELESS, Session, open_session
+from tandem.flow.session import SAVED, STATELESS, Session
 from tandem.lifecycle.recovery import Progress, parts_of
 from tandem.trainers.loop import step
 

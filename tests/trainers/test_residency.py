@@ -17,16 +17,16 @@ from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.plan import Resident
+from tandem.flow.planned_models import Resident
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.sleep_plan import GIB, Part, PartCost, SleepPlan, StageNeeds
 from tandem.models.shape import read_shape
+from tandem.planning.fit import Plan
 from tandem.planning.job import job_of
-from tandem.planning.plan import make_plan
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.lengths import known_lengths
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.trainers.colocated import CLOCK, JUDGES, judge_folder, keys_of, make_models, outcome, rows
 from tests.trainers.planning import round_machine
 
@@ -228,7 +228,7 @@ def planned_mib(keys) -> float:
     config = config_of(keys).config
     machine = round_machine(process_gib=0.065)
     job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
-    return make_plan(job, machine).peak_gib * 1024
+    return Plan(job, machine).peak_gib() * 1024
 
 
 def rlhf_keys(models: Path) -> tuple[str, ...]:

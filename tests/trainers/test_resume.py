@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.trainers.killing import INSTANTS
@@ -166,24 +167,38 @@ def test_what_learns_from_rows_goes_on_too(zygote, model, tmp_path, kind):
     resumed_is_whole(runs, 6, *kills)
 
 
-def test_a_run_is_continued_by_its_folder_alone(zygote, model, tmp_path):
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_is_continued_by_its_folder_alone(zygote, model, tmp_path, older):
+    """``older``: the run was begun by a version with keys that are gone."""
     items = [f"actor.path={model}", "actor.dtype=float32", "train_dataset.path=addition", "train_dataset.size=20"]
     items += ["total_train_steps=3", "batch_size=8", "threads=1", *SAVED_EACH_STEP]
     items += ["checkpoint.asynchronous=false"]  # else training may have ended a step more when the save is killed
     runs = Runs(zygote, tmp_path, "sft", items)
     runs.go("whole")
     runs.go("killed", "after the rename", 2)
+    if older:
+        file = runs.folder("killed") / "config.yaml"
+        saved = yaml.safe_load(file.read_text())
+        saved["actor"]["optimizer"]["max_consecutive_skips"] = 5
+        saved["actor"]["context_parallel"] = "auto"
+        saved["valid_dataset"] |= {"media": None, "media_folders": []}
+        file.write_text(yaml.safe_dump(saved))
     log = tmp_path / "continued.log"
     assert zygote.call("tandem.cli.main:main", [["continue", str(runs.folder("killed"))]], log) == 0
     said = log.read_text()
     assert f"Going on with {runs.folder('killed')}: 2 steps done; was killed" in said and "Done: 3 steps." in said
     assert_same(runs.folder("whole"), runs.folder("killed"), 3)
+    assert said.count("is no key any more") == older
+    assert ("actor.optimizer.max_consecutive_skips=5" in said) == older
+    assert (runs.folder("whole") / "config.yaml").read_text().replace("whole", "killed") == (
+        runs.folder("killed") / "config.yaml"
+    ).read_text()
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_a_damaged_one_is_skipped_by_name(rl, whole):
     rl.go("killed", "between state and manifest", 1)
     rl.go("killed", "after the rename", 3)
-    assert "was cut off before its first checkpoint: it begins anew at step 0" in (rl.root / "killed.log").read_text()
+    assert "was interrupted before its first checkpoint: it begins anew at step 0" in (rl.root / "killed.log").read_text()
     assert len((rl.folder("killed") / "metrics.lost-1.jsonl").read_text().splitlines()) == 2  # step 0 and step 1
 
     path = rl.folder("killed") / "checkpoints/step_3/model.safetensors"

@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB
-from tandem.flow.state_parts import sleep_plan_here
-from tandem.trainers import rl
-from tandem.trainers.sft import train
+from tandem.flow.sleep_plan import GIB, sleep_plan_here
+from tandem.trainers import loop
+from tandem.trainers.recipes import train
 from tests.engines_train.steps import distance
 from tests.ranks import on_two
 from tests.trainers.colocated import rows
@@ -59,7 +58,7 @@ def generating(items, root, ranks):
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(torch.distributed.get_rank()), "LOCAL_WORLD_SIZE": str(ranks)}
 
     def run(trial, *more, **options):
-        rl.train(load_config(TrainConfig, None, [*items, f"run.root={root}", f"trial_name={trial}", *more]), **options)
+        loop.train(load_config(TrainConfig, None, [*items, f"run.root={root}", f"trial_name={trial}", *more]), **options)
         torch.distributed.barrier()
 
     run("whole")

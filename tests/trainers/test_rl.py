@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tandem.api.failures import EngineDied, TandemError
-from tandem.config.errors import ConfigError
+from tandem.api.failures import EngineDied
+from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.inference.embedded import EmbeddedProcess
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = Path(__file__).parent / "small_rewards.py"

@@ -14,7 +14,7 @@ from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import RewardModelConfig
-from tandem.trainers import reward, rl
+from tandem.trainers import loop, recipes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DATA = runpy.run_path(str(EXAMPLES / "rlhf_data.py"))
@@ -111,15 +111,15 @@ def test_script_and_command_give_equal_weights_and_the_true_preference_changes_n
     )
     items = [tiny[key] for key in shared]
     keys = [f"train_dataset.path={recipe / 'pairs'}", "total_train_steps=2", "batch_size=4", "evaluate.max_rows=4"]
-    judge = reward.train(load_config(RewardModelConfig, EXAMPLES / "rlhf_reward.yaml", [*items, *keys])).checkpoint
+    judge = recipes.train(load_config(RewardModelConfig, EXAMPLES / "rlhf_reward.yaml", [*items, *keys])).checkpoint
     more = [item for key, item in tiny.items() if key not in {"reward", "train_dataset.path", "valid_dataset.path", *shared}]
     more += [*items, f"train_dataset.path={recipe}", f"critic.path={judge}", "evaluate.max_rows=2"]
     more = list({item.partition("=")[0]: item for item in [*more, "evaluate.every_steps=3", "total_train_steps=2"]}.values())
     scored = f"reward=model(path={judge})"
     measured = f"{scored} + 0*{EXAMPLES / 'rlhf_data.py'}:preferred"
 
-    trainer = rl.train(load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml", [*more, measured, "trial_name=trainer"]))
-    alone = rl.train(load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml", [*more, scored, "trial_name=alone"]))
+    trainer = loop.train(load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml", [*more, measured, "trial_name=trainer"]))
+    alone = loop.train(load_config(TrainConfig, EXAMPLES / "rlhf_ppo.yaml", [*more, scored, "trial_name=alone"]))
     SCRIPT["main"]([*more, measured, "trial_name=script"])
     saved = trainer.folder.parent / "script/checkpoints/step_2"
     ours, without, scripts = (

@@ -10,8 +10,8 @@ from tandem.api.failures import NotWritten
 from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
-from tandem.config.roles import ActorConfig, CriticConfig
-from tandem.flow.critic import FOLDER, Models
+from tandem.config.train_engine import ActorConfig, CriticConfig
+from tandem.flow.session import CRITIC_FOLDER, Models
 from tandem.lifecycle.oversight import Leaving
 from tandem.lifecycle.recovery import Progress, Recovery
 from tandem.lifecycle.saving import Saving
@@ -49,7 +49,7 @@ class Run:
         parts = {"progress": self.progress, "trainer": self.engine}
         recovery = Recovery(self.folder, parts, self.progress, Team())
         late = lambda states: self.engine.late_writer(states["trainer"]) if from_copy else None  # noqa: E731
-        self.saving = Saving(self.config, self.folder, 10, self.engine, self.tokenizer, recovery, late)
+        self.saving = Saving(self.config.checkpoint, self.folder, 10, self.engine.save, self.tokenizer, recovery, late)
 
     def tokenizer(self, folder):
         assert self.may_write.wait(20)
@@ -191,7 +191,7 @@ def test_an_engine_that_cannot_be_written_from_a_copy_is_waited_for(model, tmp_p
         run.after_step()
         assert not run.saving.busy and (run.folder.checkpoints / "step_1").is_dir()
         assert run.saving.snapshots.num_bytes == 0
-    assert "training waits for each save: these models are not written from a copy" in caplog.text
+    assert "training waits for each save: these models cannot be written from a copy" in caplog.text
 
 
 def test_the_last_save_of_a_run_is_written_at_once(model, tmp_path):
@@ -215,4 +215,4 @@ def test_a_critic_of_its_own_is_written_too(model, tmp_path):
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "now", tmp_path / "later")
     )
-    assert now == later and f"{FOLDER}/model.safetensors" in {str(path) for path in later}
+    assert now == later and f"{CRITIC_FOLDER}/model.safetensors" in {str(path) for path in later}

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.api.failures import InfrastructureFailure, WrongWorkflow
-from tandem.api.samples import Sample
-from tandem.flow import draw, episode_scores
-from tandem.flow.episode_scores import EpisodeScores
+from tandem.api.workflow import Sample
+from tandem.flow import draw, scoring
 from tandem.flow.plan import plan_run
-from tandem.flow.scoring import ScoreRole
-from tandem.flow.sleep_plan import Part
-from tandem.flow.state_parts import sleep_plan_here
-from tandem.trainers.rl import train
+from tandem.flow.scoring import EpisodeScores, ScoreRole
+from tandem.flow.sleep_plan import Part, sleep_plan_here
+from tandem.trainers.loop import train
 from tests.trainers.scoring import resolved, samples_of, steps
 
 
@@ -41,8 +39,8 @@ def test_a_score_that_is_asked_while_the_run_closes_fails_at_once(monkeypatch):
         scores.close()
         return Future()
 
-    monkeypatch.setattr(episode_scores, "Future", closing)
-    with pytest.raises(InfrastructureFailure, match="'helpful' was asked when its model had been closed"):
+    monkeypatch.setattr(scoring, "Future", closing)
+    with pytest.raises(InfrastructureFailure, match="'helpful' was asked for a score after its model was closed"):
         asyncio.run(asyncio.wait_for(scores.ask("helpful", Sample((), 0.0), {}), 5.0))
 
 

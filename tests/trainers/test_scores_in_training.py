@@ -11,20 +11,20 @@ from safetensors.torch import load_file, save_file
 
 from tandem.api.batch import pack
 from tandem.api.failures import UserCodeFailed
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.build import build_reward
-from tandem.roles.reward_model import RewardModel
-from tandem.rollout.failure_budget import NoBatch
-from tandem.trainers.rl import train
+from tandem.roles.learners import RewardModel
+from tandem.rollout.book import NoBatch
+from tandem.trainers.loop import train
 from tests.trainers.scoring import resolved, samples_of, steps
 
 
@@ -53,7 +53,7 @@ def test_a_second_reward_model_a_teacher_penalty_and_a_judge_come_from_a_users_f
 
 def test_the_score_of_a_reward_model_is_what_the_model_gives_the_conversation(overrides, models):
     summary = train(resolved(overrides, f"reward={models}/judge", "actor.dtype=float32"))
-    engine = build_train_engine(
+    engine = SpreadEngine(
         load_config(
             TrainConfig, None, [f"actor.path={models}/judge", "actor.dtype=float32", "train_dataset.path=addition"]
         ).config.actor,
@@ -197,8 +197,8 @@ def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(override
         (["reward=MINE:NoModel(path=x)"], "its attribute `model` is missing"),
         (["reward=MINE:NoPath(path=x)"], "must be a folder or a name, got None"),
         (["reward=EVEN + MINE:Even(path=POLICY)"], "'even' is the name of another reward"),
-        (["reward=model(path=POLICY)"], "is no reward model, because it has no trained head"),
-        (["reward=judge(model=POLICY, show_media=true)"], "show_media=true, and .* reads text alone"),
+        (["reward=model(path=POLICY)"], "is no reward model, because it has no trained scoring head"),
+        (["reward=judge(model=POLICY, show_media=true)"], "show_media=true, and .* reads only text"),
     ],
 )
 def test_a_score_that_cannot_be_had_is_refused_before_the_run(overrides, models, keys, words):
@@ -293,7 +293,7 @@ def test_a_score_of_the_wrong_shape_says_what_was_expected(overrides, models):
 
 
 def test_without_a_run_that_holds_models_such_a_reward_is_refused(models):
-    with pytest.raises(ConfigError, match="needs a model, which `tandem train` and `tandem eval` hold"):
+    with pytest.raises(ConfigError, match="needs a model, which `tandem train` and `tandem eval` load"):
         build_reward(f"math + model(path={models}/judge)", timeout_s=1)
 
 

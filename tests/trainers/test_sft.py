@@ -16,8 +16,8 @@ from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
 from tandem.models.tokenizer import load_tokenizer
-from tandem.trainers import preference, reward
-from tandem.trainers.sft import ConversationEncoder, train
+from tandem.trainers import recipes
+from tandem.trainers.recipes import ConversationEncoder, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,7 +94,7 @@ def test_conversations_of_several_turns_are_learnt_whole(items, tmp_path):
 
 
 def test_the_preference_and_reward_scripts_leave_what_their_trainers_leave(items):
-    for name, kind, trainer in (("preference", PreferenceConfig, preference), ("reward", RewardModelConfig, reward)):
+    for name, kind, trainer in (("preference", PreferenceConfig, recipes), ("reward", RewardModelConfig, recipes)):
         config = ROOT / f"examples/addition_{name}.yaml"
         more = [*items, "total_train_steps=2", "train_dataset.path=addition_pairs", "deterministic=true"]
         more += ["evaluate.every_steps=1", "evaluate.max_rows=4", "valid_dataset.path=addition_pairs"]

@@ -17,12 +17,11 @@ from tandem.flow.plan import plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_model, open_scores
-from tandem.flow.sleep_plan import GIB, Part, moved_bytes
-from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.sleep_plan import GIB, Part, moved_bytes, sleep_plan_here
 from tandem.models.tokenizer import load_tokenizer
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers import reward
-from tandem.trainers.rl import train
+from tandem.trainers import recipes
+from tandem.trainers.loop import train
 from tests.engines_train.adapters import lora_on
 from tests.engines_train.steps import random_batch
 from tests.tiny import tiny_model_folder
@@ -214,7 +213,7 @@ def test_reward_models_that_the_command_trains_as_adapters_are_used_as_such(mode
     keys = [f"run.root={tmp_path}", f"actor.path={models}/policy", "actor.dtype=float32", "actor.lora.rank=2", "threads=1"]
     keys += [f"train_dataset.path={tmp_path}", "total_train_steps=2", "batch_size=4", "tracking.plot_every_steps=null"]
     judges = [
-        reward.train(load_config(RewardModelConfig, None, [*keys, f"seed={seed}", f"trial_name=judge{seed}"])).checkpoint
+        recipes.train(load_config(RewardModelConfig, None, [*keys, f"seed={seed}", f"trial_name=judge{seed}"])).checkpoint
         for seed in (1, 2)
     ]
     terms = " + ".join(f"model(path={folder}, name=judge{number})" for number, folder in enumerate(judges))

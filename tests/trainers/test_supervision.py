@@ -212,7 +212,7 @@ def test_a_rank_that_never_reaches_a_collective_call_is_found_and_nothing_is_los
     assert command.end(200) == 0, command.words()
     assert "in never_comes" in (command.folder / "stacks-1.txt").read_text().partition("--- rank 1")[2]
     info = json.loads((command.folder / "run.json").read_text())
-    assert info["status"] == "finished" and "wait for each other" in info["restarts"][0]["cause"]
+    assert info["status"] == "finished" and "waited for each other" in info["restarts"][0]["cause"]
     assert command.left() == []
     whole = start("train", "whole", *more, of=learning)  # the loss is in order now
     assert whole.end(200) == 0 and "restarts" not in json.loads((whole.folder / "run.json").read_text())

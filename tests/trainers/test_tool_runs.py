@@ -7,7 +7,7 @@ import pytest
 
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.trainers.calling import calling_model_folder
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, plain
 from tests.trainers.witness import assert_trained_as_sampled, witnessed_batch

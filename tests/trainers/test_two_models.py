@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tandem.api.requests import LLMResponse, StopReason
-from tandem.api.samples import Sample
+from tandem.api.workflow import Sample
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.tiny import tiny_model_folder, tiny_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -8,8 +8,8 @@ from tandem.api.failures import UserCodeFailed
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig
-from tandem.trainers import preference
-from tandem.trainers.rl import train
+from tandem.trainers import recipes
+from tandem.trainers.loop import train
 
 LATE = """
 calls = []
@@ -95,7 +95,7 @@ def test_a_function_that_raises_ends_the_run_with_its_line_and_the_step(override
         ("policy_loss", "bare", r"must return \(losses, \{name: metric\}\), tensors of shape \[\d+\]; it returned a Tensor"),
         ("filter", "yes", r"must return \(keep, reason\), a bool and a word that is counted; it returned a bool True"),
         ("advantage", "yes", r"must return a tensor of shape \[16\]; it returned a bool True"),
-        ("advantage", "no_returns", r"must return \(advantages, returns\) where it asks for `values`; it returned a Tensor"),
+        ("advantage", "no_returns", r"must return \(advantages, returns\) if it takes `values`; it returned a Tensor"),
         ("advantage", "no_returns critic.shared=true", r"must return \(advantages, returns\) .* returned a Tensor"),
     ],
 )
@@ -121,5 +121,5 @@ def test_so_does_a_preference_loss(model, tmp_path):
         "threads=1",
     ]
     with pytest.raises(UserCodeFailed, match=rf"^step 3: .*IndexError: mine \(.*:{line_of('IndexError')} in "):
-        preference.train(load_config(PreferenceConfig, None, items))
+        recipes.train(load_config(PreferenceConfig, None, items))
     assert failed_run(tmp_path)[0]["steps"] == 2

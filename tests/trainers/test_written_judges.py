@@ -9,17 +9,16 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, WeightsChanged
-from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
+from tandem.api.workflow import Group, Sample
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import GIB
-from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.sleep_plan import GIB, sleep_plan_here
 from tandem.flow.writing import WritingModel, WritingRole
-from tandem.trainers.rl import train
+from tandem.trainers.loop import train
 from tests.trainers.colocated import judge_folder
 
 CLOCK = ("time", "tokens_per_s/", "memory/")

@@ -2,7 +2,7 @@
 
 import json
 
-from tandem.api.samples import Dropped
+from tandem.api.workflow import Dropped
 from tandem.view.questions import RunAnswers
 from tandem.view.runs import Runs
 from tests.tracking.test_recorder import MESSAGES, group, record, sample

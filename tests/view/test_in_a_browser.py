@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.state.run_folder import take_lock
-from tandem.view.report import report
+from tandem.state.existing import take_lock
+from tandem.view.pages import report
 from tests.tracking.test_recorder import group, record, sample
 from tests.view.chromium import browser, needs_chromium
 from tests.view.runs import make_run, questions

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from tandem.config.errors import ConfigError
-from tandem.config.tracking import TrackingConfig
+from tandem.config.experiment import TrackingConfig
 from tandem.tracking.tracker import Tracker
-from tandem.view.filters import read_filter
+from tandem.view.index import read_filter
 from tandem.view.questions import SCHEMAS
 from tests.tracking.test_recorder import group, record, sample
 from tests.view.runs import every_file, make_run, questions
@@ -48,13 +48,13 @@ def test_a_filter_finds_by_figures_flags_reasons_and_words(asked):
     [
         ("size > 3", "reward, advantage"),
         ("colour: red", "failed, dropped"),
-        ("reward > 1.2.3", "is no number"),
+        ("reward > 1.2.3", "is not a number"),
         ('not "x"', "before"),
-        ("reward > abc", "is no number"),
-        ("reward", "terms are such as"),
-        ("truncated OR dropped", "all of them must hold"),
-        ("(truncated)", "stand in quotes"),
-        ('"it is', "a quote is open"),
+        ("reward > abc", "is not a number"),
+        ("reward", "write terms such as"),
+        ("truncated OR dropped", "all of which must hold"),
+        ("(truncated)", "put any other words in quotes"),
+        ('"it is', "a quote is not closed"),
     ],
 )
 def test_a_filter_that_cannot_be_read_says_what_there_is(text, words):
@@ -117,7 +117,7 @@ def test_a_torn_run_is_told_as_far_as_it_goes(tmp_path):
     found = asked.ask("samples", {"run": "sums/torn", "filter": "", **ALL, "step": 3})
     assert found["fit"] == 4 and asked.ask("samples", {"run": "sums/torn", "filter": "", **ALL, "step": 1})["fit"] == 0
     for step in (2, 3):
-        with pytest.raises(ConfigError, match="torn"):
+        with pytest.raises(ConfigError, match="damaged"):
             asked.ask("tokens", {"run": "sums/torn", "step": step, "line": 0, "first": 0})
     assert asked.ask("differences", {"run": "sums/torn", "other": "sums/torn"}) == []
 
@@ -152,9 +152,9 @@ def test_looking_writes_nothing_into_a_run_and_imports_no_torch(tmp_path):
     script = f"""if True:
         import json, sys
         from pathlib import Path
-        import tandem.cli.view, tandem.cli.report
+        import tandem.cli.view
         from tandem.view.questions import RunAnswers
-        from tandem.view.report import report
+        from tandem.view.pages import report
         from tandem.view.runs import Runs
         found = RunAnswers(Runs([Path({str(run)!r})]), Path({str(tmp_path / "cache")!r}))
         found.index(Path({str(run)!r})).update()

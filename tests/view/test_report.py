@@ -9,8 +9,8 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.launch.local import EXIT_CONFIG
-from tandem.view import report as writing
-from tandem.view.routes import STATIC
+from tandem.view import pages as writing
+from tandem.view.pages import STATIC
 from tests.tracking.test_recorder import group, record, sample
 from tests.view.runs import make_run, questions
 
@@ -100,7 +100,10 @@ def test_the_command_writes_the_file_and_says_what_is_in_it(tmp_path, capsys, mo
     assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path / "link.html")]) == 0
     assert (tmp_path / "link.html").is_symlink() and file.is_file()
     assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path)]) == 2
-    assert "is no file" in capsys.readouterr().err
+    assert "is not a file" in capsys.readouterr().err
+    (tmp_path / "notes.md").write_text("# what I saw")
+    assert main(["report", str(tmp_path / "runs/sums/one"), "-o", str(tmp_path / "notes.md")]) == 2
+    assert "not an HTML page" in capsys.readouterr().err and (tmp_path / "notes.md").read_text() == "# what I saw"
     assert main(["report", str(tmp_path / "nothing"), "-o", str(file)]) == 2
     assert "there is no run" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.protocol.access import Access
 from tandem.protocol.server import Server
-from tandem.view.routes import Viewer
+from tandem.view.pages import Viewer
 from tests.view.runs import make_run, questions
 
 TOKEN = "a-token-of-24-characters"

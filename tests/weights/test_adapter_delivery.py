@@ -8,8 +8,7 @@ import torch
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.weights.channel import LocalChannel
 from tandem.weights.disk import DiskChannel

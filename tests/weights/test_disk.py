@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -234,10 +232,10 @@ channel.put(stream(), torch.float32)
 """
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_but_not_what_a_live_one_has(tmp_path, channel):
+def test_what_a_killed_run_left_is_removed_by_the_next_but_not_what_a_live_one_has(tmp_path, channel, zygote):
     parent = tmp_path / "weights"
     mine = channel.put(tensors().items(), torch.float32).source.folder
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(parent)], timeout=60, check=False)
+    killed = zygote.run(KILLED, parent, log=tmp_path / "said")
     assert killed.returncode == -signal.SIGKILL
     (left,) = [path for path in parent.glob("run-*") if path != channel.folder]
     assert {path.name for path in left.iterdir()} == {".lock", "update_1", ".update_2.partial"}

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.api.weights import tensor_digest
-from tandem.engines.train.gathering import buckets
+from tandem.engines.train.holders import buckets
 from tandem.weights.collective import CollectiveSource
 from tandem.weights.publisher import WeightPublisher
 from tests.engines_train.layouts import engine_on

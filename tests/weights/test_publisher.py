@@ -15,14 +15,12 @@ from tandem.api.failures import EngineDied, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightUpdate, version_digest
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
-from tandem.weights.archive import VersionArchive
 from tandem.weights.channel import LocalChannel, LocalSource
 from tandem.weights.collective import CollectiveChannel
 from tandem.weights.disk import DiskChannel
-from tandem.weights.publisher import WeightPublisher, channel_for
+from tandem.weights.publisher import VersionArchive, WeightPublisher, channel_for
 from tandem.weights.shared_memory import SharedMemoryChannel
 from tests.rollout.clockwork import ClockworkEngine
 from tests.tiny import tiny_model, tiny_model_folder
@@ -334,7 +332,7 @@ def test_only_the_version_that_is_served_is_delivered_again():
     publisher.deliver_again()
     assert engine.number == publisher.version.number == 1
     trainer.become(1)
-    with pytest.raises(WeightUpdateFailed, match="version 1 cannot be delivered again: the trainer has moved on"):
+    with pytest.raises(WeightUpdateFailed, match="version 1 cannot be delivered again: the trainer's weights have changed"):
         publisher.deliver_again()
 
 

@@ -1,4 +1,4 @@
-"""Mathematics by name: tensors in, tensors out. Importing the room registers what stands in any file of it."""
+"""Pure functions on tensors, registered by name. Importing this package imports all of its files, so that they register."""
 
 from importlib import import_module
 from pkgutil import iter_modules

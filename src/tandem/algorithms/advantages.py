@@ -1,26 +1,93 @@
-"""Advantages of whole samples: how much better than expected. All tensors ``[M]``, one entry a sample.
+"""Advantages: how much better a result is than expected, per sample (``[M]``) or per token (``[T]``).
 
-Statistics are over the samples with ``in_statistics``; the others are judged by them. A group of one, and a group whose
-rewards are all equal, gets exactly 0 from those that compare within the group.
+Statistics are computed over the samples with ``in_statistics`` and applied to all samples. Advantages that compare within a
+group are exactly 0 for a group of one, and for a group whose rewards are all equal. The samples of a prompt are those with
+the same ``group_id``; their positions do not matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from tandem.algorithms.groups import GroupStatistics, group_statistics, group_sum
 from tandem.algorithms.registry import ADVANTAGES
-from tandem.algorithms.whitening import whiten
 from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
+
+class GroupStatistics(NamedTuple):
+    """Statistics of the group of each sample: all ``[M]``, floats in float64. Members: samples with ``in_statistics``."""
+
+    members: torch.Tensor
+    """Number of the group's members."""
+
+    total: torch.Tensor
+    mean: torch.Tensor
+    """0 for a group without members."""
+
+    std: torch.Tensor
+    """Unbiased; 0 for fewer than two members."""
+
+    has_spread: torch.Tensor
+    """bool: the members' rewards are not all equal. Tested as max ≠ min, because rounding gives equal rewards a std ≠ 0."""
+
+
+def group_statistics(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> GroupStatistics:
+    """Computes the statistics of rewards within each group. All arguments ``[M]``. Rewards of samples without
+    ``in_statistics`` may have any value, also NaN."""
+    values = rewards.double().masked_fill(~in_statistics, 0.0)
+    ids, index = torch.unique(group_id, return_inverse=True)
+    member = in_statistics.double()
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(len(ids)).index_add(0, index, x)
+
+    count, total = summed(member), summed(values)
+    mean = total / count.clamp(min=1)
+    squares = summed((values - mean[index]).square() * member)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    infinity = values.new_full((len(ids),), float("inf"))
+    highest = (-infinity).scatter_reduce(0, index, values.masked_fill(~in_statistics, float("-inf")), "amax")
+    lowest = infinity.scatter_reduce(0, index, values.masked_fill(~in_statistics, float("inf")), "amin")
+    has_spread = highest > lowest  # false for one member; -inf > inf is false for none
+    return GroupStatistics(count[index], total[index], mean[index], std[index], has_spread[index])
+
+
+def group_sum(values: torch.Tensor, group_id: torch.Tensor) -> torch.Tensor:
+    """Replaces each value by the sum over its group: ``[M]``, ``[M]`` → ``[M]``."""
+    ids, index = torch.unique(group_id, return_inverse=True)
+    return values.new_zeros(len(ids)).index_add(0, index, values)[index]
+
+
+WHITENING_EPSILON = 1e-8
+
+
+def whiten(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """(x − μ)/√(σ² + 1e-8), with μ and the unbiased σ² over the entries in ``counted`` (bool, same shape), → float64.
+
+    Exactly 0 if all counted entries are equal, or there are fewer than two.
+    """
+    inside = values[counted].double()
+    # an exact comparison, because the variance of equal values may differ from 0 by rounding
+    if len(inside) < 2 or bool(inside.max() == inside.min()):
+        return torch.zeros_like(values, dtype=torch.float64)
+    return (values.double() - inside.mean()) / (inside.var() + WHITENING_EPSILON).sqrt()
+
+
+def whiten_within(values: torch.Tensor, counted: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Applies `whiten` within each group; ``group``: the group number of each entry. All arguments ``[T]``, → float64."""
+    stats = group_statistics(values, group, counted)
+    scale = (stats.std.square() + WHITENING_EPSILON).sqrt()
+    return ((values.double() - stats.mean) / scale).masked_fill(~stats.has_spread, 0.0)
+
+
 EPSILON = 1e-6
 MOST_WEIGHT = 3.0
-"""Cap of CPGD's weight for a batch with few groups that differ."""
+"""Largest weight ω of `cpgd` for a batch in which few groups have spread."""
 
 
 def _centred(rewards: torch.Tensor, group: GroupStatistics) -> torch.Tensor:
-    """r − mean over the group, 0 where it has no spread; float64."""
+    """r − mean over the group, 0 if the group has no spread; float64."""
     return (rewards.double() - group.mean).masked_fill(~group.has_spread, 0.0)
 
 
@@ -41,20 +108,17 @@ def dr_grpo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.
 def rloo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
     """A_i = r_i − mean of r over the other samples of g.
 
-    A sample outside the statistics is compared with all that are in them.
+    For a sample without ``in_statistics``, the mean is over all samples of the group that have it.
     """
     group = group_statistics(rewards, group_id, in_statistics)
-    values, own = rewards.double(), in_statistics.double()
-    others = (group.total - values.masked_fill(~in_statistics, 0.0)) / (group.members - own).clamp(min=1)
+    values, counted = rewards.double(), in_statistics.double()
+    others = (group.total - values.masked_fill(~in_statistics, 0.0)) / (group.members - counted).clamp(min=1)
     return (values - others).masked_fill(~group.has_spread, 0.0).to(torch.float32)
 
 
 @ADVANTAGES.register("lite_ppo", "2508.08221")
 def lite_ppo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """A_i = (r_i − mean_g r) / std of r over the batch; 0 where all of them are equal.
-
-    0 for everybody where all rewards of the batch are equal.
-    """
+    """A_i = (r_i − mean_g r) / std of r over the batch; 0 if all rewards of the batch are equal."""
     inside = rewards[in_statistics].double()
     if len(inside) < 2 or bool(inside.max() == inside.min()):
         return torch.zeros_like(rewards, dtype=torch.float32)
@@ -108,7 +172,11 @@ def max_rl(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.T
 @ADVANTAGES.register(
     "gdpo",
     "2601.05242",
-    knobs={"weights": KnobRule(meaning="Weights of the named rewards, `correctness=1,format=0.5`; one left out counts 1.")},
+    knobs={
+        "weights": KnobRule(
+            meaning="Weights of the named rewards, such as `correctness=1,format=0.5`; others have weight 1."
+        )
+    },
 )
 def gdpo(
     named_rewards: Mapping[str, torch.Tensor], group_id: torch.Tensor, in_statistics: torch.Tensor, *, weights: str = ""
@@ -116,11 +184,11 @@ def gdpo(
     """A_i = Σ_k weight_k·(r_ik − mean_g r_k)/(std_g r_k + 1e-6), whitened over the samples of the batch; k: the named
     rewards.
 
-    ``weights``: ``correctness=1,format=0.5``; a name that is left out counts 1. A sample without a reward (NaN) has score 0
-    in it and is not in its statistics. A group in which no reward differs stays 0.
+    ``weights``: ``correctness=1,format=0.5``; names left out have weight 1. A sample without reward k (NaN) has r_ik left
+    out of the statistics and of its sum. A group in which no reward has spread gets 0.
 
     Raises:
-        ValueError: there are no named rewards, or ``weights`` names another one or is not of that form.
+        ValueError: there are no named rewards, or ``weights`` has an unknown name or another form.
     """
     factor = _weights(weights, named_rewards)
     total = torch.zeros(len(group_id), dtype=torch.float64, device=group_id.device)
@@ -139,13 +207,13 @@ def gdpo(
 def _weights(text: str, names: Mapping[str, torch.Tensor]) -> dict[str, float]:
     if not names:
         raise ValueError("gdpo needs named rewards, and no sample has one; use a sum such as reward='math + format'")
-    found = dict.fromkeys(names, 1.0)
+    weights = dict.fromkeys(names, 1.0)
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = (piece.strip() for piece in part.partition("="))
-        if name not in found:
+        if name not in weights:
             raise ValueError(f"algorithm.advantage.weights names {name!r}; the rewards are {', '.join(names)}")
-        found[name] = float(number)
-    return found
+        weights[name] = float(number)
+    return weights
 
 
 @ADVANTAGES.register(
@@ -154,21 +222,20 @@ def _weights(text: str, names: Mapping[str, torch.Tensor]) -> dict[str, float]:
     knobs={
         "weighting": KnobRule(
             choices=("std", "groups", "none"),
-            meaning="Divide by the group's spread; or multiply all by groups ÷ groups with spread, at most 3; or neither.",
+            meaning="ω is: `std`: 1 / the group's std; `groups`: groups ÷ groups with spread, at most 3; `none`: 1.",
         )
     },
 )
 def cpgd(
     rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor, *, weighting: str = "std"
 ) -> torch.Tensor:
-    """A_i = ω·(r_i − mean_g r); ω = 1/(std_g r + 1e-6), or min(groups / groups with spread, 3), or 1, as `weighting`
-    says.
+    """A_i = ω·(r_i − mean_g r); ω by `weighting`: 1/(std_g r + 1e-6) (`std`), min(groups / groups with spread, 3)
+    (`groups`), or 1 (`none`).
 
-    ω is with ``weighting`` ``std`` 1/(std + 1e-6) of the group; with ``groups`` min(number of groups / number of groups that
-    have spread, 3), 1 where none has; with ``none`` 1.
+    With ``groups``, ω is 1 if no group of the batch has spread.
 
     Raises:
-        ValueError: another ``weighting``.
+        ValueError: ``weighting`` has any other value.
     """
     group = group_statistics(rewards, group_id, in_statistics)
     centred = _centred(rewards, group)
@@ -181,3 +248,110 @@ def cpgd(
     if weighting != "none":
         raise ValueError(f"weighting of cpgd must be std, groups or none, got {weighting!r}")
     return centred.to(torch.float32)
+
+
+@ADVANTAGES.register("reinforce")
+def reinforce(token_rewards: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """A_t = sum of the rewards of token t and all later tokens; the sample's reward is at its last trained token.
+
+    A reward at an untrained token therefore counts for the trained tokens before it.
+    """
+    return _returns_to_go(token_rewards, sequence).to(torch.float32)
+
+
+@ADVANTAGES.register("reinforce_pp", "2501.03262", whitens=True)
+def reinforce_pp(
+    token_rewards: torch.Tensor,
+    sequence: torch.Tensor,
+    mask: torch.Tensor,
+    sample: torch.Tensor,
+    in_statistics: torch.Tensor,
+) -> torch.Tensor:
+    """A_t = x_t whitened over the tokens of the batch, (x − μ)/√(σ² + 1e-8), x_t the return-to-go of the tokens' rewards,
+    γ = 1.
+
+    The method has its KL penalty in the reward: set ``algorithm.kl.where=reward``.
+    """
+    returns = _returns_to_go(token_rewards, sequence)
+    return whiten(returns, mask & in_statistics[sample]).masked_fill(~mask, 0.0).to(torch.float32)
+
+
+@ADVANTAGES.register(
+    "gae",
+    "1506.02438",
+    knobs={
+        "gamma": KnobRule(low=0.0, high=1.0, meaning="Discount of later rewards, per trained token."),
+        "lam": KnobRule(
+            low=0.0,
+            high=1.0,
+            meaning="λ: with 1, A is the return minus the value; with 0, A is δ, the error of the value over one token.",
+        ),
+        "whitened": KnobRule(meaning="Scale advantages to mean 0 and variance 1 over the batch's tokens."),
+    },
+    whitens=True,
+)
+def gae(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    bootstrap_value: torch.Tensor,
+    cut: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    sample: torch.Tensor,
+    in_statistics: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whitened: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  R_t = A_t + V_t; over trained tokens only. After the last
+    token V is 0 if the answer ended by itself, the critic's value if it was cut. A is then whitened over the tokens of
+    the batch.
+
+    Returns advantages A and returns R, ``[T]`` each. Untrained tokens are skipped and do not count as steps of discounting;
+    a reward at an untrained token is added to the trained token before it. The value after the last trained token is
+    ``bootstrap_value [N]`` if the trajectory was ``cut [N]``, else 0. R is computed from A before whitening.
+    """
+    tokens = mask.nonzero().flatten()  # [K], trained
+    count = len(bootstrap_value)
+    owner = sequence[tokens]
+    sizes = torch.bincount(owner, minlength=count)  # [N]
+    begin = sizes.cumsum(0) - sizes
+    column = torch.arange(len(tokens), device=mask.device) - begin[owner]  # place within the trajectory
+    trained_before = mask.long().cumsum(0) - begin[sequence]  # number of the trajectory's trained tokens up to this one
+    rewarded = trained_before > 0  # a reward before the first trained token has no token to be credited to
+    longest = int(sizes.max()) if count else 0
+    # Padded to [N, longest] of trained tokens: one loop over columns serves all trajectories. float64, because rounding
+    # errors add up in the recursion.
+    rewards, critic = values.new_zeros(2, count, longest, dtype=torch.float64).unbind()
+    rewards.index_put_((sequence[rewarded], trained_before[rewarded] - 1), token_rewards[rewarded].double(), accumulate=True)
+    critic[owner, column] = values[tokens].double()
+    following = bootstrap_value.double().masked_fill(~cut, 0.0)  # V after the token [N]
+    running, advantages = torch.zeros_like(following), torch.zeros_like(rewards)
+    for t in range(longest - 1, -1, -1):
+        # shorter trajectories begin later in this loop and keep their bootstrap value until then
+        begun = t < sizes
+        delta = rewards[:, t] + gamma * following - critic[:, t]
+        running = torch.where(begun, delta + gamma * lam * running, running)
+        following = torch.where(begun, critic[:, t], following)
+        advantages[:, t] = running
+    result = torch.zeros_like(values, dtype=torch.float64)  # advantages, [T]
+    result[tokens] = advantages[owner, column]
+    returns = (result + values.double()).masked_fill(~mask, 0.0)
+    # whitened after the returns are computed: the critic learns returns on the unwhitened scale
+    if whitened:
+        result = whiten(result, mask & in_statistics[sample]).masked_fill(~mask, 0.0)
+    return result.to(torch.float32), returns.to(torch.float32)
+
+
+def _returns_to_go(token_rewards: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """Sum of the rewards of each token and all later tokens of its sequence, ``[T]`` float64."""
+    if not len(token_rewards):
+        return token_rewards
+    earned = token_rewards.double()
+    until = earned.cumsum(0)  # over the whole batch, float64
+    is_last = torch.ones_like(sequence, dtype=torch.bool)
+    is_last[:-1] = sequence[1:] != sequence[:-1]
+    # One cumulative sum over the whole batch: a return is the sum at its sequence's end less the sum before the token.
+    ends = until[is_last][torch.unique_consecutive(sequence, return_inverse=True)[1]]
+    return ends - until + earned

@@ -1,6 +1,6 @@
-"""Filters of groups that are worth training on, judged on accuracy and not on the shaped reward.
+"""Filters that choose the groups to train on, by accuracy and not by the shaped reward.
 
-Where a reward states no accuracy, the reward before shaping stands in for it.
+If a reward has no accuracy, its value before shaping is used instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tandem.config.parts import KnobRule
 Accuracies = Sequence[float | None]
 Verdict = tuple[bool, str]
 RIGHT = 0.5
-"""From this accuracy on a sample counts as correct."""
+"""A sample of this accuracy or more counts as correct."""
 
 
 @FILTERS.register("none")
@@ -28,10 +28,10 @@ def keep_all(accuracies: Accuracies, rewards: Sequence[float]) -> Verdict:
     knobs={"max_draws": KnobRule(low=1, integer=True, meaning="Draws of one batch after which the run stops.")},
 )
 def dynamic_sampling(accuracies: Accuracies, rewards: Sequence[float], *, max_draws: int = 10) -> Verdict:
-    """Groups with 0 < correct < all; more are drawn until the batch is full.
+    """Keeps groups with 0 < correct < all; further groups are drawn until the batch is full.
 
-    Where an accuracy is unknown: groups with different rewards. ``max_draws`` is for whoever draws: after so many draws
-    for one batch it gives up. It does not change the verdict.
+    If an accuracy is unknown, a group is kept if its rewards differ. ``max_draws`` does not change the verdict: the caller,
+    which draws groups, stops the run after so many draws for one batch.
     """
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     if len(known) < len(accuracies):
@@ -50,7 +50,7 @@ def dynamic_sampling(accuracies: Accuracies, rewards: Sequence[float], *, max_dr
     },
 )
 def accuracy_band(accuracies: Accuracies, rewards: Sequence[float], *, low: float = 0.1, high: float = 0.9) -> Verdict:
-    """Groups with mean accuracy in [low, high]."""
+    """Keeps groups with mean accuracy in [low, high]."""
     values = [reward if accuracy is None else accuracy for accuracy, reward in zip(accuracies, rewards, strict=True)]
     mean = sum(values) / len(values)
     if mean < low:

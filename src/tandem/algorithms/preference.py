@@ -1,9 +1,9 @@
-"""Preference losses: from judged completions, without a reward.
+"""Preference losses: learning from judged completions, without a reward.
 
-A completion enters with the sum of the log-probabilities of its trained tokens. Losses are per pair ``[P]``, or per
-completion ``[N]`` where there are no pairs. Δ is the policy's sum minus the frozen reference's.
+The log-probability of a completion is the sum over its trained tokens. Δ is its log-probability under the policy minus that
+under the frozen reference. Paired losses are per pair ``[P]``, unpaired losses per completion ``[N]``.
 
-Each function returns the losses and what they compare, detached: a *score* for the better and one for the worse side.
+Each function returns the losses and two detached *scores* that the loss compares: of the better and of the worse side.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tandem.config.parts import KnobRule
 
 PAIRED: dict[str, str] = {
     "chosen": "[P] log-probability of the better completion, summed over its trained tokens; has the gradient",
-    "rejected": "[P] of the worse one; has the gradient",
-    "chosen_reference": "[P] of the better one by the frozen reference",
-    "rejected_reference": "[P] of the worse one by the frozen reference",
-    "chosen_length": "[P] trained tokens of the better one",
-    "rejected_length": "[P] trained tokens of the worse one",
+    "rejected": "[P] log-probability of the worse completion; has the gradient",
+    "chosen_reference": "[P] log-probability of the better completion by the frozen reference",
+    "rejected_reference": "[P] log-probability of the worse completion by the frozen reference",
+    "chosen_length": "[P] number of trained tokens of the better completion",
+    "rejected_length": "[P] number of trained tokens of the worse completion",
 }
 UNPAIRED: dict[str, str] = {
     "policy": "[N] log-probability of the completion, summed over its trained tokens; has the gradient",
@@ -31,14 +31,16 @@ UNPAIRED: dict[str, str] = {
 }
 
 PREFERENCE_LOSSES: Registry[Function] = Registry("preference loss", PAIRED | UNPAIRED, "loss")
-"""→ losses, and scores of the better and of the worse side (paired) or of each completion twice (unpaired)."""
+"""→ (losses, scores, scores): paired ``[P]``, the scores of the better and of the worse side; unpaired ``[N]``, the score of
+each completion, twice."""
 
 Losses: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 BETA = KnobRule(
-    above=0.0, meaning="Strength of the pull towards the reference, inverse: a small value lets the policy go far."
+    above=0.0, meaning="Strength of the pull towards the reference: a small value lets the policy move far from it."
 )
 MOST_CERTAIN = -1e-6
-"""Largest mean log-probability whose odds are computed: those of certainty are infinite."""
+"""Upper bound to which mean log-probabilities are clamped before their odds are computed, because the odds of
+log-probability 0 are infinite."""
 
 
 @PREFERENCE_LOSSES.register(
@@ -47,7 +49,7 @@ MOST_CERTAIN = -1e-6
     knobs={
         "beta": BETA,
         "label_smoothing": KnobRule(
-            low=0.0, high=0.5, meaning="Share of pairs that are believed to be the wrong way round."
+            low=0.0, high=0.5, meaning="Assumed share of pairs in which the worse completion is marked as the better one."
         ),
     },
 )
@@ -62,7 +64,7 @@ def dpo(
 ) -> Losses:
     """−(1 − ε)·log σ(βh) − ε·log σ(−βh), h = Δ_chosen − Δ_rejected, ε = label_smoothing."""
     better, worse = beta * (chosen - chosen_reference), beta * (rejected - rejected_reference)
-    # logsigmoid, not log of sigmoid: far from 0 the sigmoid rounds to 0 and its logarithm to −inf
+    # logsigmoid, not log(sigmoid): for large negative values the sigmoid rounds to 0, and its logarithm would be −inf
     h = better - worse
     right, wrong = (torch.nn.functional.logsigmoid(x) for x in (h, -h))
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong
@@ -72,7 +74,7 @@ def dpo(
 @PREFERENCE_LOSSES.register(
     "ipo",
     "2310.12036",
-    knobs={"beta": KnobRule(above=0.0, meaning="The difference of mean log-ratios is drawn to 1/(2·beta).")},
+    knobs={"beta": KnobRule(above=0.0, meaning="The target of the difference of mean log-ratios is 1/(2·beta).")},
 )
 def ipo(
     chosen: torch.Tensor,
@@ -84,9 +86,9 @@ def ipo(
     *,
     beta: float = 0.1,
 ) -> Losses:
-    """(h − 1/(2β))², h the difference of the mean Δ of a token.
+    """(h − 1/(2β))², h = mean Δ per token of the chosen minus that of the rejected completion.
 
-    With means, not sums, the aim 1/(2β) does not depend on how long completions are.
+    With means instead of sums, the target 1/(2β) does not depend on the lengths of completions.
     """
     better = (chosen - chosen_reference) / chosen_length
     worse = (rejected - rejected_reference) / rejected_length
@@ -98,7 +100,7 @@ def ipo(
     "2405.14734",
     knobs={
         "beta": KnobRule(above=0.0, meaning="Scale of the mean log-probabilities."),
-        "gamma": KnobRule(low=0.0, meaning="Margin by which the better side should lead."),
+        "gamma": KnobRule(low=0.0, meaning="Margin by which the better side's score should be higher."),
     },
 )
 def simpo(
@@ -118,7 +120,7 @@ def simpo(
 @PREFERENCE_LOSSES.register(
     "orpo",
     "2403.07691",
-    knobs={"odds_weight": KnobRule(low=0.0, meaning="λ: weight of the odds ratio beside the likelihood.")},
+    knobs={"odds_weight": KnobRule(low=0.0, meaning="λ: weight of the odds-ratio term next to the likelihood term.")},
 )
 def orpo(
     chosen: torch.Tensor,
@@ -130,7 +132,7 @@ def orpo(
 ) -> Losses:
     """−mean log p_chosen − odds_weight·log σ(log odds_chosen − log odds_rejected), odds of the mean log p.
 
-    Odds are of the mean log-probability lp: log odds = lp − log(1 − e^lp). ``odds_weight`` is λ. ``[P]``.
+    For a mean log-probability lp per token, log odds = lp − log(1 − e^lp). ``odds_weight`` is the paper's λ.
     """
     likelihood = chosen / chosen_length
     better, worse = _log_odds(likelihood), _log_odds(rejected / rejected_length)
@@ -156,10 +158,10 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Losses:
-    """weight·(1 − σ(β(Δ − z))) of a desirable completion, weight·(1 − σ(β(z − Δ))) of another; z: mean Δ of mismatched
-    completions, at least 0."""
+    """weight·(1 − σ(β(Δ − z))) for a desirable completion, weight·(1 − σ(β(z − Δ))) for an undesirable one; z: mean Δ of
+    mismatched completions, at least 0."""
     delta, z = policy - reference, torch.as_tensor(baseline).detach()
-    # z is detached: it is a reference point, and pushing it would change completions that nobody labelled
+    # z is detached: its gradient would train on mismatched completions, which have no label
     gain = torch.where(desirable, delta - z, z - delta)
     weight = torch.where(desirable, desirable_weight, undesirable_weight).to(delta.dtype)
     score = beta * delta.detach()
@@ -167,9 +169,10 @@ def kto(
 
 
 def mismatch_baseline(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """KTO's z: max(0, mean Δ) over completions put behind *other* prompts, ``[M]`` sums; without gradient. One number.
+    """KTO's z, a scalar without gradient: max(0, mean Δ) over mismatched completions, each after *another* row's prompt.
 
-    An estimate of the KL to the reference, over the whole batch. Without any mismatched pair it is 0.
+    It estimates the KL to the reference over the whole batch. ``policy``, ``reference``: ``[M]`` log-probabilities of the
+    mismatched completions; if there are none, z is 0.
     """
     if not len(policy):
         return policy.new_zeros(())
@@ -177,9 +180,9 @@ def mismatch_baseline(policy: torch.Tensor, reference: torch.Tensor) -> torch.Te
 
 
 def _log_odds(mean_logprob: torch.Tensor) -> torch.Tensor:
-    """lp − log(1 − e^lp), with the form of log(1 − e^x) that is exact on either side of −ln 2."""
-    # Both branches are computed and one is chosen. Each is clamped into its own range first, or the unused one would put NaN
-    # into the gradient.
+    """lp − log(1 − e^lp), with a form of log(1 − e^x) on each side of x = −ln 2 that is accurate there."""
+    # `where` computes both branches. Each is clamped to its own range first, because the unused branch would otherwise bring
+    # NaN into the gradient.
     lp = mean_logprob.clamp(max=MOST_CERTAIN)
     near, far = lp.clamp(min=-math.log(2)), lp.clamp(max=-math.log(2))
     return lp - torch.where(lp > -math.log(2), torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))

@@ -1,9 +1,11 @@
-"""Functions by name, each with its record, and what each kind of function may ask for.
+"""Registries of functions: name → function with its record, and the inputs that each kind of function may have.
 
-A function names its tensors as positional parameters, any subset of its registry's ``inputs``, and its knobs as keyword-only
-parameters. Whoever calls it reads the signature, gives the tensors by name and the knobs from the configuration; so a later
-algorithm that needs one more tensor is one more function.
+A function's positional parameters name its tensors, any subset of the ``inputs`` of its registry; its keyword-only
+parameters are its knobs. The caller reads the signature and passes the tensors by name and the knobs from the configuration.
+An algorithm that needs another subset of tensors therefore needs no change of the caller.
 """
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +23,11 @@ class UnknownName(ValueError):
 
 
 class WrongSignature(ValueError):
-    """A function asks for a tensor that its kind is not given, or has another knob than its record."""
+    """A function has a parameter that its kind has no tensor for, or its knobs differ from its record."""
 
 
 class Registry(Generic[F]):
-    """Functions of one kind.
+    """The functions of one kind, by name.
 
     Example::
 
@@ -33,22 +35,22 @@ class Registry(Generic[F]):
         def mine(policy, advantages, mask, *, strength=1.0):
             "L_t = −strength·A·policy."
 
-    A function in a file of the user's, ``my_file.py:mine``, gets its record from ``describe``, with the same arguments but
-    for the name.
+    A function in a user's file, ``my_file.py:mine``, is not registered, but may be decorated with `describe`, which takes
+    the same arguments without the name.
     """
 
     def __init__(self, kind: str, inputs: Mapping[str, str], key: str = ""):
-        """``kind``: for messages. ``inputs``: tensors that a function may ask for, with their shape and meaning. ``key``:
-        where records go, one of `PARTS`; empty if the configuration names no function of this kind."""
+        """``kind``: name of the kind, for messages. ``inputs``: name of a tensor that functions may take → its shape and
+        meaning. ``key``: the entry of `PARTS` that gets the records; empty if the configuration names no such function."""
         self.kind, self.inputs, self.key = kind, inputs, key
         self._parts = PARTS[key] if key else {}
         self._functions: dict[str, F] = {}
 
     def register(self, name: str, *sources: str, **facts: Any) -> Callable[[F], F]:
-        """Registers the decorated function with its record: see `describe`.
+        """Registers the decorated function under ``name``, with its record: see `describe`.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is registered already.
             WrongSignature: see `describe`.
         """
 
@@ -62,46 +64,47 @@ class Registry(Generic[F]):
         return put
 
     def describe(self, *sources: str, **facts: Any) -> Callable[[F], F]:
-        """Gives the decorated function its record, and no name. ``sources``: arXiv numbers. ``facts``: further fields of
-        `PartRecord`; its signature gives the others, and the first paragraph of its docstring is the formula.
+        """Attaches a record to the decorated function. ``sources``: arXiv numbers. ``facts``: further fields of
+        `PartRecord`. The function's signature and docstring give the others; the first paragraph of the docstring is the
+        formula.
 
         Raises:
-            WrongSignature: it asks for an input that this kind is not given, or has not the knobs that the record says.
+            WrongSignature: a parameter is not an input of this kind, or the knobs differ from those of the record.
         """
         part = PartRecord(sources=sources, **facts)
 
         def attach(function: F) -> F:
-            own = {name: None if default is REQUIRED else default for name, default in knobs_of(function).items()}
-            for name in sorted(own.keys() ^ part.knobs.keys()):
+            defaults = {name: None if default is REQUIRED else default for name, default in knobs_of(function).items()}
+            for name in sorted(defaults.keys() ^ part.knobs.keys()):
                 has, lacks = ("record", "signature") if name in part.knobs else ("signature", "record")
-                raise WrongSignature(f"{self.kind} {function.__name__}: its {has} has a knob {name!r}, its {lacks} has none")
-            knobs = {name: replace(rule, default=own[name]) for name, rule in part.knobs.items()}
+                raise WrongSignature(f"{self.kind} {function.__name__}: its {has} has a knob {name!r}, its {lacks} does not")
+            knobs = {name: replace(rule, default=defaults[name]) for name, rule in part.knobs.items()}
             formula = " ".join((function.__doc__ or "").partition("\n\n")[0].split()).removesuffix(".")
-            full = replace(part, formula=formula, knobs=knobs, asks=self.asked(function))
+            full = replace(part, formula=formula, knobs=knobs, asks=self.inputs_of(function))
             function.part = full  # type: ignore[attr-defined]
             return function
 
         return attach
 
     def part_of(self, function: Callable[..., Any]) -> PartRecord:
-        """The record of a function; of one without a record, what its signature says."""
-        return getattr(function, "part", None) or PartRecord(asks=self.asked(function))
+        """Returns the record of a function; if it has none, a record with only the tensors of its signature."""
+        return getattr(function, "part", None) or PartRecord(asks=self.inputs_of(function))
 
     def get(self, name: str) -> F:
-        """The function of that name.
+        """Returns the function of that name.
 
         Raises:
-            UnknownName: names the nearest one and those that there are.
+            UnknownName: there is none; the message has the nearest name and all names.
         """
         if name not in self._functions:
             raise UnknownName(f"no {self.kind} is called {name!r}; {nearest_names(name, self)}")
         return self._functions[name]
 
-    def asked(self, function: Callable[..., Any]) -> tuple[str, ...]:
-        """Names of the inputs that a function asks for.
+    def inputs_of(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Returns the names of the inputs that a function takes.
 
         Raises:
-            WrongSignature: one of them is none of this kind's, and has no default.
+            WrongSignature: a positional parameter is not an input of this kind, and has no default.
         """
         names = []
         for name, parameter in inspect.signature(function).parameters.items():
@@ -112,7 +115,7 @@ class Registry(Generic[F]):
             elif parameter.default is parameter.empty:
                 raise WrongSignature(
                     f"{self.kind} {function.__name__} asks for {name!r}; it may ask for {', '.join(self.inputs)}, "
-                    "and has its knobs behind a *"
+                    "and its knobs must come after a *"
                 )
         return tuple(names)
 
@@ -124,7 +127,7 @@ REQUIRED = object()
 
 
 def own_knobs(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only parameters of a function and their defaults; `REQUIRED` where it has none."""
+    """Returns the keyword-only parameters of a function and their defaults; `REQUIRED` if a parameter has none."""
     return {
         name: REQUIRED if parameter.default is parameter.empty else parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -133,7 +136,7 @@ def own_knobs(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Knobs of a function and of its preparation."""
+    """Returns the knobs of a function and of its preparation, with their defaults."""
     before = preparation_of(function)
     return own_knobs(function) | ({} if before is None else own_knobs(before))
 
@@ -142,14 +145,14 @@ Function = Callable[..., Any]
 
 
 def prepared_by(before: Function) -> Callable[[F], F]:
-    """Marks a policy loss: ``before`` is called once for the whole batch, and the loss may ask for its result, `prepared`.
+    """Decorates a policy loss: ``before`` is called once per batch, and the loss may take its result as `prepared`.
 
-    So a choice of tokens (the largest, the most certain) does not depend on how a batch is cut into micro-batches.
+    A choice of tokens (the largest, the most certain) made by ``before`` does not depend on the cut into micro-batches.
 
     Raises:
-        WrongSignature: it asks for a tensor that is not known before the update.
+        WrongSignature: ``before`` takes a tensor that is not known before the update.
     """
-    PREPARATIONS.asked(before)
+    PREPARATIONS.inputs_of(before)
 
     def attach(loss: F) -> F:
         loss.preparation = before  # type: ignore[attr-defined]
@@ -159,16 +162,17 @@ def prepared_by(before: Function) -> Callable[[F], F]:
 
 
 def preparation_of(loss: Function) -> Function | None:
-    """The preparation that `prepared_by` attached."""
+    """Returns the preparation that `prepared_by` attached, or None."""
     return getattr(loss, "preparation", None)
 
 
 PER_SAMPLE = {
     "rewards": "[M] float, one for each sample, shaped",
     "group_id": "[M] int, the prompt's group",
-    "in_statistics": "[M] bool, enters the statistics of the group and of the batch",
+    "in_statistics": "[M] bool, the sample enters the statistics of the group and of the batch",
     "lengths": "[M] int, trained tokens of the sample, all trajectories together",
 }
+
 PER_TOKEN = {
     "mask": "[T] bool, trained tokens",
     "sequence": "[T] int, the trajectory that the token belongs to, ascending",
@@ -182,15 +186,15 @@ ADVANTAGES: Registry[Function] = Registry(
         "named_rewards": "name → [M] float, the parts of the reward, before shaping; NaN where a sample has none",
         "greedy": "[M] bool, the group's greedy sample, a baseline that is not trained on",
         "sample": "[T] int, the row in [M] of the token's sample",
-        "token_rewards": "[T] float, earned after the token; the sample's reward on its last trained one",
-        "values": "[T] float, of the critic, before the token",
-        "bootstrap_value": "[N] float, of the critic, after the trajectory's last token",
-        "cut": "[N] bool, the trajectory was ended by its length, by its stop reason",
+        "token_rewards": "[T] float, reward earned after the token; the sample's reward is at its last trained token",
+        "values": "[T] float, value by the critic before the token",
+        "bootstrap_value": "[N] float, value by the critic after the trajectory's last token",
+        "cut": "[N] bool, the length limit cut the trajectory off, according to its stop reason",
     },
     "advantage",
 )
-"""Sample level, → ``[M]``; or, where a tensor of `TOKEN_LEVEL` is asked for, token level, → ``[T]`` or
-``(advantages, returns)``, ``[T]`` each; always both with `values`."""
+"""Advantages per sample, → ``[M]``. If the function takes a tensor of `TOKEN_LEVEL`, advantages per token: → ``[T]`` or
+``(advantages, returns)``, ``[T]`` each. A function that takes `values` must return both."""
 
 TOKEN_LEVEL = ("token_rewards", "values")
 
@@ -199,7 +203,7 @@ POLICY_LOSSES: Registry[Function] = Registry(
     PER_TOKEN
     | {
         "policy": "[T] log-probabilities under the weights that are optimised; has the gradient",
-        "proximal": "[T] log-probabilities just before this update, or `policy` detached where there is one step",
+        "proximal": "[T] log-probabilities just before this update; the detached `policy` if a batch has one optimizer step",
         "rollout": "[T] log-probabilities by the inference engine",
         "advantages": "[T]",
         "sample_lengths": "[T] int, trained tokens of the token's sample, all trajectories together",
@@ -207,8 +211,8 @@ POLICY_LOSSES: Registry[Function] = Registry(
     },
     "policy_loss",
 )
-"""→ losses ``[T]`` and metrics ``{name: [T]}``, detached, both 0 outside the mask. A metric ``dropped`` is 1 at the tokens
-that the loss itself leaves out."""
+"""Policy losses, → losses ``[T]`` and detached metrics ``{name: [T]}``, both 0 outside the mask. A metric ``dropped`` is 1
+at the tokens that the loss itself leaves out."""
 
 _BEFORE = {
     "mask": "[T] bool, trained tokens of samples in the loss",
@@ -217,13 +221,16 @@ _BEFORE = {
     "rollout": "[T] log-probabilities by the inference engine",
     "advantages": "[T]",
     "entropy": "[T] of the proximal policy",
-    "noise": "[T] float in [0, 1), follows from the ids of group, sample and token, and the step",
+    "noise": "[T] float in [0, 1), pseudorandom numbers that depend on the step and on the ids of group, sample and tokens",
 }
+
 PREPARATIONS: Registry[Function] = Registry("preparation", _BEFORE)
-"""→ ``[T]``, over the whole batch. Nothing is registered here: a policy loss brings its own, see `prepared_by`."""
+"""Preparations of policy losses, → ``[T]`` for the whole batch. They are not registered by name: `prepared_by` attaches one
+to a loss."""
 
 TOKEN_FILTERS: Registry[Function] = Registry("token filter", _BEFORE, "token_filter")
-"""→ kept ``[T]`` bool, over the whole batch; the other tokens get weight 0 and stay in the denominators."""
+"""Token filters, → a mask ``[T]`` bool of the tokens to train on, for the whole batch. All other tokens get weight 0 and
+stay in the denominators."""
 
 AGGREGATIONS: Registry[Function] = Registry(
     "aggregation",
@@ -233,14 +240,15 @@ AGGREGATIONS: Registry[Function] = Registry(
     },
     "aggregation",
 )
-"""→ weight of each token's loss ``[T]``, 0 outside the mask."""
+"""Aggregations, → weight of each token's loss ``[T]``, 0 outside the mask."""
 
 SHAPING: Registry[Function] = Registry(
     "shaping",
-    PER_SAMPLE | {"truncated": "[M] bool, the sample was cut by its length", "accuracy": "[M] float, NaN where unknown"},
+    PER_SAMPLE | {"truncated": "[M] bool, the length limit cut the sample off", "accuracy": "[M] float, NaN where unknown"},
     "shaping",
 )
-"""→ new rewards ``[M]``, or a pair of them and ``kept [M]`` bool: the other samples get weight 0."""
+"""Reward shaping, → new rewards ``[M]``, or a pair of new rewards and a mask ``[M]`` bool. Samples outside the mask get
+weight 0."""
 
 FILTERS: Registry[Function] = Registry(
     "filter",
@@ -250,7 +258,7 @@ FILTERS: Registry[Function] = Registry(
     },
     "filter",
 )
-"""→ whether the group is trained on, and if not a short reason to count it by."""
+"""Filters, → a pair: True if the group is trained on, and otherwise the reason, under which metrics count the group."""
 
 _LOG_PROBABILITIES = {
     "policy": "[T], detached",
@@ -258,13 +266,14 @@ _LOG_PROBABILITIES = {
     "rollout": "[T]",
     "advantages": "[T]",
 }
+
 IMPORTANCE_WEIGHTS: Registry[Function] = Registry(
     "correction weight", {"ratio": "[T], exp(proximal − rollout)"}, "correction.weight"
 )
-"""→ weights ``[T]``."""
+"""Importance weights of behaviour correction, → ``[T]``."""
 
 REJECTIONS: Registry[Function] = Registry("rejection rule", PER_TOKEN | _LOG_PROBABILITIES, "correction.reject")
-"""→ kept ``[T]`` bool."""
+"""Rules that drop tokens, → a mask ``[T]`` bool of the tokens that are kept."""
 
 KL: Registry[Function] = Registry(
     "KL estimator",
@@ -276,4 +285,4 @@ KL: Registry[Function] = Registry(
     },
     "kl.estimator",
 )
-"""→ ``[T]``, 0 outside the mask."""
+"""KL estimators, → ``[T]``, 0 outside the mask."""

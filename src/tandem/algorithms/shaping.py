@@ -1,4 +1,7 @@
-"""Changes to the reward of each sample before advantages are computed. All tensors ``[M]``."""
+"""Reward shaping: changes to the reward of each sample before advantages are computed. All tensors ``[M]``.
+
+Also the Lagrange multiplier of a limit on the mean cost (Ray, Achiam and Amodei 2019; Safe RLHF, arXiv:2310.12773).
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,22 @@ def clip(rewards: torch.Tensor, *, low: float = -1.0, high: float = 1.0) -> torc
     "2503.14476",
     knobs={
         "max_tokens": KnobRule(
-            low=1, integer=True, meaning="Length of the full penalty; unset takes gconfig.max_new_tokens."
+            low=1,
+            integer=True,
+            meaning="Length from which the penalty is full, in tokens; unset takes gconfig.max_new_tokens.",
         ),
         "buffer_tokens": KnobRule(
             low=1,
             integer=True,
             at_most="max_tokens",
-            meaning="The penalty grows over so many tokens before; unset takes a fifth of max_tokens.",
+            meaning="The penalty grows over this many tokens before max_tokens; unset takes a fifth of max_tokens.",
         ),
     },
 )
 def overlong(
     rewards: torch.Tensor, lengths: torch.Tensor, *, max_tokens: int, buffer_tokens: int | None = None
 ) -> torch.Tensor:
-    """r ← r + 0 up to max_tokens − buffer_tokens, then falling in a line to −1 at max_tokens and beyond.
+    """r ← r + p, p = 0 up to max_tokens − buffer_tokens, then falling linearly to −1 at max_tokens and beyond.
 
     ``lengths``: trained tokens of the sample. ``buffer_tokens``: None takes a fifth of ``max_tokens``.
 
@@ -60,7 +65,7 @@ def overlong(
 
 @SHAPING.register("mask_truncated", keeps_rewards=True)
 def mask_truncated(rewards: torch.Tensor, truncated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answers cut by their length get weight 0; their rewards stay in the group's statistics."""
+    """Answers cut off by the length limit get weight 0; their rewards stay in the group's statistics."""
     return rewards, ~truncated
 
 
@@ -68,5 +73,17 @@ def mask_truncated(rewards: torch.Tensor, truncated: torch.Tensor) -> tuple[torc
     "penalize_truncated", knobs={"penalty": KnobRule(low=0.0, meaning="Subtracted from the reward of truncated samples.")}
 )
 def penalize_truncated(rewards: torch.Tensor, truncated: torch.Tensor, *, penalty: float = 1.0) -> torch.Tensor:
-    """r ← r − penalty for answers cut by their length."""
+    """r ← r − penalty for answers cut off by the length limit."""
     return rewards - penalty * truncated
+
+
+def lagrangian(rewards: torch.Tensor, costs: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """J = (R − λ·C) / (1 + λ), the weighted mean of R and −C, so its size does not grow with λ. All ``[N]``."""
+    return (rewards - multiplier * costs) / (1.0 + multiplier)
+
+
+def next_multiplier(
+    multiplier: float, cost: float, *, limit: float, step_size: float, low: float = 0.0, high: float
+) -> float:
+    """λ ← λ + η·(mean cost − limit), clipped to [low, high]: a projected gradient ascent step on the dual problem."""
+    return min(high, max(low, multiplier + step_size * (cost - limit)))

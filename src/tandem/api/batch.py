@@ -1,14 +1,18 @@
 """A batch: packed sequences in a `TensorDict`, one table of its fields, and the operations on sequences.
 
-A packed batch of N sequences with T tokens in all has ``cu_seqlens [N + 1]`` (int64, starts at 0, ends at T), *token*
+A packed batch of N sequences with T tokens in total has ``cu_seqlens [N + 1]`` (int64, starts at 0, ends at T), *token*
 fields ``[T, …]``, *sequence* fields ``[N, …]`` and *meta* fields that belong to the batch as a whole. Images and sounds are
-not in it: its token field ``media`` has their numbers, see `tandem.api.media`. `TensorDict` is only the container: its own
-``cat``, ``stack``, ``split`` and indexing do not know sequences. Every function returns a new batch.
+not in the batch: the token field ``media`` has their numbers, see `tandem.api.media`. `TensorDict` is only the container: do
+not use its own ``cat``, ``stack``, ``split`` and indexing, which ignore sequences. Every function here returns a new batch.
+
+A *stage* is a method that a training step calls. It declares the fields of the batch and the state that it reads and writes.
+The graph of a run is traced from its step with these declarations alone, without running the stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,9 +24,9 @@ Kind = Literal["token", "sequence", "weight", "meta"]
 
 @dataclass(frozen=True)
 class Field:
-    """One field: what it has an entry for, its dtype, and what padding holds.
+    """Declaration of a field: one entry per token, sequence or batch (``kind``), its dtype, and its value in padding.
 
-    Kind ``weight`` is per token or per sequence, told by its length.
+    A field of kind ``weight`` has one entry per token or per sequence; its length shows which.
     """
 
     kind: Kind
@@ -35,48 +39,52 @@ class Field:
 
 FIELDS: dict[str, Field] = {
     "input_ids": Field("token", "int64", 0, "tokens, media placeholders expanded"),
-    "media": Field("token", "int64", 0, "number of the medium whose placeholder it is, 0 for text; absent for text alone"),
-    "loss_mask": Field("token", "bool", False, "the policy produced the token and is trained on it"),
-    "rollout_logprobs": Field("token", "float32", 0, "by the inference engine"),
-    "proximal_logprobs": Field("token", "float32", 0, "by the trainer, just before this update"),
-    "reference_logprobs": Field("token", "float32", 0, "by the frozen reference"),
+    "media": Field(
+        "token", "int64", 0, "number of the medium whose placeholder the token is; 0: text; absent without media"
+    ),
+    "loss_mask": Field("token", "bool", False, "True: the policy produced the token and is trained on it"),
+    "rollout_logprobs": Field("token", "float32", 0, "log-probability by the inference engine"),
+    "proximal_logprobs": Field("token", "float32", 0, "log-probability by the trainer, just before this update"),
+    "reference_logprobs": Field("token", "float32", 0, "log-probability by the frozen reference"),
     "versions": Field("token", "int64", -1, "weight version that produced the token"),
-    "token_rewards": Field("token", "float32", 0, "earned after the token"),
-    "teacher_logprobs": Field("token", "float32", 0, "by the frozen teacher"),
-    "step_end": Field("token", "bool", False, "last token of a step that was judged"),
-    "step_right": Field("token", "bool", False, "there: the step was judged right"),
-    "entropy": Field("token", "float32", 0, "of the proximal policy"),
-    "values": Field("token", "float32", 0, "before the token"),
+    "token_rewards": Field("token", "float32", 0, "part of the reward that is earned after the token"),
+    "teacher_logprobs": Field("token", "float32", 0, "log-probability by the frozen teacher"),
+    "step_end": Field("token", "bool", False, "True: the last token of a step that was judged"),
+    "step_right": Field("token", "bool", False, "True at a `step_end`: the step was judged right"),
+    "entropy": Field("token", "float32", 0, "entropy of the proximal policy"),
+    "values": Field("token", "float32", 0, "the critic's value of the state before the token"),
     "advantages": Field("token", "float32", 0, ""),
     "returns": Field("token", "float32", 0, ""),
-    "expired": Field("token", "bool", False, "older than η at consumption; out of the loss, still in denominators"),
-    "prepared": Field("token", "float32", 0, "what the policy loss made of the whole batch before the update"),
-    "dropped": Field("token", "bool", False, "weight 0: expired, or masked by shaping; still in denominators"),
+    "expired": Field(
+        "token", "bool", False, "True: older than η versions when consumed; not in the loss, in its denominators"
+    ),
+    "prepared": Field("token", "float32", 0, "values that the policy loss computed from the whole batch before the update"),
+    "dropped": Field("token", "bool", False, "True: weight 0, because expired or masked by shaping; still in denominators"),
     "correction": Field("token", "float32", 0, "behaviour correction weight"),
     "loss_weights": Field("weight", "float32", 0, "weight of each loss in the global sum"),
-    "reward": Field("sequence", "float32", 0, "of the sample"),
-    "sample_length": Field("sequence", "int64", 0, "trained tokens of the sample, all trajectories together"),
-    "shaped_reward": Field("sequence", "float32", 0, "of the sample, after shaping"),
-    "accuracy": Field("sequence", "float32", 0, "of the sample; NaN where unknown"),
-    "temperature": Field("sequence", "float32", 1, "logits were divided by it"),
-    "group_id": Field("sequence", "int64", -1, "the prompt's group"),
-    "sample_id": Field("sequence", "int64", -1, "the sample; unique in the batch"),
-    "unit_id": Field("sequence", "int64", -1, "sequences that must stay in one micro-batch"),
+    "reward": Field("sequence", "float32", 0, "reward of the sample"),
+    "sample_length": Field("sequence", "int64", 0, "number of trained tokens in all trajectories of the sample"),
+    "shaped_reward": Field("sequence", "float32", 0, "reward of the sample after shaping"),
+    "accuracy": Field("sequence", "float32", 0, "accuracy of the sample; NaN if unknown"),
+    "temperature": Field("sequence", "float32", 1, "temperature by which the logits were divided"),
+    "group_id": Field("sequence", "int64", -1, "number of the prompt's group"),
+    "sample_id": Field("sequence", "int64", -1, "number of the sample, unique in the batch"),
+    "unit_id": Field("sequence", "int64", -1, "number that sequences share if they must be in one micro-batch"),
     "stop_reason": Field("sequence", "int64", 0, "`StopReason`"),
-    "in_statistics": Field("sequence", "bool", False, "enters group statistics"),
-    "in_loss": Field("sequence", "bool", False, "counts in N and is trained on"),
-    "greedy": Field("sequence", "bool", False, "of the group's greedy sample, a baseline; absent where there is none"),
-    "replayed": Field("sequence", "bool", False, "of a group of an earlier batch; absent where there is none"),
-    "chosen": Field("sequence", "bool", False, "the better side of a pair, or a completion judged desirable"),
-    "safe": Field("sequence", "bool", False, "the completion was judged safe"),
-    "margin": Field("sequence", "float32", 0, "by which a reward model should score the better side higher"),
-    "baseline": Field("sequence", "float32", 0, "KTO's z, the same for the whole batch"),
-    "bootstrap_value": Field("sequence", "float32", 0, "value after the last token"),
+    "in_statistics": Field("sequence", "bool", False, "True: the sample counts in the statistics of its group"),
+    "in_loss": Field("sequence", "bool", False, "True: the sample is trained on and counts in N"),
+    "greedy": Field("sequence", "bool", False, "True: part of a greedy sample, a baseline; absent without such samples"),
+    "replayed": Field("sequence", "bool", False, "True: part of a group of an earlier batch; absent without such groups"),
+    "chosen": Field("sequence", "bool", False, "True: the better side of a pair, or a desirable completion"),
+    "safe": Field("sequence", "bool", False, "True: the completion was judged safe"),
+    "margin": Field("sequence", "float32", 0, "difference by which the better side should score higher"),
+    "baseline": Field("sequence", "float32", 0, "reference point z of the KTO loss, the same for the whole batch"),
+    "bootstrap_value": Field("sequence", "float32", 0, "the critic's value of the state after the last token"),
 }
 
 
 def field_of(name: str) -> Field:
-    """The declaration of a field; ``rewards/<name>`` is a sequence field.
+    """Returns the declaration of a field. Every name ``rewards/<name>`` is a field with one value per sequence.
 
     Raises:
         BatchError: the name is not in the table.
@@ -91,44 +99,48 @@ def field_of(name: str) -> Field:
 
 
 def declare(name: str, field: Field) -> None:
-    """Adds a field to the table, for a stage of one's own. Declaring the same field twice is fine, another one is not."""
+    """Adds a field to the table, for a user's own stage.
+
+    Raises:
+        BatchError: the name is declared already, with another declaration.
+    """
     if FIELDS.setdefault(name, field) != field:
         raise BatchError(f"field {name!r} is declared already, as {FIELDS[name]}")
 
 
 def num_sequences(batch: TensorDict) -> int:
-    """N."""
+    """Returns N, the number of sequences."""
     return len(batch["cu_seqlens"]) - 1
 
 
 def lengths(batch: TensorDict) -> torch.Tensor:
-    """Tokens of each sequence, ``[N]`` int64."""
+    """Returns the number of tokens of each sequence, ``[N]`` int64."""
     ends: torch.Tensor = batch["cu_seqlens"]
     return ends.diff()
 
 
 def sequence_index(batch: TensorDict) -> torch.Tensor:
-    """For each token the sequence it belongs to, ``[T]`` int64."""
+    """Returns the index of each token's sequence, ``[T]`` int64."""
     return torch.repeat_interleave(lengths(batch), output_size=_num_tokens(batch))
 
 
 def _num_tokens(batch: TensorDict) -> int:
-    """T; of a batch with tokens no GPU is asked for it."""
+    """Returns T, the number of tokens, without waiting for a GPU if the batch has ``input_ids``."""
     return len(batch["input_ids"]) if "input_ids" in batch.keys() else int(batch["cu_seqlens"][-1])
 
 
 def per_token(batch: TensorDict, values: torch.Tensor) -> torch.Tensor:
-    """Spreads ``[N, …]`` over the tokens, ``[T, …]``."""
+    """Repeats the value of each sequence, ``[N, …]``, for each of its tokens: returns ``[T, …]``."""
     return values[sequence_index(batch)]
 
 
 def sum_by_sequence(batch: TensorDict, values: torch.Tensor) -> torch.Tensor:
-    """Sums ``[T]`` over each sequence, ``[N]``."""
+    """Sums the values of the tokens, ``[T]``, over each sequence: returns ``[N]``."""
     return values.new_zeros(num_sequences(batch)).index_add(0, sequence_index(batch), values)
 
 
 def _kind(name: str, value: Any, batch_sizes: tuple[int, int]) -> Kind:
-    """``batch_sizes``: (T, N)."""
+    """Returns the kind of a field; a ``weight`` becomes ``token`` or ``sequence``. ``batch_sizes``: (T, N)."""
     kind = field_of(name).kind
     if kind != "weight":
         return kind
@@ -141,10 +153,10 @@ def _kinds(batch: TensorDict) -> dict[str, Kind]:
 
 
 def check(batch: TensorDict) -> TensorDict:
-    """Returns the batch if every field has the length that its kind demands.
+    """Checks that every field has the length that its kind demands, and returns the batch.
 
     Raises:
-        BatchError: names the field, its length and the one expected.
+        BatchError: a length is wrong; the message has the field, its length and the expected one.
     """
     cu_seqlens = batch["cu_seqlens"]
     if len(cu_seqlens) < 1 or cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
@@ -189,7 +201,7 @@ def pack(trajectories: Sequence[Mapping[str, Any]]) -> TensorDict:
 
 
 def _rows(indices: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Positions of the rows of the chosen sequences, when sequence i owns ``sizes[i]`` rows in a row."""
+    """Returns the row indices of the chosen sequences, where sequence i owns ``sizes[i]`` consecutive rows."""
     starts = sizes.cumsum(0) - sizes
     chosen = sizes[indices]
     within = torch.arange(int(chosen.sum()), device=sizes.device) - torch.repeat_interleave(
@@ -199,27 +211,22 @@ def _rows(indices: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 
 def select(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
-    """The sequences with these indices ``[M]``, in this order; an index may come twice. A boolean ``[N]`` works too."""
+    """Returns a batch of the sequences ``indices``, ``[M]``, in this order and with repeats. ``indices`` may also be a bool
+    mask ``[N]`` of the sequences."""
     index = torch.as_tensor(indices, device=batch["cu_seqlens"].device)
     index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
     if len(index) and (int(index.min()) < 0 or int(index.max()) >= num_sequences(batch)):
         raise BatchError(f"sequence indices must lie in 0…{num_sequences(batch) - 1}, got {index.tolist()[:8]}")
-    tokens = _rows(index, lengths(batch))
-    columns = {}
-    for name, kind in _kinds(batch).items():
-        if kind == "token":
-            columns[name] = batch[name][tokens]
-        elif kind == "sequence":
-            columns[name] = batch[name][index]
-        else:
-            columns[name] = batch[name]
-    sizes = lengths(batch)[index]
+    sizes = lengths(batch)
+    rows = {"token": _rows(index, sizes), "sequence": index}
+    columns = {n: batch[n][rows[kind]] if kind in rows else batch[n] for n, kind in _kinds(batch).items()}
+    sizes = sizes[index]
     columns["cu_seqlens"] = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     return TensorDict(columns, batch_size=[])
 
 
 def split(batch: TensorDict, sizes: Sequence[int]) -> list[TensorDict]:
-    """Consecutive parts of ``sizes`` sequences each.
+    """Splits a batch into consecutive parts; part i has ``sizes[i]`` sequences.
 
     Raises:
         BatchError: the sizes do not add up to N.
@@ -231,10 +238,10 @@ def split(batch: TensorDict, sizes: Sequence[int]) -> list[TensorDict]:
 
 
 def concatenate(batches: Iterable[TensorDict]) -> TensorDict:
-    """The sequences of all batches, in order.
+    """Returns one batch with the sequences of all batches, in order. Meta fields are those of the first batch.
 
     Raises:
-        BatchError: no batches, or different fields.
+        BatchError: there are no batches, or their fields differ.
     """
     batches = list(batches)
     if not batches:
@@ -253,7 +260,7 @@ def concatenate(batches: Iterable[TensorDict]) -> TensorDict:
 
 
 def pad(batch: TensorDict, num_tokens: int) -> TensorDict:
-    """Adds one sequence of padding, so that the batch has ``num_tokens`` tokens; nothing in it is trained.
+    """Adds one sequence of padding, so that the batch has ``num_tokens`` tokens; the padding is not trained on.
 
     Raises:
         BatchError: the batch has more tokens already.
@@ -277,15 +284,111 @@ def pad(batch: TensorDict, num_tokens: int) -> TensorDict:
 
 
 def unpack(batch: TensorDict) -> list[dict[str, torch.Tensor]]:
-    """The inverse of `pack`: one mapping a sequence."""
+    """Returns one mapping per sequence; the inverse of `pack`. Meta fields are left out."""
     kinds, bounds = _kinds(batch), batch["cu_seqlens"].tolist()
     rows = []
     for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        row = {}
-        for name, kind in kinds.items():
-            if kind == "token":
-                row[name] = batch[name][start:end]
-            elif kind == "sequence":
-                row[name] = batch[name][i]
-        rows.append(row)
+        place = {"token": slice(start, end), "sequence": i}
+        rows.append({name: batch[name][place[kind]] for name, kind in kinds.items() if kind in place})
     return rows
+
+
+ROLE_STATES = ("weights", "optimizer", "random")
+
+
+StageKind = Literal["collect", "score", "check", "pass", "update", "deliver", "keep"]
+"""The work of a stage: `collect` makes the batch; `pass` adds fields; `update` trains; `check` only returns metrics;
+`deliver` copies weights to another model; `keep` follows a step; `score` runs inside of `collect`."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The fields and state that a stage reads and writes.
+
+    Example: ``Declaration("compute_advantages", reads=("reward", "group_id"), adds=("advantages",))``
+    """
+
+    name: str
+    """Name of the method."""
+
+    reads: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    reads_state: tuple[str, ...] = ()
+    writes_state: tuple[str, ...] = ()
+    may_read: tuple[str, ...] = ()
+    """Fields that are read if the batch has them, or if the role's configuration needs them. ``rewards/`` stands for every
+    field with this prefix."""
+
+    may_add: tuple[str, ...] = ()
+    """Fields that are added if the role's configuration needs them."""
+
+    title: str = ""
+    """Name of the stage; empty: the method's."""
+
+    time: str = "train"
+    """The metric to which the stage's seconds are added, ``time/<time>_s``."""
+
+    @property
+    def kind(self) -> StageKind:
+        """The work of the stage, derived from the fields and state that it reads and writes."""
+        if self.adds or self.may_add:
+            return "pass" if self.reads else "collect"
+        if "optimizer" in self.writes_state:
+            return "update"
+        if "weights" in self.writes_state:
+            return "deliver"
+        return "check" if self.reads else "keep"
+
+    @property
+    def computes(self) -> bool:
+        """True if the stage needs the models of its role on the device (awake)."""
+        return "weights" in (*self.reads_state, *self.writes_state)
+
+
+def stage(
+    title: str = "",
+    *,
+    reads: tuple[str, ...] = (),
+    adds: tuple[str, ...] = (),
+    reads_state: tuple[str, ...] = (),
+    writes_state: tuple[str, ...] = (),
+    may_read: tuple[str, ...] = (),
+    may_add: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declares a method as a stage. A stage is called with a batch, ``method(self, batch, …)``, whose fields ``reads`` are
+    checked, or without one if it only reads and writes state. Arguments: see `Declaration`.
+
+    Raises:
+        BatchError: at a call, if the batch lacks a field; the message names the stage and the batch's fields.
+    """
+    unknown = set(reads_state + writes_state) - set(ROLE_STATES)
+    if unknown:
+        raise ValueError(f"role state must be one of {ROLE_STATES}, got {sorted(unknown)}")
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        declaration = Declaration(method.__name__, reads, adds, reads_state, writes_state, may_read, may_add, title)
+
+        @functools.wraps(method)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = args[0] if args else kwargs.get("batch", {})
+            missing = [name for name in reads if name not in batch.keys()]
+            if missing:
+                raise BatchError(f"{declaration.name} needs the fields {missing}; the batch has {sorted(batch.keys())}")
+            return method(self, *args, **kwargs)
+
+        checked.stage = declaration  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+update_stage = functools.partial(
+    stage, title="update", reads_state=("weights", "optimizer"), writes_state=("weights", "optimizer")
+)
+"""Declares a method as a stage that takes optimizer steps."""
+
+
+def stages_of(role: type) -> dict[str, Declaration]:
+    """Returns method name → declaration of each stage of a role class."""
+    methods = ((name, getattr(role, name)) for name in dir(role))
+    return {name: method.stage for name, method in methods if hasattr(method, "stage")}

@@ -1,7 +1,8 @@
-"""A model's chat template: the one place that turns messages into the text that a model reads.
+"""Renders messages with a model's chat template; nothing else turns messages into a model's text.
 
-Templates differ in what they take: a message's content as a text or as parts, the arguments of a call as an object or as
-JSON text. What a template does is tried once with small conversations, and messages are put into the shape that it takes.
+Templates differ in the input they accept: a message's content as text or as parts, the arguments of a tool call as an object
+or as JSON text. Each template is tried once with small conversations, and messages are then converted to the form that it
+accepts.
 """
 
 import json
@@ -32,13 +33,13 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors of a template that cannot take its messages: it is a program of whoever made the model."""
+"""Errors that a template may raise on messages it does not accept: a template is an arbitrary program."""
 
 _MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _NO_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 PROBE = "probe_of_tandem"
-"""A word that stands nowhere else."""
+"""A word that no template writes by itself."""
 
 ASKS: dict[str, Any] = {"role": "user", "content": "?"}
 CALLS: dict[str, Any] = {
@@ -46,28 +47,28 @@ CALLS: dict[str, Any] = {
     "content": "",
     "tool_calls": [{"id": "000000000", "type": "function", "function": {"name": PROBE, "arguments": {PROBE: PROBE}}}],
 }
-"""Messages with which a template is tried."""
+"""Messages to try a template with."""
 
 
 class ChatTemplate:
-    """A tokenizer's template: what it takes and writes is tried when it is first asked."""
+    """A tokenizer's template. The first use of a property tries the template on small conversations to find its value."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self._tokenizer, self._wants_parts = tokenizer, dict[str, bool]()
 
     def wants_parts(self, role: str) -> bool:
-        """True if the content of such a message is written where it is given as parts, and lost where it is a text."""
+        """True if the template writes a message of this role only if its content is a list of parts, and drops text."""
         if role not in self._wants_parts:
             parts = [{"type": "text", "text": PROBE}]
             text, several = ({"role": role, "content": content} for content in (PROBE, parts))
             before, after = [ASKS] * (role == "assistant"), [ASKS] * (role == "system")
-            tried = [PROBE in self._tried([*before, message, *after]) for message in (text, several)]
-            self._wants_parts[role] = tried == [False, True]
+            written = [PROBE in self._tried([*before, message, *after]) for message in (text, several)]
+            self._wants_parts[role] = written == [False, True]
         return self._wants_parts[role]
 
     @cached_property
     def text_arguments(self) -> bool:
-        """True if it takes the arguments of a call as JSON text alone."""
+        """True if the template accepts the arguments of a tool call only as JSON text."""
         text = self._tried([ASKS, CALLS])
         if text and f"{{'{PROBE}" not in text:
             return False
@@ -75,7 +76,7 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> int | None:
-        """The special token that it writes behind a reply, which ends the turn; None where it writes none, or other text."""
+        """The special token that the template writes after a reply to end the turn; None if other text comes first."""
         text = self._tried(self.shaped([ASKS, {"role": "assistant", "content": PROBE}]))
         special, tail = special_ids(self._tokenizer), text.rpartition(PROBE)[2]
         for token in self._tokenizer(tail, add_special_tokens=False)["input_ids"]:
@@ -87,17 +88,18 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> set[str]:
-        """Names that it reads, beside the messages: those that `chat_template_kwargs` can set."""
+        """Names of the template's own variables, which `chat_template_kwargs` can set."""
         template, env = self._tokenizer.chat_template, Environment(extensions=["jinja2.ext.loopcontrols"])
         texts = template.values() if isinstance(template, Mapping) else [template or ""]
-        found: set[str] = set().union(*(find_undeclared_variables(env.parse(_MARKS.sub("", text))) for text in texts))
-        return found - env.globals.keys() - _NO_OPTIONS
+        names: set[str] = set().union(*(find_undeclared_variables(env.parse(_MARKS.sub("", text))) for text in texts))
+        return names - env.globals.keys() - _NO_OPTIONS
 
     def shaped(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages in the shape that it takes. Images and sounds stay parts, of which the template sees the type alone.
+        """Converts messages to the form that the template accepts. Images and sounds stay parts that have only a type.
 
         Raises:
-            DataFailure: ``template_refuses``: a content that this model does not read; names the message.
+            DataFailure: ``template_refuses``: the model cannot read a message's content; ``media_unread``: an image or sound
+                was not read by `tandem.media.parts.read_media`. The error names the index of the chat message.
         """
         shaped = [with_arguments(message, as_text=self.text_arguments) for message in messages]
         for number, message in enumerate(shaped, 1):
@@ -109,7 +111,7 @@ class ChatTemplate:
         return shaped
 
     def _tried(self, messages: Messages) -> str:
-        """The text of a probe; empty where it is refused."""
+        """Renders a trial conversation; returns an empty text if the template refuses the conversation."""
         try:
             return str(self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
         except TEMPLATE_ERRORS:
@@ -117,7 +119,7 @@ class ChatTemplate:
 
 
 def template_of(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate:
-    """The template that a tokenizer has now, and all that was tried of it."""
+    """Returns the tokenizer's current template. It is cached, so that each template is tried once."""
     return _template_of(tokenizer, str(tokenizer.chat_template))
 
 
@@ -127,36 +129,36 @@ def _template_of(tokenizer: "PreTrainedTokenizerBase", text: str) -> ChatTemplat
 
 
 def render(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> str:
-    """The messages as the text that the model reads, special tokens included. ``options``: ``tools``,
+    """Renders messages as the text that the model reads, with special tokens. ``options``: ``tools``,
     ``add_generation_prompt`` and `chat_template_kwargs`. Raises as `apply_template`."""
     return str(apply_template(tokenizer, messages, tokenize=False, **options))
 
 
 def with_tools(options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """`chat_template_kwargs` with the tools that a row offers in its column ``tools``."""
+    """Returns `chat_template_kwargs` with the tools of the row's column ``tools`` added, if it has any."""
     return {**options, "tools": row["tools"]} if row.get("tools") else dict(options)
 
 
 def apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **options: Any) -> Any:
-    """The result of ``tokenizer.apply_chat_template`` for messages in the shape that the template takes.
+    """Calls ``tokenizer.apply_chat_template`` with messages in the form that the template accepts (`ChatTemplate.shaped`).
 
     Raises:
-        DataFailure: ``template_refuses``: the template does not take them; says what it said.
+        DataFailure: ``template_refuses``: the template refuses the messages; the error has the template's own text.
     """
     try:
         return tokenizer.apply_chat_template(template_of(tokenizer).shaped(messages), **options)
-    except TEMPLATE_ERRORS as error:  # roles that do not alternate, a system message that it does not know …
+    except TEMPLATE_ERRORS as error:  # roles that do not alternate, an unsupported system message …
         raise DataFailure("template_refuses", str(error)) from error
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> Collection[int]:
-    """All special tokens, also those that have no name of their own such as ``eos_token``."""
+    """Returns all special tokens: those with a role such as ``eos_token``, and added tokens marked as special."""
     added = tokenizer.added_tokens_decoder.items()
-    return {*tokenizer.all_special_ids, *(token for token, told in added if told.special)}
+    return {*tokenizer.all_special_ids, *(token for token, details in added if details.special)}
 
 
 def _joined(content: Any, where: str, reader: ReadsMedia | None) -> list[dict[str, str]]:
-    """A content as parts: neighbouring texts as one, and each image or sound by its type, where the model takes it."""
+    """Returns a content as a list of parts, with neighbouring texts joined and each image or sound reduced to its type."""
     parts: list[dict[str, str]] = []
     for part in content if isinstance(content, list | tuple) else (content,):
         kind = PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) and reader is not None else None
@@ -168,7 +170,8 @@ def _joined(content: Any, where: str, reader: ReadsMedia | None) -> list[dict[st
                 parts.append({"type": "text", "text": text})
             continue
         if kind not in reader.kinds:
-            raise DataFailure("template_refuses", f"{where} has a part of type {kind!r}; this model takes {reader.kinds}")
+            takes = " and ".join(reader.kinds)
+            raise DataFailure("template_refuses", f"{where} has a part of type {kind!r}; this model takes {takes}")
         if not isinstance(part.get("medium"), Medium):
             raise DataFailure("media_unread", f"{where} has an {kind} that was not read: use tandem.media.parts.read_media")
         parts.append({"type": kind})
@@ -176,11 +179,11 @@ def _joined(content: Any, where: str, reader: ReadsMedia | None) -> list[dict[st
 
 
 def text_of(content: Any, where: str = "a message") -> str:
-    """A message's content as one text: a text, a part with text, or several of them joined; None is no text. ``where``: the
-    message, for errors.
+    """Returns a message's content as one text. The content may be text, a text part, a list of both (joined), or None
+    (empty). ``where``: name of the message, for errors.
 
     Raises:
-        DataFailure: ``template_refuses``: something else, an image for example.
+        DataFailure: ``template_refuses``: the content has something else, such as an image.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -193,7 +196,7 @@ def text_of(content: Any, where: str = "a message") -> str:
 
 
 def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments as JSON text, or as objects; text that is no JSON stays as it is."""
+    """Returns the message with the arguments of its tool calls as JSON text, or as objects; invalid JSON stays text."""
     calls = [
         {**call, "function": _written(call["function"], as_text)} if "function" in call else _written(call, as_text)
         for call in message.get("tool_calls") or ()

@@ -1,4 +1,4 @@
-"""The two engines: one generates, one trains. What costs money stands behind these classes."""
+"""Abstract classes of the two engines: `InferenceEngine` generates, `TrainEngine` trains."""
 
 from __future__ import annotations
 
@@ -18,73 +18,72 @@ InferencePart = Literal["weights", "kv_cache"]
 
 
 class Outputs(NamedTuple):
-    """The results of a forward pass, for a loss: per token ``[T]`` of the view, never logits.
+    """The results of a forward pass, for a loss: one value per token of the view, ``[T]``. Logits are never returned.
 
-    Position t speaks of token t. At positions that are not predicted (the first of each sequence, and wherever the
-    caller's ``loss_mask`` is false) log-probabilities and entropies are 0.
+    The entry at position t describes token t. Log-probabilities and entropies are 0 at tokens that are not predicted: the
+    first of each sequence, and those whose ``loss_mask`` is false.
     """
 
     logprobs: torch.Tensor
-    """Empty where the model has a scalar head."""
+    """Log-probabilities of the tokens, ``[T]``; empty if the model has a scalar head."""
 
     entropy: torch.Tensor | None = None
-    """Entropy ``[T]``; None unless it was asked for."""
+    """Entropies of the predicted distributions, ``[T]``; None unless requested."""
 
     scores: torch.Tensor | None = None
-    """The output of a scalar head *after* token t, at every token; None if the model has none."""
+    """Outputs of the scalar head, ``[T]``, each *after* token t; None if the model has no scalar head."""
 
 
 Metrics = Mapping[str, "torch.Tensor"]
-"""Name → ``[T]`` (averaged over the tokens in ``loss_mask``), ``[N]`` (averaged over sequences); detached.
+"""Name → detached tensor: ``[T]``, averaged over the tokens in ``loss_mask``, or ``[N]``, averaged over sequences.
 
-Of names that end in ``/max`` the largest entry is taken instead.
+If the name ends in ``/max``, the maximum is taken instead of the average.
 """
 
 LossFn = Callable[[Outputs, "TensorDict"], tuple["torch.Tensor", Metrics]]
-"""``loss_fn(outputs, view) -> (losses, metrics)``, losses unreduced, ``[T]`` or ``[N]`` like ``loss_weights``.
+"""``loss_fn(outputs, view) -> (losses, metrics)``; the losses are unreduced, ``[T]`` or ``[N]`` like ``loss_weights``.
 
-``view`` is the batch restricted to whole sequences, with their ``cu_seqlens``.
+``view`` is a part of the batch: some of its sequences, each whole, with their own ``cu_seqlens``.
 """
 
 
 class TrainedAdapter(ABC):
-    """The adapter that an engine trains beside a frozen base (`LoRAConfig`)."""
+    """The low-rank adapter that an engine trains on a frozen base model (`LoRAConfig`)."""
 
     @property
     @abstractmethod
     def terms(self) -> Adapter:
-        """The sum that its tensors add to the base."""
+        """The rule by which the adapter's tensors change the base model's weights."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Its tensors, float32, one after another; `TrainEngine.load_weights` takes them too. Collective."""
+        """Yields the adapter's tensors in float32; `TrainEngine.load_weights` accepts them too. Collective."""
 
     @abstractmethod
     def merged(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole model's weights with these tensors, named as in `weights`, in the place of its own: merged in float32,
-        one after another, each to be used before the next is asked for. Collective."""
+        """Yields the whole model's weights, with ``tensors`` merged into the base in float32 instead of the adapter's own.
+        ``tensors``: named as in `weights`. Each yielded tensor is valid until the next one is requested. Collective."""
 
     @abstractmethod
     def surviving(self, dtype: torch.dtype) -> float | None:
-        """The share of it that is left in merged weights that are rounded to ``dtype``, over a few matrices; see
-        docs/lora.md.
+        """Returns the share of the adapter's change that remains if merged weights are rounded to ``dtype``: 0 to 1.
 
-        1 is all of it, 0 nothing; None where it changes nothing yet. Collective."""
+        Measured on a few matrices, see docs/lora.md. None if the adapter changes nothing yet. Collective."""
 
     @abstractmethod
     def set_aside(self) -> AbstractContextManager[None]:
-        """A block in which the engine computes as the base alone does; nothing may be trained inside."""
+        """A block in which the engine computes with the base model alone; nothing may be trained inside."""
 
 
 class TrainEngine(ABC):
-    """A model that is trained. Takes and returns *global* batches; how they are sharded is its secret."""
+    """A model that is trained. Takes and returns *global* batches, and shards them internally."""
 
     adapter: TrainedAdapter | None = None
-    """The adapter that it trains; None if it trains all weights."""
+    """The adapter that the engine trains; None if it trains all weights."""
 
     @abstractmethod
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
-        """One optimizer step on ``sum(loss_weights * losses)`` over the whole batch; returns metrics.
+        """Takes one optimizer step on ``sum(loss_weights * losses)`` over the whole batch; returns metrics.
 
         Metrics: ``loss``, ``grad_norm``, ``lr``, ``skipped`` (1 if the step was not taken because something was not
         finite), and the loss function's own. Sequences with the same ``unit_id`` stay together. A gradient that is
@@ -93,59 +92,63 @@ class TrainEngine(ABC):
         """
 
     def moved(self) -> dict[str, float]:
-        """The metric ``actor/update_ratio``: the last optimizer step over the weights, by their norms; empty if unknown.
-        Estimated from some of the weights; which ones depends on the layout."""
+        """Returns the metric ``actor/update_ratio``: norm of the last optimizer step / norm of the weights. Empty if
+        unknown.
+
+        The ratio is estimated from some of the weights. The layout over ranks decides which of them are used."""
         return {}
 
     @abstractmethod
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
-        """The same without a step."""
+        """Returns the loss and the loss function's metrics as `train_batch` does, without a step."""
 
     @abstractmethod
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
-        """Log-probabilities (and entropy), or scores, of the global batch, ``[T]`` in its order, no gradient."""
+        """Returns log-probabilities (and entropies), or scores, of the global batch: ``[T]`` in its order, no gradient."""
 
     @abstractmethod
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full tensors under their Hugging Face names, one after another; tied tensors once. Collective."""
+        """Yields (Hugging Face name, full tensor) of all weights; a tensor that is tied to another name comes once.
+        Collective."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face model folder (weights and config; not the tokenizer). Collective."""
+        """Writes a Hugging Face model folder (weights and config, not the tokenizer). Collective."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Read weights from a Hugging Face folder of the same architecture. Collective."""
+        """Reads weights from a Hugging Face folder of the same architecture. Collective."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take weights as `weights` of an engine of the same architecture gives them. Collective.
+        """Copies weights into the model, as `weights` of an engine of the same architecture yields them. Collective.
 
-        The optimizer's state stays as it is. Raises `ConfigError` where a tensor is missing or of another shape.
+        The optimizer's state does not change. Raises `ConfigError` if a tensor is missing or has another shape.
         """
 
     @abstractmethod
     def using(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AbstractContextManager[None]:
-        """A block in which it computes with these weights instead of its own, which come back to the bit. Collective.
+        """A block in which the engine computes with ``weights``. The engine's own weights are restored exactly afterwards.
+        Collective.
 
-        Costs a copy of this rank's part of the weights while it lasts; nothing may be trained inside. Raises as
-        `load_weights`.
+        In the block a copy of this rank's own weights is in memory; nothing may be trained there. Raises as `load_weights`.
         """
 
     def in_float32(self) -> AbstractContextManager[bool]:
-        """A block in which `forward` computes in float32, with the weights rounded as the engine computes with them.
+        """A block in which `forward` computes in float32, with the weights rounded to the dtype of normal passes.
 
-        Its log-probabilities have no rounding noise then. Yields False if this engine cannot, and computes as ever. Costs
-        float32 copies of the rounded weights while it lasts; nothing may be trained inside. Collective.
+        Log-probabilities then have no rounding noise of the arithmetic. Yields False if this engine cannot change its
+        precision. In the block, float32 copies of the rounded weights are in memory, and nothing may be trained. Collective.
         """
         return nullcontext(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as `tandem.api.state.Stateful` says: float32 weights, optimizer, and what its schedule counts. Whole
-        tensors, or sharded ones as they are, under names that are the same for any number of ranks.
+        """Returns the state for `tandem.api.state.Stateful`: float32 weights, optimizer and counters of the schedule.
+
+        Tensors are whole, or sharded as they are on the ranks. Names do not depend on the number of ranks.
 
         Raises:
-            ConfigError: this backend cannot give it.
+            ConfigError: this backend cannot return it.
         """
         raise ConfigError(
             f"a {type(self).__name__} gives no optimizer state, so its run could not be resumed; take "
@@ -153,98 +156,103 @@ class TrainEngine(ABC):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on as the engine that gave ``state`` would have, on any number of ranks.
+        """Restores the state of `state_dict`, which may come from another number of ranks.
 
         Raises:
-            ConfigError: another model's, or this backend cannot take it.
+            ConfigError: the state is of another model, or this backend cannot restore it.
         """
         raise ConfigError(f"a {type(self).__name__} takes no optimizer state, so its run cannot be resumed")
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """A function that writes to a folder, from any thread and without the other ranks, the files of `save` when
-        `state_dict` gave ``state``, of which this is a copy; None where that backend, or this model, can only be saved as it
-        is now."""
+        """Returns a function that writes the files of `save` from ``state``, a copy of an earlier `state_dict`, to a folder.
+
+        The function may run in any thread and needs no other rank. None if this backend or model can only save its current
+        weights."""
         return None
 
     @abstractmethod
     def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
-        """Gives the memory of parts back; they must be brought back before they are used. Returns the bytes that it moved.
+        """Frees the device memory of parts; call `onload` before they are used again. Returns the number of bytes moved.
 
-        On a GPU they move to host memory. On a CPU what the model's folder has is read from there again, and the rest is
-        written to a nameless file in ``scratch``; without it this frees gradients and is otherwise recorded only.
+        On a GPU the parts move to host memory. On a CPU weights that the model's folder has are dropped and later read from
+        there, and the rest is written to an unnamed file in ``scratch``. Without ``scratch``, a CPU only frees gradients.
         """
 
     @abstractmethod
     def onload(self, parts: tuple[TrainPart, ...]) -> int:
-        """Brings parts back to the device, to the bit. Returns the bytes that it moved.
+        """Brings parts back to the device without any change. Returns the number of bytes moved.
 
         Raises:
-            WeightsChanged: a file that a part was to be read from has changed, or is gone.
+            WeightsChanged: a file that a part is read from has changed or is gone.
         """
 
     @abstractmethod
     def num_bytes(self) -> dict[TrainPart, int]:
-        """Bytes of each part that are on this rank's device now, measured."""
+        """Returns the measured bytes of each part on this rank's device now."""
 
 
 class InferenceEngine(ABC):
-    """Generates. `agenerate` is awaited on any event loop; all other methods may be called from any thread."""
+    """Generates completions. `agenerate` is awaited on any event loop; other methods may be called from any thread."""
 
     @abstractmethod
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Makes one completion. Weight updates on the way are resolved inside.
+        """Generates one completion. If the weights are updated meanwhile, the engine continues it with the new ones.
 
         Cancelling the coroutine frees the request's memory. Raises `DataFailure` for a prompt that does not fit the
-        context, `EngineDied` when the engine is gone.
+        context, `EngineDied` if the engine is gone.
         """
 
     @property
     @abstractmethod
     def version(self) -> WeightVersion:
-        """The version that the next token will be made by."""
+        """Version of the weights that will generate the next token."""
 
     @property
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
-        """Any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``, ``noise_key``,
-        ``shared_memory``, ``ipc``, ``disk`` and ``adapter``.
+        """Abilities of the engine, any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``,
+        ``noise_key``, ``shared_memory``, ``ipc``, ``disk`` and ``adapter``.
 
-        ``shared_memory``: the engine lives in another process of this machine and reads weights from shared memory.
-        ``ipc``: it opens the memory of the trainer's own GPU.
-        ``disk``: it reads them from a folder (`FolderSource`) that it sees under the same path as the trainer.
-        ``adapter``: it takes updates that are an adapter of the model that it was made with.
+        ``staged``: the engine loads new weights beside the old ones. ``in_place``: it overwrites the old ones.
+        ``keep_kv``: it can keep the KV cache over an update. ``sleep_…``: it can free this part of its memory.
+        ``noise_key``: it draws tokens by `LLMRequest.noise_key`.
+        ``shared_memory``: it runs in another process on this machine and reads weights from shared memory.
+        ``ipc``: it maps memory of the trainer's GPU.
+        ``disk``: it reads weights from a folder (`FolderSource`) that it sees under the same path as the trainer.
+        ``adapter``: it accepts updates that are an adapter of the model that it was started with.
         """
 
     @abstractmethod
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """Take the new tensors beside the old ones and verify their digests; generation goes on."""
+        """Loads the new tensors beside the old ones and verifies their digests; generation continues."""
 
     @abstractmethod
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """Switch to the prepared weights between two decode steps; returns ``pause_s`` and ``recompute_s``."""
+        """Switches to the prepared weights between two decode steps; returns ``pause_s`` and ``recompute_s``, seconds."""
 
     @abstractmethod
     def discard_weights(self) -> None:
-        """Forget what was prepared; nothing prepared is fine."""
+        """Drops prepared weights; does nothing if there are none."""
 
     def flush(self) -> None:
-        """Requests to come share nothing that was computed of prompts before. Nothing to do where a commit sees to that."""
+        """Empties the prefix cache, so that later requests reuse no earlier computation. Does nothing in an engine that
+        empties this cache at every commit."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop between two steps; running requests keep their state. Returns when nothing is computed any more."""
+        """Stops between two steps; running requests keep their state. Returns when all computation has stopped."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on."""
+        """Continues after `pause`."""
 
     @abstractmethod
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """Give memory back. Refused while requests are running."""
+        """Frees the memory of parts. Refused while requests are running."""
 
     @abstractmethod
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """Take memory again; weights must be delivered anew before the next token if they slept."""
+        """Allocates the memory of parts again. Weights that slept must be delivered again before the next token."""
 
     @abstractmethod
     def statistics(self) -> dict[str, float]:
@@ -252,14 +260,14 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End; running requests fail with `EngineDied`. Idempotent, leaves no process and no shared memory."""
+        """Ends the engine; running requests fail with `EngineDied`. Idempotent, leaves no process and no shared memory."""
 
 
 class EngineWrapper(InferenceEngine):
-    """Hands everything on to another engine; a class of yours changes what it wants (docs/extending.md)."""
+    """Passes every call on to another engine; a subclass overrides the methods it changes (docs/extending.md)."""
 
     def __init__(self, engine: InferenceEngine):
-        """``engine``: that of `rollout.backend`. It is closed with this one."""
+        """``engine``: the engine of `rollout.backend`. The wrapper closes it."""
         self.engine = engine
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:

@@ -1,8 +1,8 @@
 """torch and `TensorDict`, imported when a function first uses them.
 
-The plan of a run, the names of the algorithms' parts and the declarations of stages stand beside functions that compute
-with tensors. Files that take both names from here can be read without torch, which takes seconds to import. Such a file
-begins with ``from __future__ import annotations``, so that its annotations ask for nothing.
+Importing torch takes seconds. Files that mix light code (the plan of a run, names of an algorithm's parts, declarations of
+stages) with functions on tensors take both names from here, so that they can be imported without torch. Such a file begins
+with ``from __future__ import annotations``, so that its annotations are not evaluated.
 """
 
 from functools import reduce
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 else:
 
     class _Later:
-        """A module, or one object of it, with the import put off to the first use."""
+        """A module or an object of a module, imported at its first use."""
 
         def __init__(self, module: str, *path: str):
             self._module, self._path = module, path
             self._object: Any = None
 
-        def _there(self) -> Any:
-            if self._object is None:  # kept, because an import of what is there takes a microsecond, and packing asks often
+        def _loaded(self) -> Any:
+            if self._object is None:  # cached: even a repeated import takes a microsecond, and packing needs many
                 self._object = reduce(getattr, self._path, import_module(self._module))
             return self._object
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._there(), name)
+            return getattr(self._loaded(), name)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self._there()(*args, **kwargs)
+            return self._loaded()(*args, **kwargs)
 
         def __instancecheck__(self, thing: object) -> bool:
-            return isinstance(thing, self._there())
+            return isinstance(thing, self._loaded())
 
     torch = _Later("torch")
     TensorDict = _Later("tensordict", "TensorDict")

@@ -1,10 +1,9 @@
-"""Images and sounds of a prompt: named by what they hold, and never carried along.
+"""Images and sounds of a prompt. They are stored once, and passed around only as numbers.
 
-A medium is kept once, in the media store, under its number. Everything else (chats, requests, samples, batches, the wire)
-has tokens, and beside them the *media numbers*: for every token the number of the medium whose placeholder it is, 0 for
-text. A prompt's identity is its `prompt_key`, in which the numbers stand at the placeholders: so prompts with equal tokens
-and other pictures are told apart wherever prompts are compared. Whoever computes with a medium asks the store for it by its
-number.
+The media store has each medium under its number. Everything else (chats, requests, samples, batches, the wire) has tokens
+and *media numbers*: for every token, the number of the medium whose placeholder the token is, 0 for text. Code that computes
+with a medium gets it from the store by its number. A prompt's identity is its `prompt_key`, its tokens with the placeholders
+replaced by media numbers: prompts with equal tokens and different images have different keys.
 """
 
 import re
@@ -33,14 +32,15 @@ class Medium:
 
     kind: MediaKind
     number: int
-    """Below 0; made of the SHA-256 of the normalised content, so equal contents have equal numbers on every machine."""
+    """Negative; computed from the SHA-256 of the normalised content, so equal contents have equal numbers on every machine.
+    """
 
     size: tuple[int, int]
-    """Width and height of an image in pixels; samples and samples a second of a sound."""
+    """Image: width and height in pixels. Sound: number of samples, and samples per second."""
 
 
 class ReadsMedia(Protocol):
-    """A model's way with media in a prompt; the tokenizer of a media model carries one as its attribute ``media``."""
+    """A model's rules for media in a prompt. The tokenizer of a model with media has these as its attribute ``media``."""
 
     kinds: tuple[MediaKind, ...]
     """The kinds of media that the model takes."""
@@ -49,30 +49,31 @@ class ReadsMedia(Protocol):
         """The text that the chat template writes for one medium, such as ``<image>``; it is the text of `placeholder`."""
 
     def placeholder(self, kind: MediaKind) -> int:
-        """The token that stands where the features of a medium go."""
+        """The token whose embedding is replaced by a row of a medium's features."""
 
     def count(self, medium: Medium) -> int:
-        """Number of placeholders, and of rows of features, of a medium. Raises `DataFailure` for one that does not fit."""
+        """Number of a medium's placeholders, equal to its rows of features. Raises `DataFailure` if the model cannot take
+        it."""
 
     def expansion(self, medium: Medium) -> str:
-        """The text that takes the place of the marker: `count` placeholders, and what the model wants around them."""
+        """The text that replaces the marker: `count` placeholders, and the model's delimiters around them."""
 
 
 def reader_of(tokenizer: Any) -> ReadsMedia | None:
-    """The model's way with media; None for one that reads text alone."""
+    """Returns the model's rules for media; None if the model reads only text."""
     reader: ReadsMedia | None = getattr(tokenizer, "media", None)
     return reader
 
 
 class MediaTokens(NamedTuple):
-    """Tokens ``[S]``, and the media number of each, ``[S]``; the latter is empty for a model that reads text alone."""
+    """Tokens ``[S]``, and the media number of each, ``[S]``; the latter is empty for a model that reads only text."""
 
     ids: list[int]
     media: list[int]
 
 
 def encode(tokenizer: Any, text: str, media: Sequence[Medium] = ()) -> MediaTokens:
-    """The tokens of a rendered text, in which each of ``media`` is a marker, in order. Special tokens are not added.
+    """Tokenises a rendered text that has one marker per entry of ``media``, in order. Adds no special tokens.
 
     Example: ``"<image>What is it?"`` with one image of 4 placeholders → ids ``[i, i, i, i, What, …]`` and media
     ``[n, n, n, n, 0, …]``
@@ -85,61 +86,63 @@ def encode(tokenizer: Any, text: str, media: Sequence[Medium] = ()) -> MediaToke
         return MediaTokens(list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [], [])
     marked = {reader.marker(kind): kind for kind in reader.kinds}
     pieces = re.split("(" + "|".join(map(re.escape, marked)) + ")", text)
-    found = [marked[piece] for piece in pieces if piece in marked]
-    if found != [medium.kind for medium in media]:
+    kinds = [marked[piece] for piece in pieces if piece in marked]
+    if kinds != [medium.kind for medium in media]:
         raise DataFailure(
             "media_mismatch",
-            f"the rendered text has {len(found)} markers ({', '.join(marked)}) and the messages have {len(media)} media; "
+            f"the rendered text has {len(kinds)} markers ({', '.join(marked)}) and the messages have {len(media)} media; "
             "a message that spells a marker as text cannot be sent to this model, and a template must write one for each",
         )
-    left = iter(media)
-    expanded = "".join(reader.expansion(next(left)) if piece in marked else piece for piece in pieces)
+    remaining = iter(media)
+    expanded = "".join(reader.expansion(next(remaining)) if piece in marked else piece for piece in pieces)
     ids = list(tokenizer(expanded, add_special_tokens=False)["input_ids"]) if expanded else []
     return MediaTokens(ids, _numbered(reader, ids, media))
 
 
 class PieceEncoder:
-    """Turns the pieces of one rendered conversation into tokens, one after another; each takes the media of its markers."""
+    """Tokenises a rendered conversation piece by piece; each piece takes as many of the media as it has markers."""
 
     def __init__(self, tokenizer: Any, media: Sequence[Medium]):
-        """``media``: of the whole conversation, in order."""
-        self._tokenizer, self._left = tokenizer, list(media)
+        """``media``: those of the whole conversation, in order."""
+        self._tokenizer, self._remaining = tokenizer, list(media)
 
     def encode(self, text: str) -> MediaTokens:
-        """The tokens of the next piece; raises as `encode`."""
+        """Tokenises the next piece; raises as the function `encode`."""
         reader = reader_of(self._tokenizer)
         count = sum(text.count(reader.marker(kind)) for kind in reader.kinds) if reader is not None else 0
-        own, self._left = self._left[:count], self._left[count:]
-        return encode(self._tokenizer, text, own)
+        media, self._remaining = self._remaining[:count], self._remaining[count:]
+        return encode(self._tokenizer, text, media)
 
 
 def _numbered(reader: ReadsMedia, ids: Sequence[int], media: Sequence[Medium]) -> list[int]:
-    """The media number of each token: placeholders of a kind, in order, belong to the media of that kind, in order."""
+    """Returns the media number of each token. The placeholders of one kind of media belong, in order, to the media of this
+    kind."""
     numbers = [0] * len(ids)
     for kind in reader.kinds:
-        own = [medium for medium in media if medium.kind == kind]
+        chosen = [medium for medium in media if medium.kind == kind]
         places = [i for i, token in enumerate(ids) if token == reader.placeholder(kind)]
-        wanted = [medium.number for medium in own for _ in range(reader.count(medium))]
-        if len(places) != len(wanted):
+        rows = [medium.number for medium in chosen for _ in range(reader.count(medium))]
+        if len(places) != len(rows):
             raise DataFailure(
                 "media_mismatch",
-                f"{len(own)} media ({kind}) have {len(wanted)} rows of features, and the prompt {len(places)} placeholders",
+                f"{len(chosen)} media ({kind}) have {len(rows)} rows of features, and the prompt {len(places)} placeholders",
             )
-        for place, number in zip(places, wanted, strict=True):
+        for place, number in zip(places, rows, strict=True):
             numbers[place] = number
     return numbers
 
 
 def prompt_key(ids: Sequence[int], media: Sequence[int]) -> tuple[int, ...]:
-    """A prompt's identity: its tokens, and at placeholders the number of the medium. ``media``: as long, or empty."""
+    """Returns a prompt's identity ``[S]``: its tokens, with each placeholder replaced by its media number. ``media``:
+    ``[S]``, or empty."""
     return tuple(number or token for token, number in zip(ids, media, strict=True)) if media else tuple(ids)
 
 
 class Occurrence(NamedTuple):
-    """One token that takes a row of a medium's features."""
+    """A placeholder token and the row of a medium's features that replaces its embedding."""
 
     place: int
-    """The token's place among those given."""
+    """Index of the token in the argument ``media`` of `occurrences`."""
 
     number: int
     row: int
@@ -147,8 +150,8 @@ class Occurrence(NamedTuple):
 
 
 def occurrences(media: Sequence[int], count: Mapping[int, int], before: Sequence[int] = ()) -> Iterator[Occurrence]:
-    """The rows of features that tokens take. The placeholders of a medium take its rows in order, and begin anew where it is
-    shown again.
+    """Assigns rows of features to placeholder tokens. The placeholders of a medium take its rows in order, and start again
+    at the first row when the medium is shown again.
 
     Args:
         media: ``[S]`` media numbers of the tokens, 0 for text.
@@ -167,39 +170,38 @@ def occurrences(media: Sequence[int], count: Mapping[int, int], before: Sequence
 
 
 def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Medium]:
-    """The media of messages, in order: those of their parts, which `tandem.media.parts.read_media` has put there."""
+    """Returns the media in the parts of messages, in order, as `tandem.media.parts.read_media` has inserted them."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
-    found = (part.get("medium") for part in parts if isinstance(part, Mapping))
-    return [medium for medium in found if isinstance(medium, Medium)]
+    media = (part.get("medium") for part in parts if isinstance(part, Mapping))
+    return [medium for medium in media if isinstance(medium, Medium)]
 
 
 def written(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as JSON has them: a medium is ``{"kind", "number", "size"}``, its number as text, for readers that know
-    no whole numbers of 64 bits."""
+    """Converts messages to JSON data: a medium becomes ``{"kind", "number", "size"}``. Its number is text, because not every
+    reader of JSON supports integers of 64 bits."""
 
-    def part(one: Any) -> Any:
-        medium = one.get("medium") if isinstance(one, Mapping) else None
+    def as_json(part: Any) -> Any:
+        medium = part.get("medium") if isinstance(part, Mapping) else None
         if not isinstance(medium, Medium):
-            return one
-        return {**one, "medium": {"kind": medium.kind, "number": str(medium.number), "size": list(medium.size)}}
+            return part
+        return {**part, "medium": {"kind": medium.kind, "number": str(medium.number), "size": list(medium.size)}}
 
-    contents = (message.get("content") for message in messages)
-    plain = ([part(one) for one in content] if isinstance(content, list | tuple) else content for content in contents)
-    return [
-        {**message, "content": content} if "content" in message else dict(message)
-        for message, content in zip(messages, plain, strict=True)
-    ]
+    def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        return {**message, "content": [*map(as_json, content)]} if isinstance(content, list | tuple) else dict(message)
+
+    return [plain(message) for message in messages]
 
 
 def kinds_of(content: Any) -> set[MediaKind]:
-    """The kinds of media that a message's content has parts of, read or not."""
+    """Returns the kinds of media in a message's content, also of parts that `read_media` has not read yet."""
     parts = content if isinstance(content, list | tuple) else ()
     return {PARTS[part["type"]] for part in parts if isinstance(part, Mapping) and part.get("type") in PARTS}
 
 
 def unwritten(content: Any) -> Any:
-    """The content of a message that `written` has made, with its media again. Raises `ValueError` for anything else."""
+    """Converts the content of a message from the JSON data of `written`. Raises `ValueError` if a medium is malformed."""
     if not isinstance(content, list):
         return content
     return [
@@ -208,9 +210,9 @@ def unwritten(content: Any) -> Any:
     ]
 
 
-def _unwritten(told: Any) -> Medium:
+def _unwritten(data: Any) -> Medium:
     try:
-        width, height = told["size"]
-        return Medium(told["kind"], int(told["number"]), (int(width), int(height)))
+        width, height = data["size"]
+        return Medium(data["kind"], int(data["number"]), (int(width), int(height)))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"no medium: {told!r:.200}") from error
+        raise ValueError(f"no medium: {data!r:.200}") from error

@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def is_file_spec(spec: str) -> bool:
-    """True if a name means a user's file, ``my_file.py:name``, and not something registered."""
+    """True if a name has the form ``my_file.py:name``, so that it is not a registered name."""
     return spec.rpartition(":")[0].endswith(".py")
 
 
 def load_object(spec: str) -> Any:
-    """Returns the object ``name`` of the file in ``my_file.py:name``. A process executes a file once.
+    """Returns the object ``name`` of the file in ``my_file.py:name``. A process executes each file once.
 
-    The file may import its neighbours, as a script may; the rest of the import path comes first.
+    The file's folder is appended to ``sys.path``, so the file may import its neighbours as a script may.
 
     Raises:
         ConfigError: the spec has another form, the file is missing or raises, or it has no such name.
@@ -45,24 +45,24 @@ def load_object(spec: str) -> Any:
         raise ConfigError(f"{spec!r} must have the form my_file.py:name")
     try:
         path = Path(source).expanduser().resolve()
-        there = path.is_file()
-    except (OSError, RuntimeError) as error:  # a name too long, or a home folder that nobody has
+        exists = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long, or ``~name`` of an unknown user
         raise ConfigError(f"{spec!r}: {source} is not the name of a file: {error}") from error
-    if not there:
+    if not exists:
         raise ConfigError(f"{spec!r}: there is no file {path}")
     module_name = _module_name(path)
     module = sys.modules.get(module_name)
     if module is None:
-        found = importlib.util.spec_from_file_location(module_name, path)
-        if found is None or found.loader is None:
+        module_spec = importlib.util.spec_from_file_location(module_name, path)
+        if module_spec is None or module_spec.loader is None:
             raise ConfigError(f"{spec!r}: {path} cannot be imported as a Python file")
-        module = importlib.util.module_from_spec(found)
+        module = importlib.util.module_from_spec(module_spec)
         sys.modules[module_name] = module
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:
-            with told_if_slow(spec):
-                in_user_code(spec, found.loader.exec_module, module)
+            with warn_if_slow(spec):
+                in_user_code(spec, module_spec.loader.exec_module, module)
         except BaseException:
             del sys.modules[module_name]
             raise
@@ -89,16 +89,14 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
     """
     try:
         return function(*arguments, **named)
-    except ConfigError:
-        raise
-    except KeyboardInterrupt:
+    except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the boundary of a user's code, which may end with sys.exit(main())
         raise ConfigError(f"{spec!r} raised {described(error)}; mend it there") from error
 
 
 @contextlib.contextmanager
-def told_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
+def warn_if_slow(spec: str, slow_s: float = SLOW_S) -> Iterator[None]:
     """Warns while a block of user code is slow at start: after ``slow_s`` seconds, and each time that this time has doubled.
     The warning names the line of the user's file. There is no limit, because the code may download a model."""
     thread, over, file = threading.get_ident(), threading.Event(), Path(spec.rpartition(":")[0]).name
@@ -129,9 +127,9 @@ def interrupt(thread: threading.Thread, error: type[Interrupted] = Interrupted) 
     """Raises ``error`` in another thread, as soon as that thread's current call returns to the interpreter.
 
     Until then Python 3.11 makes every thread check for the exception at every call. The checks never stop if the other
-    thread ends first, and a thread with a profiler (`sys.setprofile`) makes no progress meanwhile. So the caller raises an
-    exception in itself, which stops the checks. The other thread checks once more by itself, when its call returns and it
-    waits for the interpreter.
+    thread ends first, and a thread with a profiler (`sys.setprofile`) makes no progress meanwhile. So this function also
+    raises an exception in the calling thread, which stops the checks. The other thread checks once more when its present
+    call returns and it waits for the interpreter.
     """
     _raise_in(thread.ident or 0, error)
     with contextlib.suppress(_Answered):
@@ -200,9 +198,7 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
     """
     try:
         return function(**named)
-    except TandemError:
-        raise
-    except (KeyboardInterrupt, Interrupted):
+    except (TandemError, KeyboardInterrupt, Interrupted):
         raise
     except BaseException as error:  # the boundary of a user's code
         raise UserCodeFailed(
@@ -219,7 +215,7 @@ def check_coroutine(key: str, function: Callable[..., Any], form: str, *given: A
     """
     try:
         if not inspect.iscoroutinefunction(inspect.unwrap(function)):
-            raise TypeError("it is none, or has a `yield`")
+            raise TypeError("the function is not async, or has a `yield`")
         inspect.signature(function).bind(*given, **named)
     except TypeError as error:
         raise ConfigError(f"{key}: write `async def {form}`: {error}") from None

@@ -8,27 +8,27 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from tandem.api.media import prompt_key
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 
 
 class StopReason(enum.IntEnum):
-    """Why a completion ended. An integer, because it is a field of the batch."""
+    """Reason why a completion ended. An integer, because it is a field of the batch."""
 
     STOP = 0
     """A stop token or stop string."""
 
     LENGTH = 1
-    """`max_new_tokens`, or the model's context, was reached."""
+    """The completion reached `max_new_tokens` or the end of the model's context."""
 
     CANCELLED = 2
-    """Nobody wants the rest: the episode was cancelled, or the request's deadline passed."""
+    """The episode was cancelled, or the request's deadline passed."""
 
 
 class NoiseKey(NamedTuple):
-    """Names the noise of one trajectory: with the token's position it determines every draw.
+    """Seed of one trajectory's sampling noise: the key and a token's position determine the random draw of that token.
 
-    So what is sampled does not depend on batching, arrival or retries of others. ``attempt`` grows when an
-    episode is run again.
+    Samples therefore do not depend on batching, on the order of arrival or on retries of other requests. ``attempt`` grows
+    by 1 when an episode is run again.
     """
 
     seed: int
@@ -40,87 +40,89 @@ class NoiseKey(NamedTuple):
 
 
 TopTokens = tuple[tuple[int, float], ...]
-"""The most probable tokens at one place with their log-probabilities, the most probable first."""
+"""(token, log-probability) of the most probable tokens at one position, the most probable first."""
 
 
 @dataclass(frozen=True)
 class LLMRequest:
-    """One completion to make.
+    """A request for one completion.
 
     Example: ``LLMRequest([1, 4093, 198], GenerationConfig(max_new_tokens=16), noise_key=NoiseKey(seed=0, sample=3))``
     """
 
     input_ids: tuple[int, ...]
-    """Prompt tokens, at least one; a list is taken too."""
+    """Prompt tokens, at least one; a list is converted."""
 
     gconfig: GenerationConfig
-    """Sampling; ``n_samples`` is not read here: one request is one completion."""
+    """Sampling parameters; ``n_samples`` is ignored, because one request is one completion."""
 
     noise_key: NoiseKey | None = None
-    """The key of its sampling noise; if None, the episode that the request belongs to fills it in."""
+    """Seed of the sampling noise; None: the episode that makes the request sets it."""
 
     affinity: str | None = None
     """Requests with the same affinity (one group, one chat) share prefixes and go to the same server."""
 
     deadline_s: float | None = None
-    """Seconds from submission after which the request ends as ``cancelled`` with what it has; None waits."""
+    """Seconds from submission after which the request ends as ``cancelled`` with the tokens it has; None: no limit."""
 
     model: str | None = None
-    """Another model than the engine's own; refused, for no engine serves several yet."""
+    """Name of another model than the engine's own. A request with a name is refused, because no engine serves several models
+    yet."""
 
     media: tuple[int, ...] = ()
-    """The media number of each token, see `tandem.api.media`; empty where the prompt has none."""
+    """The media number of each token, see `tandem.api.media`; empty if the prompt has no media."""
 
     needs_logprobs: bool = True
-    """False: nobody reads the log-probabilities (an evaluation), so they may be those of the distribution after top-p, top-k
-    and suppressed stop tokens, where a server knows no others."""
+    """False: the log-probabilities are not used (an evaluation). A server that can compute log-probabilities only after
+    top-p, top-k and the suppression of stop tokens may then return these."""
 
     grammar: str = ""
-    """Rules that the completion must fit: a grammar of llguidance. Tokens that break them cannot be drawn; log-probabilities
-    stay those of the whole distribution. Empty: none. The embedded engine alone takes one."""
+    """An llguidance grammar that the completion must match; empty: none. Tokens that break the grammar are not drawn, but
+    log-probabilities are those of the whole distribution. Only the embedded engine supports this."""
 
     top_logprobs: int = 0
-    """So many of the most probable tokens are named at each place. The embedded engine alone does that."""
+    """Number of the most probable tokens to return for each position. Only the embedded engine supports this."""
 
     scores_prompt: bool = False
-    """The response has the log-probabilities of the prompt's tokens too; ``gconfig.max_new_tokens`` may be 0 then. The
-    embedded engine alone does that."""
+    """True: the response also has the log-probabilities of the prompt's tokens, and ``gconfig.max_new_tokens`` may be 0.
+    Only the embedded engine supports this."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "input_ids", tuple(self.input_ids))  # engines look prompts up by their tokens
+        object.__setattr__(self, "input_ids", tuple(self.input_ids))  # hashable: engines look prompts up by their tokens
         object.__setattr__(self, "media", tuple(self.media) if any(self.media) else ())
 
     @cached_property
     def key(self) -> tuple[int, ...]:
-        """The identity of its prompt: whatever compares prompts compares this, and never the tokens."""
+        """The identity of the prompt. Compare prompts by this and not by tokens, which are equal for different images."""
         return prompt_key(self.input_ids, self.media)
 
 
 class RequestTiming(NamedTuple):
-    """Seconds of one request, each from the moment when the engine got it; NaN where the engine does not know."""
+    """Times of one request in seconds since the engine received it; NaN if the engine does not measure them."""
 
     queued_s: float
-    """Until it left the queue."""
+    """Seconds until the request left the queue."""
 
     first_token_s: float
-    """Until its prompt was computed and its first token could be drawn."""
+    """Seconds until the prompt was computed and the first token could be drawn."""
 
     total_s: float
-    """Until it ended."""
+    """Seconds until the request ended."""
 
 
 class RequestClock:
-    """Times a request inside an engine, from now on."""
+    """Measures the times of one request inside an engine, starting at its construction."""
 
     def __init__(self) -> None:
         self._marks = {"came": time.monotonic()}
 
     def mark(self, event: Literal["admitted", "began"]) -> None:
-        """It left the queue, or its first token is about to be drawn. The first time counts."""
+        """Records that the request left the queue (``admitted``), or that its first token is about to be drawn (``began``).
+        Repeated calls have no effect."""
         self._marks.setdefault(event, time.monotonic())
 
     def timing(self) -> RequestTiming:
-        """Its times, now that it has ended."""
+        """Returns the times of the request, which ends now."""
         came = self._marks["came"]
         queued_s, first_token_s = (self._marks.get(event, math.nan) - came for event in ("admitted", "began"))
         return RequestTiming(queued_s, first_token_s, time.monotonic() - came)
@@ -128,46 +130,46 @@ class RequestClock:
 
 @dataclass(frozen=True)
 class LLMResponse:
-    """The tokens made for one request, each with its log-probability and weight version.
+    """The tokens generated for one request, each with its log-probability and weight version.
 
-    The four lists have one entry a generated token; log-probabilities are those of softmax(logits / temperature), of the
-    first token with `first_token_temperature` where the request has one.
+    ``output_ids``, ``logprobs`` and ``versions`` have one entry per generated token. Log-probabilities are those of
+    softmax(logits / temperature); those of the first token use `first_token_temperature` if the request sets it.
     """
 
     input_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
-    """Number of the weights that produced the token, stated by the engine."""
+    """Version number of the weights that produced each token, as the engine reports it."""
 
     stop_reason: StopReason
     temperature: float = 1.0
     untrained_tokens: int = 0
-    """So many tokens at the beginning were drawn at another temperature and are not to be trained on."""
+    """Number of tokens at the beginning that were drawn at another temperature and must not be trained on."""
 
     top: tuple[TopTokens, ...] = ()
-    """For each generated token, the most probable ones in its place; empty where `LLMRequest.top_logprobs` is 0."""
+    """The most probable tokens at the position of each generated token; empty if `LLMRequest.top_logprobs` is 0."""
 
     prompt_logprobs: tuple[float, ...] = ()
-    """Log-probabilities of the prompt tokens but the first, each given those before it; empty without
+    """Log-probability of each prompt token but the first, given the tokens before it; empty without
     `LLMRequest.scores_prompt`."""
 
     prompt_top: tuple[TopTokens, ...] = ()
-    """The most probable tokens in the places of `prompt_logprobs`; empty where `top` is."""
+    """The most probable tokens at the positions of `prompt_logprobs`; empty if `LLMRequest.top_logprobs` is 0."""
 
     timing: RequestTiming | None = field(default=None, compare=False)
-    """When it was queued, began and ended; None where the engine does not say."""
+    """Times of the request; None if the engine does not measure them."""
 
     @property
     def truncated(self) -> bool:
-        """True where the completion was cut by its length."""
+        """True if the completion was cut off by `max_new_tokens` or the context."""
         return self.stop_reason == StopReason.LENGTH
 
 
 class NewTokens(NamedTuple):
-    """Tokens that were drawn since the last piece, of a request that goes on."""
+    """The tokens that a streamed request has generated since its last piece."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[TopTokens, ...] = ()
-    """The most probable tokens, see `LLMResponse.top`."""
+    """The most probable tokens at each position, see `LLMResponse.top`."""

@@ -1,4 +1,7 @@
-"""Makes the services of a run, each once, from its name and knobs; a service may request others by argument name."""
+"""Constructs each service of a run once, from its name and knobs; a service may request others by argument name.
+
+Also loads, checks and constructs the classes and functions in a user's file that replace a part of Tandem.
+"""
 
 import asyncio
 import contextlib
@@ -13,10 +16,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from tandem.api.plugins import in_user_code, interrupted_after, load_object, told_if_slow
-from tandem.config.coerce import coerce, without_none
-from tandem.config.errors import ConfigError, nearest_names
-from tandem.config.extras import install_extra
+from tandem.api.engines import EngineWrapper
+from tandem.api.plugins import in_user_code, interrupted_after, load_object, warn_if_slow
+from tandem.config.errors import ConfigError, install_extra, nearest_names
+from tandem.config.keys import coerce, without_none
 from tandem.config.services import Kind, service_of
 from tandem.config.terms import Term, read_term
 
@@ -37,7 +40,7 @@ LONGEST_CLOSING_S = 60.0
 
 
 def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
-    """Imports the class or function behind a name, registered or `my_file.py:Name`. ``key``: where the name was written.
+    """Imports the class or function behind a name, registered or `my_file.py:Name`. ``key``: configuration key of the name.
 
     Raises:
         ConfigError: the name is unknown (the message names the nearest), its file raises, or its library is missing (the
@@ -61,14 +64,14 @@ class FactoryArguments:
     required: tuple[str, ...]
     types: Mapping[str, Any]
     open: bool
-    """True if it takes arguments of any name."""
+    """True if the factory takes arguments of any name."""
 
 
 def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> FactoryArguments:
     """Reads the signature of a factory, without its first ``skip`` arguments.
 
     Raises:
-        ConfigError: it cannot be called, or has no signature.
+        ConfigError: ``make`` cannot be called, or has no signature.
     """
     if not callable(make):
         raise ConfigError(f"{who} is a {type(make).__name__}; name a class or a function")
@@ -101,7 +104,7 @@ def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> FactoryAr
 
 
 def _kind(annotation: Any, default: Any) -> Any:
-    """The type that a knob must have; None: any."""
+    """Returns the type that a knob must have; None if any type is accepted."""
     plain, _ = without_none(annotation)
     if plain in (bool, int, float, str) or get_origin(plain) is Literal:
         return annotation
@@ -111,7 +114,8 @@ def _kind(annotation: Any, default: Any) -> Any:
 
 
 def check_methods(who: str, factory: Callable[..., Any], lacks: Collection[str]) -> None:
-    """Checks that a class ``lacks`` no methods. ``who``: the key and its value, ``key=my_file.py:Name``.
+    """Checks that a class has all methods that it needs. ``lacks``: the names of those that it does not have. ``who``: the
+    key and its value, ``key=my_file.py:Name``.
 
     Raises:
         ConfigError: methods are missing; the message names the file, the class and the methods.
@@ -160,9 +164,9 @@ def _as(kind: Any, value: Any, who: str, name: str) -> Any:
 
 
 class PerEpisode:
-    """A service that lives for one episode: ``async with environment() as world`` makes one, and closes it at the end.
+    """Makes a service for each episode: ``async with environment() as world`` constructs one, and closes it at the end.
 
-    A service that blocks lives in worker processes instead; `shared` holds the object that runs these.
+    A service whose methods block runs in worker processes instead; `shared` returns the object that runs these processes.
     """
 
     def __init__(
@@ -174,14 +178,15 @@ class PerEpisode:
         asked: Sequence[str] = (),
         lacks: Sequence[str] = (),
     ):
-        """``spec``: the class as a worker process loads it. ``asked``: services that it requests. ``lacks``: methods of an
-        environment that it does not have."""
+        """``spec``: name by which a worker process loads the class. ``asked``: services that it requests. ``lacks``:
+        required methods of an environment that it does not have."""
         self.make, self.name = make, name
         self._spec, self._knobs, self._requested, self._lacks = spec, knobs, asked, lacks
         self._shared: Any = None
 
     def shared(self, make: Callable[[str, Mapping[str, Any]], T]) -> T:
-        """Returns ``make(spec, knobs)``, called once for all who call this. The object closes with the run.
+        """Returns ``make(spec, knobs)``, which the first call constructs and later calls share. The object is closed at the
+        end of the run.
 
         Raises:
             ConfigError: the environment requests services of the run, which cannot go to another process; or lacks a method.
@@ -203,12 +208,9 @@ class PerEpisode:
         if self._shared is not None:
             self._shared.close()
 
-    def __call__(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """A block with an object of its own."""
-        return self._block()
-
     @contextlib.asynccontextmanager
-    async def _block(self) -> AsyncIterator[Any]:
+    async def __call__(self) -> AsyncIterator[Any]:
+        """A block with a new object, which is closed at its end."""
         service = self.make()
         try:
             yield service
@@ -230,8 +232,8 @@ class Services:
     """
 
     def __init__(self, named: Mapping[str, str | None] | None = None, **given: Any):
-        """``named``: argument → spelling of a service, which is made at its first request; None if the configuration names
-        none. ``given``: argument → an existing object."""
+        """``named``: argument name → spec of a service, which is constructed at its first request; None if the configuration
+        names none. ``given``: argument name → an existing object."""
         self._named = tuple(named or ())
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
         self._objects = {"services": self, **given}
@@ -246,13 +248,13 @@ class Services:
         self, who: str, factory: Callable[..., Any], knobs: Mapping[str, Any], more: Mapping[str, Any] = NOTHING
     ) -> Any:
         """Calls a factory with its knobs and the services that its arguments name. ``who``: its name in errors. ``more``:
-        further objects for this call only.
+        argument name → object, for this call only.
 
         Raises:
             ConfigError: see `check`; or the factory raises.
         """
         spec, arguments = who.partition("=")[2] or who, self.arguments(who, factory, knobs, more)
-        with told_if_slow(spec):
+        with warn_if_slow(spec):
             return in_user_code(spec, factory, **arguments)
 
     def arguments(
@@ -264,7 +266,7 @@ class Services:
         *,
         skip: int = 0,
     ) -> dict[str, Any]:
-        """The arguments with which `make` would call the factory, without the first ``skip``.
+        """Returns the keyword arguments with which `make` would call the factory, except for its first ``skip`` arguments.
 
         Raises:
             ConfigError: see `check`.
@@ -282,10 +284,10 @@ class Services:
         *,
         skip: int = 0,
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """The names of the services that a factory requests, and its converted knobs. Makes nothing.
+        """Returns the names of the services that a factory requests, and its converted knobs. Constructs nothing.
 
         Raises:
-            ConfigError: it requests a service that does not exist, or a knob is wrong.
+            ConfigError: the factory requests a service that does not exist, or a knob is wrong.
         """
         check_methods(who, factory, getattr(factory, "__abstractmethods__", ()))
         arguments = arguments_of(factory, who, skip)
@@ -306,13 +308,13 @@ class Services:
         return tuple(dict.fromkeys(requested)), read
 
     def given(self, name: str) -> Any:
-        """The existing object of this name; None if there is none."""
+        """Returns the existing object of this name; None if there is none."""
         return self._objects.get(name)
 
     def get(self, name: str) -> Any:
-        """Returns the service of an argument's name. A service of the configuration is made at the first call. An ``async
-        def`` is returned as it is, with its knobs. An environment is returned as a function that makes one (`PerEpisode`),
-        after one was made and closed on trial."""
+        """Returns the service of this argument name. A service of the configuration is constructed at the first call. An
+        ``async def`` is returned with its knobs bound. For the class of an environment, an object is constructed and closed
+        as a trial, and a `PerEpisode` is returned."""
         if name in self._objects:
             return self._objects[name]
         if name in self._asking:
@@ -327,8 +329,8 @@ class Services:
                 self._objects[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
             elif kind == "environment":
                 make = partial(factory, **self.arguments(who, factory, knobs))
-                # one on trial: that none can be made is seen here, not by the episodes
-                with told_if_slow(term.name):
+                # a trial: an environment that cannot be constructed ends the run here, not in the episodes
+                with warn_if_slow(term.name):
                     trial = in_user_code(term.name, make)
                 lacks = [name for name in ("reset", "step") if not callable(getattr(trial, name, None))]
                 _close(trial)
@@ -342,21 +344,21 @@ class Services:
         return self._objects[name]
 
     def unused(self) -> tuple[str, ...]:
-        """Services that the configuration names and no factory requested."""
+        """Returns the services that the configuration names and no factory has requested."""
         return tuple(name for name in self._terms if name not in self._objects)
 
     def add(self, given: Mapping[str, Any]) -> None:
-        """Adds existing objects by name; a name that is taken keeps its object."""
-        self._objects = {name: one for name, one in given.items() if name not in self._named} | self._objects
+        """Adds existing objects by name; a name that is in use keeps its object."""
+        self._objects = {name: item for name, item in given.items() if name not in self._named} | self._objects
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """The object of this name, made by ``make`` at the first call; it closes with the others."""
+        """Returns the object of this name, which ``make`` constructs at the first call; it closes with the services."""
         if name not in self._shared_objects:
             self._shared_objects[name] = self.keep(make())
         return cast(T, self._shared_objects[name])
 
     def keep(self, service: Any) -> Any:
-        """Lets a service close with the others, before those that were added earlier; returns it."""
+        """Registers a service to be closed with the others, before those that were added earlier; returns it."""
         if hasattr(service, "close"):
             self._stack.callback(_close, service)
         return service
@@ -398,3 +400,77 @@ def _close(service: Any) -> None:
         if inspect.isawaitable(ended):
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(asyncio.run, wait(ended)).result()
+
+
+@dataclass(frozen=True)
+class OwnClass:
+    """A user's class that has been checked, with its knobs."""
+
+    spec: str
+    """File and name of the class, ``my_file.py:Name``."""
+
+    kind: type
+    asked: tuple[str, ...]
+    """Names of the available arguments that the constructor takes."""
+
+    knobs: Mapping[str, Any]
+
+    def __call__(self, **given: Any) -> Any:
+        """Constructs an object with its knobs and those arguments of ``given`` that are in `asked`.
+
+        Raises:
+            ConfigError: the constructor raised (the message has the error and its line), or a subclass of `EngineWrapper`
+                did not set its ``engine``.
+        """
+        with warn_if_slow(self.spec):
+            made = in_user_code(self.spec, self.kind, **{name: given[name] for name in self.asked}, **self.knobs)
+        if isinstance(made, EngineWrapper) and not hasattr(made, "engine"):
+            raise ConfigError(f"{self.spec}: its __init__ must call super().__init__(engine)")
+        return made
+
+
+def own_object(spec: str, key: str) -> tuple[Term, Any]:
+    """Loads the object that the configuration names at ``key``; returns the parsed spec (file, name, knobs) and the object.
+
+    Raises:
+        ConfigError: the spec is not written as ``my_file.py:Name``, or the object cannot be loaded.
+    """
+    term = read_term(spec, key)
+    if not term.is_file:
+        raise ConfigError(f"{key}={spec}: name an object in a file of yours, as my_file.py:Name")
+    return term, load_object(term.name)
+
+
+def own_class(spec: str, key: str, base: type, given: Collection[str]) -> OwnClass:
+    """Loads and checks the class that the configuration names at ``key``. ``given``: names of the available arguments.
+
+    Raises:
+        ConfigError: the class is missing, is not derived from ``base``, lacks an abstract method, needs an argument that is
+            not available, or has no such knob.
+    """
+    term, kind = own_object(spec, key)
+    file, _, name = term.name.rpartition(":")
+    where, public = f"{key}={term.name}", f"tandem.{base.__name__}"
+    if not inspect.isclass(kind) or not issubclass(kind, base):
+        what = "a class" if inspect.isclass(kind) else f"a {type(kind).__name__}"
+        raise ConfigError(
+            f"{where}: {name} in {file} is {what} that is not derived from {public}; write class {name}({public})"
+        )
+    asked, knobs = Services().check(where, kind, term.arguments, given)
+    return OwnClass(term.name, kind, tuple(name for name in asked if name in given), knobs)
+
+
+def own_function(spec: str, key: str, form: str, arguments: int) -> Callable[..., Any]:
+    """Loads the function that the configuration names at ``key``, with its knobs bound. ``arguments``: number of positional
+    arguments that it must take. ``form``: its expected signature, for the message.
+
+    Raises:
+        ConfigError: the function is missing, or its signature does not fit.
+    """
+    term, function = own_object(spec, key)
+    file, _, name = term.name.rpartition(":")
+    try:
+        inspect.signature(function).bind(*range(arguments), **term.arguments)
+    except TypeError as error:
+        raise ConfigError(f"{key}={term.name}: {name} in {file} must be written as `{form}`: {error}") from None
+    return partial(function, **term.arguments) if term.arguments else cast(Callable[..., Any], function)

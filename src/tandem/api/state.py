@@ -1,4 +1,4 @@
-"""The state that a run's future depends on, and the protocol by which each part of a run gives its own."""
+"""The state from which a run can be resumed, and the protocol by which each part of a run saves and restores its state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,41 +10,42 @@ from torch.distributed.tensor import DTensor
 State = dict[str, Any]
 """Plain data: dicts with text keys, lists, texts, numbers, booleans, None, and tensors at the leaves.
 
-A tensor that is sharded over ranks (a `DTensor`) stands there as it is, and one that is cut in another way as a `Parted`:
-whoever writes it gathers it, one after another. Everything else is rank 0's word.
+A tensor that is spread over ranks is a `Parted`; the writer of a checkpoint gathers these one at a time. All other values
+are taken from rank 0.
 """
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of a tensor that one rank has: a block of it, or of the row of all its entries."""
+    """The part of a tensor that one rank has: a block of the tensor, or of its flattened entries."""
 
     values: torch.Tensor
-    """Empty where another rank gives the same."""
+    """The block; empty if another rank has the same block."""
 
     start: tuple[int, ...]
-    """Place of the block's first entry in the whole."""
+    """Index of the block's first entry in the whole tensor."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
     flat: bool = False
-    """True if the block is of the row: ``start`` has one number then."""
+    """True if the block is a range of the flattened tensor; ``start`` is then one number."""
 
 
 @dataclass(frozen=True)
 class Parted:
-    """A tensor of which each rank has a part."""
+    """A tensor that is spread over the ranks."""
 
     gather: Callable[[], torch.Tensor]
-    """Makes it whole; collective."""
+    """Returns the whole tensor; collective."""
 
-    part: Callable[[], TensorPart] | None = None
-    """This rank's, its own memory and not a copy; None where it can only be gathered."""
+    part: Callable[[], TensorPart]
+    """Returns this rank's part, without copying its memory."""
 
 
 def part_of(tensor: torch.Tensor) -> TensorPart:
-    """The part that this rank has of a tensor that may be sharded; of copies, the first one is given."""
+    """Returns this rank's part of a tensor that may be sharded. If several ranks have the same part, it is empty on all of
+    them but the first."""
     if not isinstance(tensor, DTensor):
         return TensorPart(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
     local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
@@ -58,20 +59,21 @@ def part_of(tensor: torch.Tensor) -> TensorPart:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run whose state decides what comes next.
+    """A part of a run whose state a checkpoint must save.
 
-    What is made from the configuration alone is no state. ``load_state_dict`` of a part that was made from the same
-    configuration gives one that goes on as the first would have, to the bit.
+    The state has only what the configuration does not determine. An object constructed from the same configuration that then
+    loads the state continues exactly, bit for bit, as the first object would have.
     """
 
     def state_dict(self) -> State:
-        """The state of now, without copies: write it before anything goes on. Every rank calls it, in one order."""
+        """Returns the current state without copying tensors, so write it before training continues. All ranks call this, for
+        all parts in the same order."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place of what is here; copies what it keeps. Every rank calls it with the whole tensors.
+        """Replaces the current state by a copy of ``state``. All ranks call it, with whole tensors.
 
         Raises:
-            ConfigError: the state is of another model, data set or run; says which.
+            ConfigError: the state is of another model, data set or run; the message says which.
         """
         ...

@@ -1,7 +1,7 @@
-"""A team: ranks that work together. They share one rank's result, and all hear at once if one of them fails.
+"""A team: ranks that work together. It shares one rank's result with all, and an error on one rank is raised on all.
 
-Who is on which team is decided in `tandem.flow`; everybody else is given a team and calls its methods. In a team of one
-rank, and without ``torch.distributed``, they are plain calls.
+`tandem.flow` decides which ranks form a team; all other code is passed a `Team` and calls its methods. In a team of one
+rank, and without ``torch.distributed``, the methods communicate with nobody.
 """
 
 import contextlib
@@ -15,9 +15,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from tandem.api.activity import OTHER_RANKS, waiting
-from tandem.api.failures import RankFailed, TandemError
-from tandem.api.portable import survives_pickling
-from tandem.config.errors import kind_and_text
+from tandem.api.failures import RankFailed, survives_pickling
+from tandem.config.errors import TandemError, kind_and_text
 
 T = TypeVar("T")
 
@@ -37,16 +36,17 @@ class Team:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
-        """``group``: the ranks; None stands for all that there are when a method is called."""
+        """``group``: the ranks; None: all ranks of the run at the time a method is called."""
         self.group = group
         self.parts: dict[tuple[int, ...], Team] = {}
-        """Teams of some of its ranks, by these: their groups are made once."""
+        """Ranks → the team of these ranks, a part of this team; cached, because a process group must be made only once."""
 
         self._single = False
 
     @classmethod
     def alone(cls) -> Self:
-        """This rank by itself: for a thread beside training, whose collective calls would meet those of training."""
+        """Returns a team of only this rank, for a thread that runs beside training: the thread's collective calls would
+        otherwise be mixed up with those of training."""
         team = cls()
         team._single = True
         return team
@@ -60,7 +60,7 @@ class Team:
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the team; -1 if it is not on it."""
+        """Index of this rank in the team; -1 if it is not a member."""
         if self._single or not dist.is_available() or not dist.is_initialized():
             return 0
         return dist.get_rank(self.group)
@@ -72,17 +72,17 @@ class Team:
 
     @property
     def main(self) -> bool:
-        """True on the team's first rank. Of all ranks it is the one that logs and writes."""
+        """True on the team's first rank. In the team of all ranks, this one logs and writes files."""
         return self.rank == 0
 
     def share(self, make: Callable[[], T], source: int = 0) -> T:
-        """Gives every rank the result of ``make``, which only one rank calls: the first, or that of place ``source``.
+        """Returns the result of ``make`` on every rank. Only the rank with index ``source`` calls ``make``.
 
-        The result must be picklable. A batch is sent column by column, and then lies on the CPU.
+        The result must be picklable. A batch is sent column by column, and arrives on the CPU.
 
         Raises:
-            Exception: on the rank that calls it, the error of ``make``; on the others the same if it is a `TandemError`,
-                otherwise `RankFailed`.
+            Exception: if ``make`` raises: its error on the rank that called it; on the others the same error if it is a
+                `TandemError`, otherwise `RankFailed`.
         """
         if self._is_one():
             return make()
@@ -106,22 +106,22 @@ class Team:
         return TensorDict(columns, batch_size=[])
 
     def gather(self, own: T) -> list[T]:
-        """Gives every rank a list of what each brings, in their order; it must be picklable."""
+        """Returns on every rank the list of all ranks' ``own``, in order of ranks; ``own`` must be picklable."""
         if self._is_one():
             return [own]
-        everybody: list[Any] = [None] * self.size
-        dist.all_gather_object(everybody, own, group=self.group)
-        return everybody
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, own, group=self.group)
+        return objects
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """A block that every rank enters, and that fails on all of them if it fails on one. Collective at its end.
 
-        A rank with nothing to do enters it all the same: ``with team.together(): …`` around what only the first rank does.
-        Collective calls inside are allowed as long as each rank makes all of them, also when it fails (see `whole`).
+        Ranks with nothing to do must enter it too, as in ``with team.together(): …`` around work of only the first rank.
+        Collective calls inside are allowed if each rank makes all of them even when it fails (see `whole`).
 
         Raises:
-            Exception: of the first rank that failed: there the error itself, on the others as in `share`.
+            Exception: the error of the first rank that failed; on other ranks converted as in `share`.
         """
         if self._is_one():
             yield
@@ -137,11 +137,12 @@ class Team:
         if first == self.rank and error is not None:
             raise error
         if first is not None:
-            raise failures[first] from error  # type: ignore[misc]  # it is none that is None
+            raise failures[first] from error  # type: ignore[misc]  # failures[first] is not None
 
     @contextlib.contextmanager
     def whole(self, stream: Iterable[T]) -> Iterator[Iterator[T]]:
-        """A collective stream that is read to its end also when its reader fails, for the other ranks take part in it."""
+        """A block that reads a collective stream. If the block fails, the stream is still read to its end, because the other
+        ranks wait in its collective calls."""
         iterator = iter(stream)
         try:
             yield iterator
@@ -152,10 +153,10 @@ class Team:
             raise
 
     def spread(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives every rank the named tensors that the first one has; what the others bring is not read.
+        """Yields on every rank the (name, tensor) pairs of the first rank's stream; the streams of other ranks are not read.
 
         Raises:
-            Exception: on the first rank, the error of reading the stream; on the others as in `share`.
+            Exception: if the stream raises: its error on the first rank; on the others converted as in `share`.
         """
         if self._is_one():
             yield from stream
@@ -177,13 +178,13 @@ class Team:
             yield name, self._broadcast(item[0][1].to(device) if item else None, tuple(shape), dtype, device=device)
 
     def portable(self, error: Exception) -> Exception:
-        """The error itself if it speaks to the user and can travel to another rank, otherwise one that quotes it."""
+        """Returns the error if it is a `TandemError` that can be pickled, otherwise a `RankFailed` that quotes it."""
         if isinstance(error, TandemError) and survives_pickling(error):
             return error
         return RankFailed(f"rank {Team().rank} failed: {kind_and_text(error)}")
 
     def _send(self, make: Callable[[], T], place: int = 0) -> T:
-        """One rank's object on all ranks; see `share`."""
+        """Calls ``make`` on the rank with index ``place``, and returns the result on all ranks; see `share`."""
         source = self._global_rank(place)
         message: list[Any] = [None, None]
         if self.rank == place:
@@ -208,13 +209,13 @@ class Team:
         place: int = 0,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """One rank's tensor on all ranks, on this device (None: the CPU); None on the others."""
+        """Returns one rank's ``tensor`` on all ranks. The others pass None, and receive it on ``device`` (None: CPU)."""
         tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
         dist.broadcast(tensor, src=self._global_rank(place), group=self.group)
         return tensor
 
     def _global_rank(self, place: int) -> int:
-        """The rank in the run of a place in the team."""
+        """Returns the rank in the run of the team's rank ``place``."""
         return place if self.group is None else dist.get_global_rank(self.group, place)
 
     def _is_one(self) -> bool:

@@ -16,14 +16,13 @@ from typing import Any
 
 import yaml
 
-from tandem.api.lines import aligned
-from tandem.config.algorithm import AlgorithmConfig, Component
+from tandem.api.shared_files import aligned
+from tandem.config.algorithm import PRESETS, AlgorithmConfig, Component
 from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import flat
 from tandem.config.load import load_config, plain_data
 from tandem.config.parts import PARTS, part_of
-from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import METRICS
 
 WIDTH = 118
@@ -36,9 +35,9 @@ frozen model. sg: without gradient. Log-ratios are clamped to ±20."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="one algorithm; without it, all are listed")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="parts of it that you would change")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the algorithm before it is shown")
     parser.add_argument("--parts", action="store_true", help="list every loss, advantage, correction … by itself instead")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, or a list of them without a name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, or without NAME a list of objects")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
     """Describes a preset with ``key=value`` changes, as plain data. ``asynchronous`` holds the values that asynchronous
-    training changes, or the reason (text) why it is refused. ``outside`` holds keys that the preset sets outside of
-    `algorithm`.
+    training changes, or a text: the reason why the preset cannot train asynchronously. ``outside`` holds keys that the
+    preset sets outside of `algorithm`.
 
     Raises:
         ConfigError: the preset is unknown (the message names the nearest), or a change is refused.
@@ -90,14 +89,15 @@ def about(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def preset_config(name: str, changes: Sequence[str] = ()) -> AlgorithmConfig:
-    """The `algorithm` section of a preset with changes. A configuration needs a data set to be valid, so one is filled
-    in."""
+    """Returns the `algorithm` section of a preset with ``key=value`` changes. A placeholder data set is filled in, because
+    a configuration without one is refused."""
     items = ["train_dataset.path=addition", f"algorithm={name}", *changes]
     return load_config(TrainConfig, None, items).config.algorithm
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """The `algorithm` section as YAML: parts with their knobs, and only values that differ from their defaults."""
+    """Returns the `algorithm` section as YAML: each part with its knobs, and other values only where they differ from the
+    default."""
     plain = plain_data(AlgorithmConfig())
     section: dict[str, Any] = {}
     for key, value in values.items():
@@ -112,8 +112,9 @@ def shown(values: Mapping[str, Any]) -> str:
 
 
 def all_parts() -> Iterator[dict[str, Any]]:
-    """Every named choice of every part of an algorithm, in the order in which a batch meets them: the ``key`` that sets
-    it, ``name``, ``formula``, ``sources`` (arXiv numbers), ``knobs`` (name → default)."""
+    """Yields every named choice for every part of an algorithm, in the order in which a batch passes through the parts.
+    Each has ``key`` (the configuration key that sets it), ``name``, ``formula``, ``sources`` (arXiv numbers) and ``knobs``
+    (name → default)."""
     for kind, parts in PARTS.items():
         for name, part in parts.items():
             if name != "none":
@@ -127,7 +128,7 @@ def all_parts() -> Iterator[dict[str, Any]]:
 
 
 def _needs(config: AlgorithmConfig) -> list[str]:
-    """The needs of an algorithm besides the actor."""
+    """Lists the models and data that an algorithm needs besides the actor."""
     advantage = part_of("advantage", config.advantage.name)
     needs = {
         "critic": advantage.needs_critic,
@@ -140,7 +141,7 @@ def _needs(config: AlgorithmConfig) -> list[str]:
 
 
 def _with_knobs(config: AlgorithmConfig) -> dict[str, Any]:
-    """The section as plain data; each component shows all its knobs, also those at their defaults."""
+    """Returns the section as plain data. Each component has all its knobs, including those at their defaults."""
     parts = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
     values = plain_data(config) | {part: _component(part, getattr(config, part)) for part in parts}
     return values | {"shaping": [_component("shaping", shaping) for shaping in config.shaping]}
@@ -152,7 +153,7 @@ def _component(part: str, component: Component) -> dict[str, Any]:
 
 
 def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """Part → formula, in the order in which a batch meets them."""
+    """Yields (part, formula) in the order in which a batch passes through the parts."""
     parts = [("shaping", shaping) for shaping in config.shaping]
     parts += [
         (part, getattr(config, part)) for part in ("filter", "advantage", "policy_loss", "token_filter", "aggregation")
@@ -161,7 +162,7 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if config.labels == "majority":
         yield "labels", "r_i = 1 where the answer of sample i equals the answer that most samples of g gave, else 0"
     for part, component in parts:
-        formula = part_of(part, component.name).formula  # empty for a function of the user's
+        formula = part_of(part, component.name).formula  # empty for a user's function
         if formula and component.name != "none":
             yield (f"{part}: {component.name}" if part == "shaping" else part), _without_off(part, component, formula)
     if config.whitening != "none":
@@ -173,16 +174,16 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         bounds = [f"{bound} = {value:g}" for bound, value in limits.items() if bound in weight.knobs]
         yield "correction", f"{weight.formula}; {', '.join(bounds)}, of each {correction.level}"
     if kl.coefficient > 0:
-        what = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
+        effect = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
         form = kl.estimator or ("k1" if kl.where == "reward" else "k3")
         ratio = " × exp(policy − rollout)" if kl.importance else ""
-        yield "kl", f"{kl.coefficient:g} × {form}{ratio} {what}; {form} = {part_of('kl.estimator', form).formula}"
+        yield "kl", f"{kl.coefficient:g} × {form}{ratio} {effect}; {form} = {part_of('kl.estimator', form).formula}"
     if config.entropy_coefficient:
         yield "entropy", f"L_t ← L_t − {config.entropy_coefficient:g} × entropy of token t"
 
 
 def _without_off(part: str, component: Component, text: str) -> str:
-    """The formula without the clauses `; with KNOB = …` of knobs that are off."""
+    """Returns the formula without the clauses `; with KNOB = …` whose knob is off (0)."""
     knobs = _component(part, component)
     first, *clauses = text.split("; with ")
     return "; with ".join([first, *(clause for clause in clauses if knobs.get(clause.split(" ")[0]) != 0)])
@@ -204,12 +205,12 @@ def _listing(presets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in presets]
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
     yield from aligned(rows)
-    more = "NAME says more, --parts lists what they are made of; tandem train FILE algorithm=NAME uses one."
-    yield from ("", f"tandem algorithms {more}")
+    usage = "NAME explains one, --parts lists their parts; tandem train FILE algorithm=NAME trains with one."
+    yield from ("", f"tandem algorithms {usage}")
 
 
 def _parts_text(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Every part, under the key that sets it."""
+    """Yields the lines that list all parts, grouped by the key that sets them."""
     key = ""
     for part in parts:
         if part["key"] != key:
@@ -240,7 +241,7 @@ def _text(preset: Mapping[str, Any]) -> Iterator[str]:
 
 
 def asynchronous_words(change: Mapping[str, Any] | str) -> str:
-    """Says in words what asynchronous training changes, from the value ``asynchronous`` of `about`."""
+    """Turns the value ``asynchronous`` of `about` into words."""
     if isinstance(change, str):
         return f"is refused: {change}"
     return f"adds {' '.join(f'{key}={value}' for key, value in change.items())}" if change else "changes nothing"

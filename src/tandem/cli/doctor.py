@@ -1,6 +1,6 @@
 """Show what this machine has: versions, processor, memory, disk, GPU, sandbox, optional packages. Meant for bug reports.
 
-User and home folder are left out; environment variables show their value where it is a number, else only that they are set.
+User and home folder are left out. An environment variable is shown with its value if that is a number, otherwise as `set`.
 """
 
 import argparse
@@ -8,16 +8,15 @@ import getpass
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.config import libraries
-from tandem.config.cache import cache_folder
 from tandem.config.errors import ConfigError
-from tandem.models.precision import fast_bfloat16
+from tandem.config.libraries import cache_folder
+from tandem.models.hardware import fast_bfloat16
 from tandem.sandbox.choose import NOT_COUNTED, choose_sandbox
 from tandem.state.machine import GIB, PACKAGES, machine, memory_available_gib, versions
 
@@ -46,14 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def writable(folder: Path) -> tuple[bool, float]:
-    """True if the folder (or, where it does not exist, its nearest parent) can be written to, and the GiB free there."""
+    """Returns whether the folder can be written to, and its free space in GiB. If the folder does not exist, the nearest
+    existing parent counts."""
     while not folder.exists():
         folder = folder.parent
     return os.access(folder, os.W_OK), round(shutil.disk_usage(folder).free / GIB, 1)
 
 
 def model_cache() -> dict[str, Any]:
-    """The contents of the cache of built-in models."""
+    """Describes the cache of built-in models: names, size in GiB, and whether it is writable."""
     folder = cache_folder()
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     models = sorted({path.parent.name for path in files if path.suffix == ".safetensors"})
@@ -65,7 +65,7 @@ def model_cache() -> dict[str, Any]:
 
 
 def sandbox() -> dict[str, str | None]:
-    """The sandbox that works here, and what it cannot hold back."""
+    """Names the sandbox that works here (`None`: none does), and the resources that it does not limit."""
     try:
         back_end = choose_sandbox().name
     except ConfigError:
@@ -74,9 +74,9 @@ def sandbox() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, str]:
-    """Variables that change how things run: numbers as they are, of others only that they are set."""
-    found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return {name: value if value.replace(",", "").isdecimal() else "set" for name, value in found.items()}
+    """Returns the variables that influence a run. A number is shown as it is; any other value only as ``set``."""
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return {name: value if value.replace(",", "").isdecimal() else "set" for name, value in variables.items()}
 
 
 def examine(root: Path) -> dict[str, Any]:
@@ -104,39 +104,37 @@ def examine(root: Path) -> dict[str, Any]:
 
 
 def advice(report: dict[str, Any]) -> list[str]:
-    """Changes that would help, from most to least important."""
-    here, said = report["machine"], []
+    """Lists changes that would help, the most important first."""
+    hardware, lines = report["machine"], []
     if not report["run_root"]["writable"]:
-        said.append("runs cannot be written here: give another run.root")
+        lines.append("runs cannot be written here: give another run.root")
     if report["run_root"]["free_gib"] < 2:
-        said.append("less than 2 GiB of disk are free: a checkpoint of the built-in model takes 0.5 GiB")
-    if here["memory_available_gib"] < 6:
-        said.append(
+        lines.append("less than 2 GiB of disk are free: a checkpoint of the built-in model takes 0.5 GiB")
+    if hardware["memory_available_gib"] < 6:
+        lines.append(
             "less than 6 GiB of memory are free: lower rollout.engine.kv_cache_gib and actor.max_tokens_per_micro_batch"
         )
     if not report["torch"]["fast_bfloat16"]:
-        said.append(
+        lines.append(
             "no fast bfloat16 here: dtype=auto computes in float32, which takes more time and memory than bfloat16 elsewhere"
         )
     if report["torch"]["imported_before_tandem"]:
-        said.append(
-            "torch was imported before tandem, so its threads spin for long while they wait, which other processes on these "
-            f"cores pay for: import tandem before torch, or export {_exports(libraries.WAITING)}"
+        exports = " ".join(f"{name}={setting.value}" for name, setting in libraries.WAITING.items())
+        lines.append(
+            "torch was imported before tandem, so its threads spin for long while they wait, which slows other processes on "
+            f"these cores: import tandem before torch, or export {exports}"
         )
     limit = report["environment"].get("OMP_NUM_THREADS")
-    if limit is not None and limit != str(here["cores"]):
-        said.append(
-            f"OMP_NUM_THREADS={limit}, but {here['cores']} cores can be used: unset it, or set threads={here['cores']}"
+    if limit is not None and limit != str(hardware["cores"]):
+        lines.append(
+            f"OMP_NUM_THREADS={limit}, but {hardware['cores']} cores can be used: unset it, or set "
+            f"threads={hardware['cores']}"
         )
-    return said
-
-
-def _exports(settings: Mapping[str, libraries.Setting]) -> str:
-    return " ".join(f"{name}={setting.value}" for name, setting in settings.items())
+    return lines
 
 
 def redact(value: Any, secrets: dict[str, str]) -> Any:
-    """Replaces every occurrence of a secret in any text."""
+    """Replaces every occurrence of a secret in all texts of a nested value. ``secrets``: secret → replacement."""
     if isinstance(value, dict):
         return {key: redact(item, secrets) for key, item in value.items()}
     if isinstance(value, list):
@@ -148,14 +146,14 @@ def redact(value: Any, secrets: dict[str, str]) -> Any:
 
 
 def private() -> dict[str, str]:
-    """Words that must not be shown, each with its replacement: the home folder, and the user's name unless it is a common
-    word."""
-    found = {str(Path.home()): "~"} if str(Path.home()) != "/" else {}
+    """Returns texts that must not be shown, each with its replacement: the home folder, and the user's name if it has more
+    than 3 letters and is not `root`."""
+    replacements = {str(Path.home()): "~"} if str(Path.home()) != "/" else {}
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = ""
-    return found | ({user: "<user>"} if len(user) > 3 and user != "root" else {})
+    return replacements | ({user: "<user>"} if len(user) > 3 and user != "root" else {})
 
 
 def text(report: dict[str, Any]) -> str:
@@ -166,9 +164,8 @@ def text(report: dict[str, Any]) -> str:
             lines += [f"  - {value}" for value in values] or ["  nothing to remark"]
             continue
         for name, value in values.items():
-            shown = {None: "not installed" if section in ("versions", "optional") else "none", True: "yes", False: "no"}.get(
-                value if value is None or isinstance(value, bool) else "", value
-            )
+            words = {None: "not installed" if section in ("versions", "optional") else "none", True: "yes", False: "no"}
+            shown = words[value] if value is None or isinstance(value, bool) else value
             if isinstance(shown, list):
                 shown = ", ".join(
                     f"{item['name']} ({item['memory_gib']} GiB)" if isinstance(item, dict) else str(item) for item in shown

@@ -1,13 +1,4 @@
-"""List the inference servers of a run, and add or remove servers while it runs.
-
-tandem fleet list RUN                                 every server, its state, and since when
-tandem fleet add tandem=http://127.0.0.1:8000 RUN     add a server; it gets the current weights first
-tandem fleet remove tandem=http://127.0.0.1:8000 RUN  remove one; it may finish its requests
-tandem fleet remove embedded-1 RUN                    the same, for a server that the run started
-tandem fleet remove machine-1/vllm-0 RUN              the same, for one that the run started on another machine
-
-RUN is the run's folder. The command writes the file that the run watches: `rollout.fleet.watch`, or `servers` in RUN.
-"""
+"""Commands about inference servers: `tandem fleet`, and the arguments of `tandem verify-weights` (`verifying.py`)."""
 
 import argparse
 import json
@@ -15,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.arguments import run_folder
+from tandem.cli.arguments import TandemCommand, configured_run
+from tandem.config.devices import MACHINE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import INSIDE, parse_address
 from tandem.config.load import load_config
-from tandem.config.machines import MACHINE
 from tandem.engines.inference.fleet.addresses import (
     DEFAULT_NAME,
     JOURNAL_NAME,
@@ -28,22 +19,21 @@ from tandem.engines.inference.fleet.addresses import (
     ask_to_leave,
     remove_address,
 )
+from tandem.models.hardware import DTYPES
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "add", "remove"), help="what to do")
     parser.add_argument("arguments", nargs="+", metavar="[SERVER] RUN", help="a server (not for list), and the run's folder")
     parser.add_argument("--json", action="store_true", help="list: one JSON object a server")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    wanted = 1 if arguments.action == "list" else 2
-    if len(arguments.arguments) != wanted:
-        words = "RUN" if wanted == 1 else "SERVER RUN"
+def _run(arguments: argparse.Namespace) -> int:
+    num_arguments = 1 if arguments.action == "list" else 2
+    if len(arguments.arguments) != num_arguments:
+        words = "RUN" if num_arguments == 1 else "SERVER RUN"
         raise ConfigError(f"write: tandem fleet {arguments.action} {words}; got {' '.join(arguments.arguments)}")
-    folder = run_folder(arguments.arguments[-1])
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
+    folder = configured_run(arguments.arguments[-1])
     if arguments.action == "list":
         return show(folder, as_json=arguments.json)
     server = arguments.arguments[0]
@@ -53,19 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
         new = add_address(watched, address)
         print(f"{address} {'joins within seconds' if new else 'is there already'} ({watched})")
     elif remove_address(watched, server):
-        print(f"{server} leaves once it has finished what it has ({watched})")
+        print(f"{server} leaves once its running requests have ended ({watched})")
     else:
         if server not in last_rows(folder):
             raise ConfigError(f"the run has no server {server}; it has {', '.join(last_rows(folder)) or 'none'}")
         place, _, name = server.partition("/") if server.startswith(MACHINE) else ("", "", server)
         watched = folder / place / DEFAULT_NAME if place else watched
         ask_to_leave(watched, name)
-        print(f"{server} leaves once it has finished what it has ({watched})")
+        print(f"{server} leaves once its running requests have ended ({watched})")
     return 0
 
 
 def watched_by(folder: Path) -> Path:
-    """The file or folder of addresses that the run reads."""
+    """Returns the file of server addresses that the run watches. Raises `ConfigError` if the run has no fleet."""
     config = load_config(TrainConfig, folder / "config.yaml").config
     if config.rollout.backend in INSIDE:
         raise ConfigError(f"{folder} generates with rollout.backend=embedded, one engine inside the run: there is no fleet")
@@ -74,14 +64,14 @@ def watched_by(folder: Path) -> Path:
 
 
 def last_rows(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each server in the fault tables, by name; those that were retired are left out. A server of another
-    machine than the first is called as its folder and itself: ``machine-1/vllm-0``."""
+    """Returns the last row of each server in the fault tables, by name, without retired servers. The name of a server on a
+    machine other than the first begins with the machine's folder: ``machine-1/vllm-0``."""
     last: dict[str, dict[str, Any]] = {}
     for journal in (folder / JOURNAL_NAME, *sorted(folder.glob(f"{MACHINE}*/{JOURNAL_NAME}"))):
         for line in journal.read_text(encoding="utf-8").split("\n") if journal.is_file() else ():
             try:
                 row = json.loads(line)
-            except ValueError:  # it is being written
+            except ValueError:  # an unfinished line, which is being written
                 continue
             name = row["server"] if journal.parent == folder else f"{journal.parent.name}/{row['server']}"
             last[name] = row | {"server": name, "moved": row["moved"] + last.get(name, {}).get("moved", 0)}
@@ -89,7 +79,7 @@ def last_rows(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def show(folder: Path, *, as_json: bool) -> int:
-    """Prints the servers, as the fault table last saw them."""
+    """Prints the servers with their last state in the fault table."""
     servers = last_rows(folder)
     if as_json:
         for row in servers.values():
@@ -103,3 +93,53 @@ def show(folder: Path, *, as_json: bool) -> int:
         ago = max(0, round(time.time() - row["time"]))
         print(f"{name:<{width}}  {row['to']:<8}  for {ago} s  moved {row['moved']}  {row['why']}")
     return 0
+
+
+FLEET = TandemCommand(
+    """List the inference servers of a run, and add or remove servers while it runs.
+
+tandem fleet list RUN                                 every server, its state, and since when
+tandem fleet add tandem=http://127.0.0.1:8000 RUN     add a server; it gets the current weights first
+tandem fleet remove tandem=http://127.0.0.1:8000 RUN  remove one; it may finish its requests
+tandem fleet remove embedded-1 RUN                    the same, for a server that the run started
+tandem fleet remove machine-1/vllm-0 RUN              the same, for a server that the run started on another machine
+
+RUN is the run's folder. The command writes the file that the run watches: `rollout.fleet.watch`, or `servers` in RUN.
+""",
+    _add_arguments,
+    _run,
+)
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL|RUN", help="the expected weights: a model, or a run")
+    parser.add_argument(
+        "servers", nargs="*", metavar="KIND=URL", help="servers to ask: tandem=, vllm= or sglang= and an address"
+    )
+    parser.add_argument("--questions", type=int, default=16, help="questions to each server (default: 16)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer in tokens (default: 32)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the answers (default: 1)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", *DTYPES), help="precision of the server (default: what is fast here)"
+    )
+    parser.add_argument("--tolerance", type=float, help="largest mean difference in nats (default: by precision)")
+    parser.add_argument("--token-file", metavar="FILE", help="file with the servers' token")
+    parser.add_argument("--admin-token-file", metavar="FILE", help="file with the token of their control routes")
+    parser.add_argument("--json", action="store_true", help="one JSON object a server")
+
+
+VERIFY_WEIGHTS = TandemCommand(
+    """Check which weights an inference server really serves: ask it some questions and score its answers.
+
+examples:
+  tandem verify-weights gsm8k/grpo vllm=http://127.0.0.1:8000
+  tandem verify-weights gsm8k/grpo@200 tandem=http://127.0.0.1:8100 --token-file token
+  tandem verify-weights smollm2-135m
+
+The first argument names the weights that the server should have: a model, or a run (its newest checkpoint). For a run, the
+command also recognises older checkpoints and the initial weights. Without an address it checks the embedded engine. Nothing
+is changed. The exit code is 1 if the server has other weights. Training does this check itself: see rollout.verify in
+docs/weights.md.
+""",
+    _add_verify_arguments,
+)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
 from tandem.cli.running import resolve
-from tandem.config.commands import KINDS
 from tandem.config.errors import ConfigError
+from tandem.config.load import KINDS
 from tandem.config.preference import may_sleep
 from tandem.flow.draw import data, mermaid, picture, text
 from tandem.flow.plan import plan_run
@@ -22,10 +22,10 @@ from tandem.flow.plan import plan_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, kinds=True)
-    as_what = parser.add_mutually_exclusive_group()
-    as_what.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
-    as_what.add_argument("--json", action="store_true", help="print models, stages and which stage waits for which, as JSON")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file, a PNG whatever its name")
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
+    formats.add_argument("--json", action="store_true", help="print models, stages and which stage waits for which, as JSON")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file, always in PNG format")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan_run(config)
     slept = ""
     if may_sleep(config):
-        from tandem.flow.state_parts import describe_sleep, sleep_plan_here  # noqa: PLC0415 — imports torch
+        from tandem.flow.sleep_plan import describe_sleep, sleep_plan_here  # noqa: PLC0415 — imports torch
 
         sleeping = sleep_plan_here(config, plan)
         slept = "" if sleeping is None else describe_sleep(sleeping)

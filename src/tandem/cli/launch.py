@@ -1,8 +1,8 @@
 """Start a run, or a script of yours, on this machine, on Slurm or on Ray: ranks on one machine or on several.
 
-The words after the launcher are those of `tandem train`: a YAML file, or a script that takes one's place, and `key=value`
-overrides, which the script gets too. What a script trains is read from the YAML file beside it that has its name, and from
-these overrides; it can have no other words.
+The arguments after the launcher are those of `tandem train`: a YAML file, or a script in its place, and `key=value`
+overrides, which are passed to the script too. The configuration of a script is the YAML file beside it with the same name,
+and these overrides; a script can have no other arguments.
 
 examples:
   tandem launch local examples/addition_grpo.yaml actor.backend=fsdp:d2
@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.api.extensions import own_class
+from tandem.api.services import own_class
 from tandem.cli.arguments import split_arguments
 from tandem.cli.output import survive_lost_output
 from tandem.cli.running import TRAINING, run_group
-from tandem.config.arithmetic import trainer_ranks
+from tandem.config.arithmetic import folder_of, trainer_ranks
 from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.launch.launcher import (
+from tandem.launch.launchers import (
     ATTEMPT,
     EXIT_INTERRUPTED,
     FOLDER,
@@ -45,14 +45,13 @@ from tandem.launch.launcher import (
 from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED
 from tandem.launch.place import place_of
 from tandem.launch.watch import LaunchEnd
-from tandem.state.named import pinned, pins
-from tandem.state.run_folder import run_path
+from tandem.state.resuming import pinned, pins
 
 LAUNCHER = "tandem launch"
-"""The place where a launcher of the user's is named, in messages."""
+"""Name of the command in messages about a launcher class of the user."""
 
 RANKS = "ranks"
-"""The name under which launchers start a group of ranks."""
+"""Name of the internal launcher with which all other launchers start a group of ranks on one machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,19 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
     name, names = arguments.launcher, launcher_names()
     if name == RANKS:
         return _ranks(arguments)
-    own = own_class(name, LAUNCHER, Launcher, ("jobs", "options")) if ".py:" in name else None
-    if own is None and name not in names:
+    user_class = own_class(name, LAUNCHER, Launcher, ("jobs", "options")) if ".py:" in name else None
+    if user_class is None and name not in names:
         raise ConfigError(f"there is no launcher {name!r}; {nearest_names(name, names)}, and my_file.py:Name")
-    kind = launcher_class(name) if own is None else own.kind
+    kind = launcher_class(name) if user_class is None else user_class.kind
     for option, default in _options(kind).items():
         vars(arguments).setdefault(option, default)
     _refuse_others(arguments, name, kind)
     try:
-        series = [shlex.split(one) for one in getattr(arguments, "array", [])]
+        series = [shlex.split(words) for words in getattr(arguments, "array", [])]
     except ValueError as error:
         raise ConfigError(f"--array {' '.join(arguments.array)}: {error}") from error
-    jobs = [_job(arguments, more) for more in series or [[]]]
-    launcher: Launcher = kind(jobs, arguments) if own is None else own(jobs=jobs, options=arguments)
+    jobs = [_job(arguments, words) for words in series or [[]]]
+    launcher: Launcher = kind(jobs, arguments) if user_class is None else user_class(jobs=jobs, options=arguments)
     if arguments.dry_run:
         print(launcher.describe())
         return 0
@@ -89,30 +88,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_others(arguments: argparse.Namespace, name: str, kind: type[Launcher]) -> None:
-    """Raises `ConfigError` for an option of another launcher, which this one would not read."""
-    own, options = _options(kind), {other: _options(launcher_class(other)) for other in launcher_names()}
-    for other, theirs in options.items():
-        for option, default in theirs.items():
-            if option not in own and getattr(arguments, option) != default:
+    """Raises `ConfigError` for an option of another launcher, which this launcher would ignore."""
+    known, options = _options(kind), {other: _options(launcher_class(other)) for other in launcher_names()}
+    for other, defaults in options.items():
+        for option, default in defaults.items():
+            if option not in known and getattr(arguments, option) != default:
                 raise ConfigError(f"--{option.replace('_', '-')} is an option of tandem launch {other}, not of {name}")
 
 
 def _options(kind: type[Launcher]) -> dict[str, Any]:
-    """The launcher's own options and their defaults."""
+    """Returns the launcher's own options and their defaults."""
     parser = argparse.ArgumentParser(add_help=False)
     kind.add_arguments(parser)
     return vars(parser.parse_args([]))
 
 
-def _job(arguments: argparse.Namespace, more: Sequence[str] = ()) -> LaunchJob:
-    """The run of these words; ``more`` are added, and a file among them stands in place of the file before."""
+def _job(arguments: argparse.Namespace, extra: Sequence[str] = ()) -> LaunchJob:
+    """Returns the job of the command line, with the words ``extra`` of `--array` appended. A file in ``extra`` replaces the
+    file of the command line."""
     words = list(arguments.words)
-    if split_arguments(more)[0] is not None:
+    if split_arguments(extra)[0] is not None:
         words = split_arguments(words)[1]
-    words += more
+    words += extra
     resolved = _config(arguments.command, words)
     config = resolved.config
-    folder = run_path(config.run.root, config.experiment_name, config.trial_name).resolve()
+    folder = folder_of(config).resolve()
     command = [] if arguments.command == "train" else ["--command", arguments.command]
     ranks, recover = trainer_ranks(config), config.recover
     name = f"{config.experiment_name}/{config.trial_name}"
@@ -122,7 +122,7 @@ def _job(arguments: argparse.Namespace, more: Sequence[str] = ()) -> LaunchJob:
 
 
 def _config(command: str, words: Sequence[str]) -> Resolved[BaseConfig]:
-    """The configuration that the words name. Raises `ConfigError`."""
+    """Loads the configuration of a job's words; of a script, from the YAML file beside it. Raises `ConfigError`."""
     file, overrides = split_arguments(words)
     if file is not None and file.endswith(".py"):
         if not Path(file).is_file():
@@ -133,8 +133,8 @@ def _config(command: str, words: Sequence[str]) -> Resolved[BaseConfig]:
 
 
 def _ranks(arguments: argparse.Namespace) -> int:
-    """Runs one group of ranks, and writes how it ended. One that was asked to end, and did, is no failure to the launcher,
-    which would end the others at once."""
+    """Runs one group of ranks, writes how it ended, and returns its exit status. A group that ended on request returns 0,
+    because the launcher would take any other status for a failure and end all other groups at once."""
     if os.environ.get(HELD):
         threading.Thread(target=_end_with_launcher, daemon=True).start()
     place, attempt, failures = place_of(os.environ), os.environ.get(ATTEMPT), []
@@ -163,7 +163,7 @@ def _ranks(arguments: argparse.Namespace) -> int:
 
 
 def _end_with_launcher() -> None:
-    """Standard input ends with the launcher, however that went."""
+    """Sends SIGTERM to this process at the end of standard input, which closes however the launcher ends."""
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

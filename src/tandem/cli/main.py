@@ -5,6 +5,7 @@ Commands are imported when they run, so that `tandem --help` and `tandem config`
 
 import argparse
 import errno
+import gc
 import os
 import pkgutil
 import resource
@@ -14,9 +15,8 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.api.failures import RankFailed
@@ -30,57 +30,51 @@ from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
 
 class SubCommand(NamedTuple):
-    """A sub-command: the module, or ``module:object``, that has its `add_arguments(parser)` and its `run(arguments) -> int`,
-    and its help."""
+    """A sub-command: its help, and the module of `tandem.cli`, or ``module:object``, that has `add_arguments(parser)` and
+    `run(arguments) -> int`."""
 
     module: str
     help: str
     runs: str = ""
-    """The module that has `run` instead, if it imports torch, which `--help` does without."""
+    """The ``module:function`` that runs, if it needs torch: then `--help` works without importing torch."""
 
 
 COMMANDS = {
-    "train": SubCommand("tandem.cli.running:TRAIN", "train a model with reinforcement learning"),
-    "sft": SubCommand("tandem.cli.running:SFT", "fine-tune a model on questions and answers"),
-    "preference": SubCommand("tandem.cli.running:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
-    "reward": SubCommand("tandem.cli.running:REWARD", "train a reward model from ranked pairs or judged steps"),
-    "distill": SubCommand("tandem.cli.running:DISTILL", "train a student on its own answers, judged by a teacher model"),
-    "launch": SubCommand("tandem.cli.launch", "start a run or a script on this machine, on Slurm or on Ray"),
-    "continue": SubCommand("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
-    "control": SubCommand("tandem.cli.control", "change the reward of a run while it trains"),
-    "runs": SubCommand("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
-    "trajectories": SubCommand(
-        "tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"
-    ),
-    "view": SubCommand("tandem.cli.view", "look at runs in a browser, while they go on and afterwards"),
-    "report": SubCommand("tandem.cli.report", "write runs as one HTML file that opens anywhere"),
-    "export": SubCommand("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
-    "generate": SubCommand("tandem.cli.generate", "let a model answer a prompt", "tandem.cli.generating"),
-    "chat": SubCommand("tandem.cli.chat", "chat with a model: a folder, a hub name or a server", "tandem.cli.chatting"),
+    "train": SubCommand("running:TRAIN", "train a model with reinforcement learning"),
+    "sft": SubCommand("running:SFT", "fine-tune a model on questions and answers"),
+    "preference": SubCommand("running:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": SubCommand("running:REWARD", "train a reward model from ranked pairs or judged steps"),
+    "distill": SubCommand("running:DISTILL", "train a student on its own answers, judged by a teacher model"),
+    "launch": SubCommand("launch", "start a run or a script on this machine, on Slurm or on Ray"),
+    "continue": SubCommand("runs:CONTINUE", "go on with an interrupted run, or train a finished one longer"),
+    "control": SubCommand("runs:CONTROL", "change the reward of a run while it trains"),
+    "runs": SubCommand("runs:RUNS", "list runs: status, last metrics, checkpoints, size"),
+    "trajectories": SubCommand("trajectories", "look at the samples that were trained, and those that were dropped"),
+    "view": SubCommand("view:VIEW", "look at runs in a browser, while they go on and afterwards"),
+    "report": SubCommand("view:REPORT", "write runs as one HTML file that opens anywhere"),
+    "export": SubCommand("runs:EXPORT", "copy the model of a run into a Hugging Face folder"),
+    "generate": SubCommand("generate:GENERATE", "let a model answer a prompt", "generating:generate"),
+    "chat": SubCommand("generate:CHAT", "chat with a model: a folder, a hub name or a server", "generating:chat"),
     "serve": SubCommand(
-        "tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs", "tandem.cli.serving"
+        "serve:SERVE", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs", "serving:run"
     ),
     "serve-reward": SubCommand(
-        "tandem.cli.serve_reward", "serve reward models over HTTP, for runs elsewhere", "tandem.cli.serving_rewards"
+        "serve:SERVE_REWARD", "serve reward models over HTTP, for runs elsewhere", "serving_rewards:run"
     ),
-    "algorithms": SubCommand("tandem.cli.algorithms", "list the algorithms, or explain one"),
-    "eval": SubCommand("tandem.cli.eval", "evaluate a model on data sets"),
-    "compare": SubCommand("tandem.cli.compare", "compare two evaluations, with a test of significance"),
-    "check-reward": SubCommand("tandem.cli.check_reward", "check a reward: speed, determinism, hangs, forged answers"),
-    "fleet": SubCommand("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
-    "verify-weights": SubCommand(
-        "tandem.cli.verify_weights", "check which weights a server really serves", "tandem.cli.verifying"
-    ),
+    "algorithms": SubCommand("algorithms", "list the algorithms, or explain one"),
+    "eval": SubCommand("eval:EVAL", "evaluate a model on data sets"),
+    "compare": SubCommand("eval:COMPARE", "compare two evaluations, with a test of significance"),
+    "check-reward": SubCommand("eval:CHECK_REWARD", "check a reward: speed, determinism, hangs, forged answers"),
+    "fleet": SubCommand("fleet:FLEET", "list, add and remove the inference servers of a run"),
+    "verify-weights": SubCommand("fleet:VERIFY_WEIGHTS", "check which weights a server really serves", "verifying:run"),
     "plan": SubCommand(
-        "tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits", "tandem.cli.planning"
+        "profile:PLAN", "say how much memory, time and disk a run needs, and whether it fits", "planning:run"
     ),
-    "profile": SubCommand("tandem.cli.profile", "run a few steps, and say where time, memory and idle go"),
-    "graph": SubCommand("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
-    "config": SubCommand("tandem.cli.config", "show the resolved configuration and where each value comes from"),
-    "convert-config": SubCommand(
-        "tandem.cli.convert_config", "translate a configuration of TRL or verl into one of Tandem's"
-    ),
-    "doctor": SubCommand("tandem.cli.doctor", "show what this machine has, for a bug report"),
+    "profile": SubCommand("profile:PROFILE", "run a few steps, and say where time, memory and idle time go"),
+    "graph": SubCommand("graph", "show the models of a run and the stages of a step, as text or as a picture"),
+    "config": SubCommand("config:CONFIG", "show the resolved configuration and where each value comes from"),
+    "convert-config": SubCommand("config:CONVERT_CONFIG", "translate a configuration of TRL or verl into one of Tandem's"),
+    "doctor": SubCommand("doctor", "show what this machine has, for a bug report"),
 }
 
 EPILOG = """commands:
@@ -96,7 +90,7 @@ exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted (C
 
 
 def top_parser() -> argparse.ArgumentParser:
-    """The parser of `tandem` itself, which knows the commands' names only."""
+    """Returns the parser of `tandem` itself, which knows only the names of the commands."""
     commands = "\n".join(f"  {name:<16}{command.help}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="tandem",
@@ -111,7 +105,8 @@ def top_parser() -> argparse.ArgumentParser:
 
 
 def _unknown(text: str, argv: Sequence[str], parser: argparse.ArgumentParser, kind: type) -> str:
-    """Says what to write in place of an option that the command of ``parser`` does not have. ``kind``: has its keys."""
+    """Suggests what to write instead of an unknown option. ``kind``: the configuration class of the command, whose keys are
+    compared with the option's name."""
     name, _, value = text.partition("=")
     near = get_close_matches(name, parser._option_string_actions, n=1, cutoff=0.7)
     if near or "key=value" not in parser.format_usage():
@@ -119,16 +114,32 @@ def _unknown(text: str, argv: Sequence[str], parser: argparse.ArgumentParser, ki
     key, keys = name.strip("-").replace("-", "_"), list(all_keys(kind))
     value = value or "".join(argv[argv.index(text) + 1 :][:1]) or "…"
     if value.endswith((".yaml", ".yml")):
-        return f"a configuration file stands alone, without {name}: {value} key=value …"
+        return f"a configuration file is written without {name}: {value} key=value …"
     foreign = "" if key in keys else hint(key, keys)
     key = key if key in keys else (nearest_keys(key, keys) or [key])[0]
     return f"values are given as key=value: {foreign or f'{key}={value}'}"
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """A polite kill ends like Ctrl-C: everything is closed on the way out; where another rank failed, as a failure."""
+    """Handles SIGTERM and SIGHUP like Ctrl-C: the exception lets everything close. If another rank has failed, the exception
+    is `RankFailed` instead."""
     cause = failed_elsewhere()
     raise KeyboardInterrupt if cause is None else RankFailed(cause)
+
+
+def import_object(name: str) -> Any:
+    """Imports ``package.module`` or ``package.module:object`` without looking for garbage, of which an import makes none:
+    looking for it takes a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return pkgutil.resolve_name(name)
+    finally:
+        if not gc.get_freeze_count():  # together these make all objects old, so that the next collections do not visit them
+            gc.freeze()
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         top.error(f"there is no command {name!r}; {nearest_names(name, COMMANDS).partition(' There')[0]}")
     if sys.flags.optimize > 1:
-        top.error("python -OO (PYTHONOPTIMIZE=2) takes away the docstrings that transformers reads; leave it out")
+        top.error("python -OO (PYTHONOPTIMIZE=2) removes the docstrings that transformers reads; leave it out")
     command = COMMANDS[name]
-    module = pkgutil.resolve_name(command.module)
+    module = import_object(f"tandem.cli.{command.module}")
     parser = argparse.ArgumentParser(
         prog=f"tandem {name}",
         description=getattr(module, "description", module.__doc__),
@@ -154,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(_unknown(unknown[0], argv, parser, getattr(module, "config", TrainConfig)))
     arguments.command_line = argv
 
-    def start(given: argparse.Namespace) -> int:
-        code: int = (import_module(command.runs) if command.runs else module).run(given)
+    def start(arguments: argparse.Namespace) -> int:
+        code: int = (import_object(f"tandem.cli.{command.runs}") if command.runs else module.run)(arguments)
         return code
 
     return run(start, arguments, getattr(module, "interrupted", None))
@@ -166,11 +177,12 @@ def run(
     arguments: argparse.Namespace,
     interrupted: Callable[[argparse.Namespace], str] | None = None,
 ) -> int:
-    """Calls the command; an error raised on purpose becomes one message. ``interrupted`` gives Ctrl-C's sentence."""
-    # a terminal that closes asks as politely; under nohup nobody listens to it
-    closes = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    polite = [signal.SIGTERM, *closes] if threading.current_thread() is threading.main_thread() else []
-    before = {number: signal.signal(number, _terminate) for number in polite}
+    """Calls the command and returns its exit code. A `TandemError` becomes one message. ``interrupted`` returns the text to
+    print after Ctrl-C."""
+    # a terminal that closes sends SIGHUP; nohup ignores the signal, and it stays ignored
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    handled = [signal.SIGTERM, *hangup] if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.signal(number, _terminate) for number in handled}
     try:
         with command_output():
             return _exit_code(function, arguments, interrupted)
@@ -187,11 +199,11 @@ def _exit_code(
     try:
         with telling_errors():
             code = function(arguments)
-            print(end="", flush=True)  # what is lost is lost now
+            print(end="", flush=True)  # an error of writing the output is raised here, inside the try
             return code
     except KeyboardInterrupt:
-        said = interrupted(arguments) if interrupted else ""
-        print(f"\nInterrupted. {said}".rstrip(), file=sys.stderr)
+        state = interrupted(arguments) if interrupted else ""
+        print(f"\nInterrupted. {state}".rstrip(), file=sys.stderr)
         return EXIT_INTERRUPTED
     except ReaderGone:  # `tandem config … | head`
         return EXIT_FAILED
@@ -203,7 +215,7 @@ def _exit_code(
         if isinstance(error, ConfigError):
             return EXIT_CONFIG
         return EXIT_FINAL if has_launcher() and not error.may_pass else EXIT_FAILED
-    except BaseException as error:  # boundary: a library written in Rust panics where it gets no thread
+    except BaseException as error:  # boundary: a library written in Rust panics if it cannot start a thread
         if arguments.debug or not (reason := _no_process(error)):
             raise
         print(f"error: {kind_and_text(error)}{reason}", file=sys.stderr)
@@ -211,28 +223,29 @@ def _exit_code(
 
 
 def _no_process(error: BaseException | None) -> str:
-    """Says what to type if an error, or one behind it, means that the user may start no more processes and threads."""
+    """Returns advice if the error or one of its causes means that no more processes or threads can be started, otherwise
+    an empty text."""
     while error is not None:
         place = traceback.extract_tb(error.__traceback__)[-1:]
-        locked = any("flock" in (frame.line or "") for frame in place)  # which fails in the words of a fork
+        locked = any("flock" in (frame.line or "") for frame in place)  # flock fails with the same message as fork
         if not locked and any(
             words in kind_and_text(error) for words in ("can't start new thread", os.strerror(errno.EAGAIN))
         ):
-            most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-            more = (
-                "Type `ulimit -u 4096` before the command" if 0 <= most < 4096 else "Let the container have more (pids.max)"
+            limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+            remedy = (
+                "Type `ulimit -u 4096` before the command" if 0 <= limit < 4096 else "Let the container have more (pids.max)"
             )
             return (
                 ". No process or thread can be started: there are too many, or no memory for another. `ulimit -u` is "
-                f"{most if most >= 0 else 'unlimited'} and counts all programs of your user; a container may allow fewer "
-                f"(pids.max). {more}, or ask for fewer by threads=1"
+                f"{limit if limit >= 0 else 'unlimited'} and counts all programs of your user; a container may allow fewer "
+                f"(pids.max). {remedy}, or use fewer threads: threads=1"
             )
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""
 
 
-def run_script(script: Callable[[list[str]], None]) -> NoReturn:
-    """Runs an example's ``main(arguments)`` as a command would run: errors as one message, Ctrl-C as one sentence."""
+def run_script(script: Callable[[list[str]], int | None]) -> NoReturn:
+    """Runs an example's ``main(arguments)`` and exits like a command: an error becomes one message, Ctrl-C one sentence."""
 
     def trains(_: argparse.Namespace) -> int:
         survive_lost_output()

@@ -1,12 +1,11 @@
-"""Training as an object or a function, for a script or a notebook: what the commands do, on what is in memory.
+"""Training as an object or a function, for a script or a notebook, with rows, functions and models that are in memory.
 
-Rows, functions and models are written into files beside the run, which reads them. So it is the same run as that of a
-command: it resumes, and its workers load the functions and keep to the same deadlines.
+The rows, functions and models are written into files beside the run folder, and the run reads these files. So the run works
+like one that a command started: it can be resumed, and its workers load the functions and apply the same deadlines.
 """
 
 import base64
 import contextlib
-import importlib
 import itertools
 import json
 import subprocess
@@ -20,22 +19,23 @@ import yaml
 
 from tandem.api.failures import RankFailed
 from tandem.api.plugins import forget
+from tandem.cli.main import import_object
 from tandem.cli.running import TRAINING
-from tandem.config.arithmetic import trainer_ranks
+from tandem.config.arithmetic import folder_of, run_path, trainer_ranks
 from tandem.config.errors import ConfigError, nearest_names
+from tandem.config.experiment import TrainConfig
 from tandem.config.keys import flat
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
-from tandem.lifecycle.summary import Summary
 from tandem.state.existing import existing_run, is_held
-from tandem.state.named import pinned, pins
-from tandem.state.run_folder import run_path
+from tandem.state.resuming import pinned, pins
+from tandem.trainers.loop import Summary
 
 LOAD_S = 300.0
-"""Seconds that a function may take to be loaded, with the libraries that it names."""
+"""Longest time to load a function and the libraries that it imports, in seconds."""
 
 INPUTS = ".inputs"
-"""The end of the folder's name beside the run, with what was in memory."""
+"""Suffix of the folder beside the run folder that holds the rows, functions and models from memory."""
 
 
 def train(
@@ -46,18 +46,18 @@ def train(
     override: bool = False,
     until: int | None = None,
 ) -> Summary:
-    """``tandem train FILE key=value…`` as a function. A run that was cut off in the same folder goes on.
+    """Trains like ``tandem train FILE key=value…``. An interrupted run in the same folder is continued.
 
     Args:
         file: the YAML file; None takes the defaults.
         overrides: keys and values, as ``{"actor.optimizer.lr": 2e-5}`` or nested.
         command: `train`, `sft`, `preference`, `reward` or `distill`.
-        override: go on also where the learning rate, lengths or counts have changed.
-        until: the step after which it stops, to go on some other time.
+        override: continue the run even if the learning rate, lengths or counts have changed.
+        until: the step after which training stops; a later call without it continues the run.
 
     Raises:
-        ConfigError: anything about the configuration or the rows, before the model is loaded.
-        TandemError: what ended the run.
+        ConfigError: the configuration or the rows are invalid; raised before the model is loaded.
+        TandemError: the run failed.
     """
     if command not in TRAINING:
         raise ConfigError(f"there is no command {command!r}; {nearest_names(command, TRAINING)}")
@@ -71,34 +71,34 @@ def train(
     resolved = pinned(load_config(kind.config, file, items))
     config = resolved.config
     if trainer_ranks(config) == 1 and not config.recover.max_restarts:
-        how: dict[str, Any] = {"override": True} if override else {}
-        done: Summary = importlib.import_module(kind.loop).train(resolved, until=until, **how)
-        return done
+        options: dict[str, Any] = {"override": True} if override else {}
+        summary: Summary = import_object(kind.loop).train(resolved, until=until, **options)
+        return summary
     words = [*([str(file)] if file else []), *items, *pins(resolved), *(["--override"] if override else [])]
     words += [f"--until={until}"] if until else []
     code = subprocess.run([sys.executable, "-P", "-m", "tandem", command, *words], check=False).returncode
-    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    folder = folder_of(config)
     run = existing_run(folder)
     if code or run is None:
-        raise RankFailed(f"tandem {command} ended with exit status {code}; its words are above, and in {folder}/log.txt")
+        raise RankFailed(f"tandem {command} ended with exit status {code}; its messages are above, and in {folder}/log.txt")
     return Summary(folder, run.steps, run.metrics, _checkpoint(folder))
 
 
 def _checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of a run; None if it has none."""
+    """Returns the folder of a run's newest checkpoint, or `None`."""
     run = existing_run(folder)
     return folder / "checkpoints" / run.checkpoints[-1] if run is not None and run.checkpoints else None
 
 
 def _keys(name: str, keys: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The keys that an argument gives. Raises `ConfigError` where it is no dict."""
+    """Checks that the argument ``name`` is a dict of keys and returns it; `None` counts as empty. Raises `ConfigError`."""
     if not isinstance(keys or {}, Mapping):
         raise ConfigError(f'{name} is of type {type(keys).__name__}; give a dict, as {{"actor.optimizer.lr": 2e-5}}')
     return keys or {}
 
 
 class Trainer:
-    """A run from what is in memory."""
+    """A training run with rows, functions and a model from memory."""
 
     command = "train"
 
@@ -112,30 +112,32 @@ class Trainer:
         options: Mapping[str, Any] | None = None,
         **keys: Any,
     ):
-        """The configuration is checked here; nothing is loaded.
+        """Checks the configuration, and loads nothing yet.
 
         Args:
-            model: a folder, a name, or a model of transformers; None takes the configuration's.
-            train_dataset: rows: a list of dicts, a `datasets.Dataset`, or what the key ``train_dataset.path`` takes.
-            eval_dataset: rows to validate on, alike.
-            processing_class: the tokenizer of a model that was given as an object; None loads the one of its name.
+            model: a folder, a name, or a model object of transformers; None takes `actor.path` of the configuration.
+            train_dataset: rows as a list of dicts or a `datasets.Dataset`, or a value of the key ``train_dataset.path``.
+            eval_dataset: rows for validation, in the same forms.
+            processing_class: the tokenizer of a model object; None loads the tokenizer from the name in the model's config.
             options: any keys of the configuration, with dots or nested, as ``{"actor.optimizer.lr": 2e-5}``.
             keys: keys of the first level: ``total_train_steps=20``, ``gconfig={"n_samples": 4}``.
 
         Raises:
-            ConfigError: a key, a value, rows or a function that cannot be taken, with the remedy.
+            ConfigError: a key, a value, the rows or a function is invalid; the message says what to do.
         """
         self.options: dict[str, Any] = {**dict(flat(_keys("options", options))), **dict(flat(keys))}
         usual = TRAINING[self.command].config()
-        place = (usual.run.root, usual.experiment_name, usual.trial_name)
-        names = ("run.root", "experiment_name", "trial_name")
-        root, experiment, trial = (str(self.options.get(name, default)) for name, default in zip(names, place, strict=True))
+        place = {"run.root": usual.run.root, "experiment_name": usual.experiment_name, "trial_name": usual.trial_name}
+        root, experiment, trial = (str(self.options.get(name, default)) for name, default in place.items())
         self._folder = run_path(root, experiment, trial)
         self._inputs = self._folder.with_name(trial + INPUTS).absolute()
         self._files: dict[Path, str] = {}
         self._saved: tuple[Any, Any] | None = None
         if processing_class is not None and (model is None or isinstance(model, str | Path)):
-            raise ConfigError("processing_class goes with a model that is an object; that of a folder or a name is in it")
+            raise ConfigError(
+                "processing_class is only for a model object. For a folder or a name, the tokenizer is loaded from there: "
+                "leave processing_class out"
+            )
         if isinstance(model, str | Path):
             self.options["actor.path"] = model
         elif model is not None:
@@ -152,13 +154,14 @@ class Trainer:
         load_config(TRAINING[self.command].config, None, items_of(self.options))
 
     def _rewards(self) -> None:
-        """Sets the reward, where there is one."""
+        """Sets the option ``reward`` in trainers that have reward functions."""
 
     def train(self, *, override: bool = False, until: int | None = None) -> Summary:
-        """Trains, or goes on with the run of this name; see `tandem.train`."""
-        if not is_held(self._folder):  # a run that goes on reads them; this one is refused in a moment
+        """Trains, or continues the run of this name. For arguments and errors see `tandem.train`."""
+        if not is_held(self._folder):  # otherwise the running process may read these files, and `train` refuses this run
             for path, text in self._files.items():
-                _write(path, text)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, "utf-8")
             if self._saved is not None:
                 for part in self._saved:
                     part.save_pretrained(self._inputs / "model")
@@ -169,10 +172,10 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The trained model of the newest checkpoint, loaded anew: a model of transformers.
+        """Loads the newest checkpoint as a model of transformers, anew at each access.
 
         Raises:
-            ConfigError: none was saved.
+            ConfigError: there is no checkpoint.
         """
         import transformers  # noqa: PLC0415 — takes seconds to import
 
@@ -180,10 +183,12 @@ class Trainer:
         if checkpoint is None:
             raise ConfigError("there is no checkpoint: call train() first, and leave checkpoint.at_end as it is")
         architecture = transformers.AutoConfig.from_pretrained(checkpoint).architectures[0]
-        kind = getattr(transformers, architecture, transformers.AutoModelForCausalLM)  # a user's family is no name there
+        kind = getattr(transformers, architecture, transformers.AutoModelForCausalLM)  # if it is a user's own
         return kind.from_pretrained(checkpoint)
 
     def _rows(self, name: str, rows: Any) -> Path:
+        if hasattr(rows, "iterrows"):
+            raise ConfigError(f"{name} is a DataFrame; give a list of dicts, one for each row: df.to_dict('records')")
         if not isinstance(rows, Iterable):
             raise ConfigError(f"{name} is of type {type(rows).__name__}; give a list of dicts, one for each row")
         lines = []
@@ -206,17 +211,17 @@ class Trainer:
         return self._inputs / name
 
     def _function(self, function: Any, names: set[str]) -> str:
-        """The spelling of a function: a file that holds it as it is, closures and all."""
+        """Prepares a file that holds the pickled function with its closures, and returns the reward spec `file.py:name`."""
         base = getattr(function, "__name__", type(function).__name__).replace("<lambda>", "reward")
         numbered = (f"{base}_{number}" for number in itertools.count(2))
         name = next(candidate for candidate in itertools.chain([base], numbered) if candidate not in names)
         names.add(name)
         try:
             pickled = base64.b64encode(cloudpickle.dumps(function)).decode()
-        except Exception as error:  # boundary: whatever the user's function holds
+        except Exception as error:  # boundary: pickling calls code of the objects that the user's function refers to
             raise ConfigError(
-                f"reward_funcs: {name} cannot be sent to the processes that rewards run in: {error}; create what it "
-                "holds inside of it, or put it into a file and give 'my_file.py:name'"
+                f"reward_funcs: {name} cannot be sent to the processes that rewards run in: {error}; create the objects "
+                "that it uses inside the function, or put it into a file and give 'my_file.py:name'"
             ) from error
         text = f"""# {name}, as it was given to {type(self).__name__}; written anew by each start.
 import base64, pickle, sys
@@ -252,13 +257,22 @@ class GRPOTrainer(Trainer):
         reward_weights: Sequence[float] | None = None,
         **more: Any,
     ):
-        """``reward_funcs``: functions in Tandem's signature, TRL's or verl's, or what the key ``reward`` takes; several are
-        added up, with ``reward_weights``. The rest: see `Trainer`."""
+        """Checks the configuration, and loads nothing yet.
+
+        Args:
+            model: see `Trainer`, also for ``more``.
+            reward_funcs: a function with Tandem's, TRL's or verl's signature, or a value of the key ``reward``. Several, in
+                a list, are added up.
+            reward_weights: one weight for each of ``reward_funcs``; None: 1 each.
+        """
         is_single = isinstance(reward_funcs, str) or not isinstance(reward_funcs, list | tuple)
         self._functions = [] if reward_funcs is None else [reward_funcs] if is_single else list(reward_funcs)
         if not is_single and not self._functions:
             raise ConfigError("reward_funcs is empty; give a function, or leave it out for the configuration's reward")
-        self._weights = [1.0] * len(self._functions) if reward_weights is None else [float(x) for x in reward_weights]
+        try:
+            self._weights = [1.0] * len(self._functions) if reward_weights is None else [float(x) for x in reward_weights]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"reward_weights={reward_weights!r} must be a list of numbers: {error}") from None
         if len(self._weights) != len(self._functions):
             raise ConfigError(f"there are {len(self._functions)} reward_funcs and {len(self._weights)} reward_weights")
         super().__init__(model, **more)
@@ -267,12 +281,18 @@ class GRPOTrainer(Trainer):
         names: set[str] = set()
         for function in self._functions:
             if not isinstance(function, str) and not callable(function):
-                raise ConfigError(f"reward_funcs: {function!r:.80} is no function, and no text such as 'math'")
+                raise ConfigError(f"reward_funcs: {function!r:.80} is neither a function nor a text such as 'math'")
         texts = [function if isinstance(function, str) else self._function(function, names) for function in self._functions]
         terms = [text if weight == 1 else f"{weight!r}*{text}" for text, weight in zip(texts, self._weights, strict=True)]
         if terms:
             self.options["reward"] = " + ".join(terms)
             read_terms(self.options["reward"])
+
+    def train(self, *, override: bool = False, until: int | None = None) -> Summary:
+        """Says which reward is taken if none was given, and trains; see `Trainer.train`."""
+        if not any(key.partition(".")[0] == "reward" for key in self.options):
+            print(f"No reward_funcs: the reward is {TrainConfig().reward!r}, the default, unless a data set brings its own.")
+        return super().train(override=override, until=until)
 
 
 class SFTTrainer(Trainer):
@@ -282,27 +302,27 @@ class SFTTrainer(Trainer):
 
 
 class DPOTrainer(Trainer):
-    """Learning from pairs of answers, with DPO or another ``loss``: rows have ``prompt``, ``chosen`` and ``rejected``."""
+    """Learning from pairs of answers, with DPO or another ``loss``. Rows have ``prompt``, ``chosen`` and ``rejected``."""
 
     command = "preference"
 
 
 class RewardTrainer(Trainer):
-    """A reward model from pairs of answers."""
+    """Trains a reward model on pairs of answers."""
 
     command = "reward"
 
 
 def items_of(options: Mapping[str, Any]) -> list[str]:
-    """The options as a command line has them, ``key=value``."""
+    """Writes options as ``key=value`` arguments of a command line."""
     return [f"{key}={_text(key, value)}" for key, value in options.items()]
 
 
 def _text(key: str, value: Any) -> str:
-    """The value as a YAML file would have it; a text stays one, also ``null``.
+    """Writes a value as YAML. A text is quoted if YAML would read it as another type, such as ``null``.
 
     Raises:
-        ConfigError: it is nothing that a file could have.
+        ConfigError: the value cannot be written as YAML.
     """
     if isinstance(value, Path):
         value = str(value)
@@ -314,7 +334,7 @@ def _text(key: str, value: Any) -> str:
     try:
         return json.dumps(value, default=lambda number: number.item())  # numbers of numpy
     except (TypeError, ValueError, AttributeError):
-        raise ConfigError(f"{key}: a {type(value).__name__} is no value of the configuration: {value!r:.80}") from None
+        raise ConfigError(f"{key}: a {type(value).__name__} cannot be a configuration value: {value!r:.80}") from None
 
 
 def _tokenizer_of(model: Any) -> Any:
@@ -322,12 +342,12 @@ def _tokenizer_of(model: Any) -> Any:
 
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
-        raise ConfigError("the model does not say where it comes from: give its tokenizer as processing_class=…")
+        raise ConfigError("the model's config does not name its source: give its tokenizer as processing_class=…")
     return AutoTokenizer.from_pretrained(name)
 
 
 def _is_plain(value: Any) -> bool:
-    """True for what JSON can have."""
+    """True if a value can be written as JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -336,7 +356,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _check_loads(path: Path) -> None:
-    """Passes if a new process can load the function, as those that rewards run in must. Raises `ConfigError`."""
+    """Raises `ConfigError` if a new process cannot load the function, because the processes that rewards run in must."""
     try:
         process = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=LOAD_S)
         message = process.stderr.strip().rpartition("\n")[2] or f"the process ended with exit status {process.returncode}"
@@ -348,8 +368,3 @@ def _check_loads(path: Path) -> None:
             f"reward_funcs: {path.stem} cannot be loaded in the processes that rewards run in: {why}; put it into a file "
             "and give 'my_file.py:name'"
         )
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, "utf-8")

@@ -1,7 +1,7 @@
-"""The streams of a command: words that a terminal cannot show, or that nobody takes any more, are no reason to end.
+"""Output streams with which a command goes on even if its output cannot be shown or written.
 
-A terminal in ASCII gets `?` for the characters that it lacks. What a run says while it works goes to log.txt too, so a
-terminal that has closed, a full disk behind `>` or a reader such as `head` that has gone only makes it silent.
+A terminal in ASCII gets `?` for characters that it lacks. A run writes its messages to log.txt too, so a closed terminal, a
+full disk behind `>`, or a reader such as `head` that has ended makes the run silent and does not end it.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from tandem.config.errors import TandemError
 
 
 class OutputLost(TandemError):
-    """A command cannot print the words that it was asked for."""
+    """A command cannot write its output."""
 
 
 class ReaderGone(Exception):
-    """Nobody reads what a command prints any more, as behind `| head`."""
+    """The process that reads a command's output has ended, as in `… | head`."""
 
 
 class _Stream(io.FileIO):
-    """The file of a descriptor, which becomes the null device once it takes nothing more."""
+    """A file on a descriptor. After the first failed write, the descriptor is redirected to the null device."""
 
     matters = True
-    """Its words are what the command is for: their loss is an error, told once."""
+    """If true, a failed write is an error, raised once; otherwise the output is lost silently."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -37,19 +37,20 @@ class _Stream(io.FileIO):
             if self.matters and isinstance(error, BrokenPipeError):
                 raise ReaderGone from error
             if self.matters:
-                raise OutputLost(f"what this command prints cannot be written: {error.strerror}") from error
+                raise OutputLost(f"the output of this command cannot be written: {error.strerror}") from error
             return len(data)
 
 
 @contextlib.contextmanager
 def command_output() -> Iterator[None]:
-    """A block that prints to such streams; those that are not the process's own stay as they are."""
+    """Within the block, `sys.stdout` and `sys.stderr` print to `_Stream`. A stream that was replaced before, as by a test,
+    stays as it is."""
     before = sys.stdout, sys.stderr
-    made = [_wrapped(name) for name in ("stdout", "stderr") if getattr(sys, name) is getattr(sys, f"__{name}__")]
+    streams = [_wrapped(name) for name in ("stdout", "stderr") if getattr(sys, name) is getattr(sys, f"__{name}__")]
     try:
         yield
     finally:
-        for stream in filter(None, made):
+        for stream in filter(None, streams):
             stream.buffer.raw.matters = False
             stream.flush()
         sys.stdout, sys.stderr = before
@@ -57,7 +58,7 @@ def command_output() -> Iterator[None]:
 
 def _wrapped(name: str) -> Any:
     stream = getattr(sys, name)
-    if stream is None:  # closed by who started this process
+    if stream is None:  # closed by the parent process
         return None
     stream.flush()
     raw = _Stream(stream.fileno(), "w", closefd=False)
@@ -69,7 +70,7 @@ def _wrapped(name: str) -> Any:
 
 
 def survive_lost_output() -> None:
-    """From now on the command works on where nobody takes what it prints."""
+    """From now on the command goes on even if its output cannot be written."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stream):
         raw.matters = False

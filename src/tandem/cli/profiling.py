@@ -1,8 +1,7 @@
-"""The recorded run of `tandem profile`, its table, and what to do about the largest entries."""
+"""The recorded run of `tandem profile`, its table, and advice about the largest entries."""
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -13,18 +12,18 @@ from typing import Any
 
 import orjson
 
+from tandem.cli.main import import_object
 from tandem.cli.running import TRAINING, resolve
-from tandem.config.commands import KINDS
-from tandem.config.cores import usable_cores
+from tandem.config.arithmetic import folder_of
+from tandem.config.devices import usable_cores
+from tandem.config.load import KINDS
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.flow.plan import plan_run
-from tandem.flow.training import TrainingSession
-from tandem.state.run_folder import run_path
-from tandem.tracking.profile_table import GIB, MIB, ProfileTable, tabulate, text
-from tandem.tracking.profiler import BEFORE, Profiler, counters, joined, write
+from tandem.flow.session import TrainingSession
+from tandem.tracking.profile import BEFORE, GIB, MIB, Profiler, ProfileTable, counters, joined, tabulate, text, write
 
 LARGE = 0.1
-"""The share of a step from which on a remedy is named."""
+"""Smallest share of a step's time for which a stage gets advice."""
 
 
 def profile(arguments: argparse.Namespace) -> int:
@@ -33,18 +32,18 @@ def profile(arguments: argparse.Namespace) -> int:
     rank = int(os.environ.get("RANK", "0"))
     profiler = Profiler(f"rank {rank}")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        other = Path(folder, "engine.json")
+        engine_trace = Path(folder, "engine.json")
 
         def watch(numbers: Iterable[int], session: TrainingSession) -> Iterator[int]:
             engine = getattr(getattr(session, "meter", None), "engine", None)
             if not isinstance(engine, EmbeddedProcess):
                 return profiler.steps(numbers)
-            return profiler.steps(numbers, engine.profile, lambda: engine.profile(other))
+            return profiler.steps(numbers, engine.profile, lambda: engine.profile(engine_trace))
 
-        train = importlib.import_module(TRAINING[arguments.kind].loop).train
+        train = import_object(TRAINING[arguments.kind].loop).train
         train(resolved, until=BEFORE + arguments.steps, watch=watch)
-        if other.exists():
-            joined(profiler.trace, orjson.loads(other.read_bytes()))
+        if engine_trace.exists():
+            joined(profiler.trace, orjson.loads(engine_trace.read_bytes()))
     counters(profiler.trace, profiler.uses)
     file = arguments.into / f"rank{rank}.json.gz"
     write(profiler.trace, file)
@@ -57,10 +56,10 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _moved(config: Any, recorded: Iterable[int]) -> dict[str, float]:
-    """Bytes of a step by stage, from the metrics of the run."""
-    file = run_path(config.run.root, config.experiment_name, config.trial_name) / "metrics.jsonl"
-    every = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in every if row["step"] in recorded]
+    """Returns the mean number of bytes that each stage moves in a recorded step, from the metrics of the run."""
+    file = folder_of(config) / "metrics.jsonl"
+    all_rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in all_rows if row["step"] in recorded]
     moved: dict[str, float] = {}
     for stage in plan_run(config).stages:
         key = stage.name.replace(": ", "_").replace(" ", "_")
@@ -76,11 +75,11 @@ def _mean(rows: list[Mapping[str, Any]], name: str) -> float:
 
 def _head(profiler: Profiler, cores: float, table: ProfileTable) -> Iterator[str]:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    of = f", of rank 0 (of {ranks}; the others are in their traces)" if ranks > 1 else ""
+    which_rank = f", on rank 0 (of {ranks}; the other ranks have their own traces)" if ranks > 1 else ""
     where = "its GPU" if table.on_gpu else "a core" if cores == 1 else f"{cores:g} cores"
     first, last = profiler.recorded[0], profiler.recorded[-1]
     steps = f"Step {first}" if first == last else f"Means of steps {first} to {last}"
-    yield f"{steps}{of}. Idle: the share in which {where} did nothing for this run."
+    yield f"{steps}{which_rank}. Idle: the share in which {where} did nothing for this run."
     if profiler.plain is None:
         yield f"A step took {table.step_s:.3f} s with the profiler; the run has too few steps to time one without it."
         return
@@ -89,17 +88,17 @@ def _head(profiler: Profiler, cores: float, table: ProfileTable) -> Iterator[str
 
 
 def _remedies(config: Any) -> Iterator[tuple[str, str]]:
-    """The beginning of a stage's name, and what makes it shorter for certain."""
-    yield "wake: ", "raise memory_limit_gib, so that less sleeps: `tandem plan` says what all of it needs"
-    yield "verify", "raise rollout.verify.every_steps, and fewer steps have it"
+    """Yields the beginning of a stage's name, and a change that certainly makes such a stage shorter."""
+    yield "wake: ", "raise memory_limit_gib, so that less state is moved out of memory (`tandem plan` shows the whole need)"
+    yield "verify", "raise rollout.verify.every_steps, so that fewer steps verify"
     yield "record", "lower tracking.trajectories_per_step (0: nothing is recorded)"
     if config.actor.gradient_checkpointing:
         yield "update", "actor.gradient_checkpointing=false saves a forward pass, and takes more memory (`tandem plan`)"
 
 
 def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
-    """Lines about what makes the largest stages shorter for certain; nothing else."""
-    told = [
+    """Yields lines of advice: only changes that certainly make one of the largest stages shorter."""
+    lines = [
         f"{stage.name} takes {stage.seconds / table.step_s:.0%} of a step: {remedy}."
         for stage in table.stages
         for name, remedy in _remedies(config)
@@ -108,9 +107,9 @@ def _advice(table: ProfileTable, config: Any) -> Iterator[str]:
     cores = usable_cores()
     if not table.on_gpu and config.threads and config.threads < cores:
         unused = f"{cores - config.threads} of {cores} cores unused"
-        told.append(f"threads={config.threads} leaves {unused}; without this key the run takes all.")
-    if told:
-        yield from ["What helps for certain:", *(f"- {line}" for line in told), ""]
+        lines.append(f"threads={config.threads} leaves {unused}; without this key the run takes all.")
+    if lines:
+        yield from ["What helps for certain:", *(f"- {line}" for line in lines), ""]
     else:
         yield "Nothing here is certain to make a step shorter; docs/profile.md says what to try, by stage."
 

@@ -2,35 +2,34 @@
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, count, split_arguments
+from tandem.cli.main import import_object
 from tandem.cli.output import survive_lost_output
-from tandem.config.arithmetic import stalled_after_s, trainer_ranks
+from tandem.config.arithmetic import folder_of, stalled_after_s, trainer_ranks
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, check_interface, is_rank, run_ranks
-from tandem.launch.place import Place
+from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, is_rank, run_ranks
+from tandem.launch.place import Place, check_interface
 from tandem.launch.watch import LaunchEnd, Record
-from tandem.state.existing import existing_run, is_held, run_info
-from tandem.state.named import pinned, pins
-from tandem.state.resuming import may_go_on
-from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
+from tandem.state.existing import RunFolderInUse, existing_run, is_held, run_info
+from tandem.state.resuming import may_go_on, pinned, pins
+from tandem.state.run_folder import record_failure
 
 
 @dataclass(frozen=True)
 class Training:
-    """A command that trains."""
+    """A training command: its configuration class, loop and help text."""
 
     config: type[BaseConfig]
     loop: str
@@ -39,10 +38,11 @@ class Training:
     description: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_arguments(parser)
+        add_config_arguments(parser)
+        add_choices_of_a_run(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        return run_training(arguments, self.config, lambda: importlib.import_module(self.loop).train)
+        return run_training(arguments, self.config, lambda: import_object(self.loop).train)
 
     def interrupted(self, arguments: argparse.Namespace) -> str:
         return where(arguments, self.config)
@@ -50,7 +50,7 @@ class Training:
 
 TRAIN = Training(
     TrainConfig,
-    "tandem.trainers.rl",
+    "tandem.trainers.loop",
     """Train a model with reinforcement learning. The configuration is a YAML file and `key=value` overrides.
 
 examples:
@@ -61,7 +61,7 @@ examples:
 )
 SFT = Training(
     SFTConfig,
-    "tandem.trainers.sft",
+    "tandem.trainers.recipes",
     """Supervised fine-tuning on questions and answers. The configuration is a YAML file and `key=value` overrides.
 
 example:
@@ -70,7 +70,7 @@ example:
 )
 PREFERENCE = Training(
     PreferenceConfig,
-    "tandem.trainers.preference",
+    "tandem.trainers.recipes",
     """Learn from preferences (DPO, IPO, KTO, SimPO, ORPO). The configuration is a YAML file and `key=value` overrides.
 
 example:
@@ -79,7 +79,7 @@ example:
 )
 REWARD = Training(
     RewardModelConfig,
-    "tandem.trainers.reward",
+    "tandem.trainers.recipes",
     """Train a reward model from ranked pairs or judged steps. The configuration is a YAML file and `key=value` overrides.
 
 example:
@@ -101,16 +101,15 @@ TRAINING = {"train": TRAIN, "sft": SFT, "preference": PREFERENCE, "reward": REWA
 
 
 def command_of(run: Path) -> str:
-    """The command that began the run. Raises `ConfigError` where the folder holds no run, or does not say."""
+    """Returns the command that started the run. Raises `ConfigError` if the folder holds no run, or its run.json names no
+    command."""
     if existing_run(run) is None or not (run / "config.yaml").is_file():
-        raise ConfigError(
-            f"{run} is not the folder of a run that a command of Tandem made; `tandem runs` lists those there are"
-        )
+        raise ConfigError(f"{run} is not the folder of a run that a command of Tandem started; `tandem runs` lists the runs")
     command = run_info(run).get("command")
     if command not in TRAINING:
         raise ConfigError(
-            f"{run} does not say which command began it: its run.json is lost or damaged, or a script made it. "
-            f'Restore run.json, with {", ".join(TRAINING)} as its "command", or repeat the command that began the run'
+            f"{run} does not say which command started it: its run.json is lost or damaged, or a script started it. "
+            f'Restore run.json, with {", ".join(TRAINING)} as its "command", or repeat the command that started the run'
         )
     return str(command)
 
@@ -118,19 +117,14 @@ def command_of(run: Path) -> str:
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
-    add_choices_of_a_run(parser)
-
-
 def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
-    """Arguments that are not part of the configuration."""
+    """Adds the arguments that are not part of the configuration."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check everything that the start checks, show the configuration and what a step would be, and start nothing",
     )
-    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the values that are as by default")
+    parser.add_argument("--all", action="store_true", help="with --dry-run: show also the keys with default values")
     parser.add_argument(
         "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts have changed"
     )
@@ -149,20 +143,21 @@ def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
 
 
 def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Callable[[], Callable[..., Any]]) -> int:
-    """Trains. ``load`` imports the loop, and torch with it, only once the configuration is known to be right."""
+    """Trains and returns the exit code. ``load`` imports the loop, and with it torch; it is called only after the
+    configuration has been checked."""
     resolved = resolve(arguments, kind)
     config = resolved.config
-    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
-    is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
+    folder = folder_of(config)
+    is_main = os.environ.get("RANK", "0") == "0"  # every rank runs this function; only rank 0 prints and writes
     ranks = trainer_ranks(config)
     starts_ranks = (ranks > 1 or config.recover.max_restarts > 0) and not is_rank() and not arguments.dry_run
     options: dict[str, Any] = {"override": True} if arguments.override else {}
     options |= {"until": arguments.until} if arguments.until else {}
     if is_main:
-        going = may_go_on(config, override=arguments.override)(folder)
-        if going is not None and not starts_ranks and not is_held(folder):  # or it is refused in a moment
-            print(going.describe(), file=sys.stderr)
-    if not (arguments.dry_run or arguments.json):  # what those print is what they are for
+        resumed = may_go_on(config, override=arguments.override)(folder)
+        if resumed is not None and not starts_ranks and not is_held(folder):  # a run in use is refused below
+            print(resumed.describe(), file=sys.stderr)
+    if not (arguments.dry_run or arguments.json):  # for these two, the printed output is the result
         survive_lost_output()
     if is_main and not (is_rank() or arguments.dry_run):
         data = getattr(config, "train_dataset").path or "several data sets"  # noqa: B009
@@ -175,7 +170,11 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     if not is_main:
         return 0
     if arguments.json:
-        print(json.dumps(_plain(asdict(summary)), ensure_ascii=False))
+        outcome = asdict(summary)
+        for name in ("metrics", "evaluations"):  # what is not finite becomes null
+            values = outcome[name].items()
+            outcome[name] = {key: None if isinstance(value, float) and value - value else value for key, value in values}
+        print(json.dumps(outcome, ensure_ascii=False, default=str))
     elif not arguments.dry_run:
         print(describe(summary))
     return 0
@@ -184,9 +183,15 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
 def run_group(
     command: Sequence[str], config: BaseConfig, place: Place | None = None, record: Record = lambda ended, restart: None
 ) -> int:
-    """Runs the command on the run's ranks of this machine, and returns the exit status. ``place``: of these among others,
-    whose launcher starts them again if need be. ``record`` hears of failures, which the run folder has too."""
-    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    """Runs the command once for each of the run's ranks on this machine, and returns the exit status.
+
+    Args:
+        command: the words of the command.
+        config: the configuration of the run.
+        place: the position of these ranks among those of all machines; then the launcher restarts them, not this function.
+        record: called with each failure, after it is written into the run folder.
+    """
+    folder = folder_of(config)
     ranks = trainer_ranks(config)
     if ranks > 1 and place is None:
         check_interface()
@@ -208,39 +213,40 @@ def run_group(
 
 
 def _ended_silently(folder: Path) -> int:
-    """The exit status of a run whose ranks all ended with 0: a failure if it never wrote down that it ended."""
-    found = existing_run(folder)
-    if found is None or found.status != "running" or is_held(folder):
+    """Returns the exit status of a run whose ranks all ended with 0. It is a failure if the run never recorded its end."""
+    run = existing_run(folder)
+    if run is None or run.status != "running" or is_held(folder):
         return 0
-    cause = f"the run ended with exit status 0 after {found.steps} steps, before it was done: something called os._exit"
+    cause = f"the run ended with exit status 0 after {run.steps} steps, before it was done: something called os._exit"
     print(f"error: {cause}", file=sys.stderr)
     write_failure(folder, LaunchEnd(EXIT_FAILED, cause, has_folder=True), None)
     return EXIT_FAILED
 
 
 def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:
-    """Writes into the run folder how its ranks failed, if it was theirs; what cannot be written is said on the terminal."""
-    if not ended.has_folder or (ended.rank == 0 and ended.code == EXIT_CONFIG):  # a refusal leaves the run as it was
+    """Writes into the run folder how its ranks failed, if they had opened the folder. If writing fails, a warning is
+    printed."""
+    if not ended.has_folder or (ended.rank == 0 and ended.code == EXIT_CONFIG):  # refused: the run's state is unchanged
         return
     then = None if restart is None else {"number": restart, "step": ended.step}
     try:
         path = record_failure(folder, ended.cause, keep=ended.rank == 0, stacks=ended.stacks, restart=then)
     except (OSError, RunFolderInUse) as error:
-        print(f"warning: how it ended could not be written to {folder}: {error}", file=sys.stderr)
+        print(f"warning: the failure could not be written to {folder}: {error}", file=sys.stderr)
         return
     if path is not None:
-        print(f"{path} has where every thread stood", file=sys.stderr)
+        print(f"{path} has the stack of every thread", file=sys.stderr)
 
 
 def describe(summary: Any) -> str:
-    """The end of a run in a few lines."""
+    """Describes the result of a run in a few lines."""
     lines = [f"Done: {summary.steps} step{'' if summary.steps == 1 else 's'}."]
-    shown = [name for name in SHOWN if name != "loss" or SHOWN[0] not in summary.metrics]  # of a policy it says nothing
+    shown = [name for name in SHOWN if name != "loss" or SHOWN[0] not in summary.metrics]  # a policy's loss says nothing
     values = [f"{name} {summary.metrics[name]:.4g}" for name in shown if name in summary.metrics]
     lines += [f"Last step: {', '.join(values)}"] if values else []
     if summary.evaluations:
-        told = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
-        lines.append(f"Accuracy on the validation rows: {', '.join(told)}")
+        accuracies = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
+        lines.append(f"Accuracy on the validation rows: {', '.join(accuracies)}")
     lines += [f"Metrics and pictures: {summary.folder}"] if summary.folder else []
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
     if summary.checkpoint and not _is_classifier(summary.checkpoint):
@@ -250,36 +256,25 @@ def describe(summary: Any) -> str:
 
 
 def _is_classifier(checkpoint: Path) -> bool:
-    """True if a checkpoint scores texts and writes none."""
+    """True if a checkpoint is a classifier, which scores texts and cannot generate."""
     file = checkpoint / "config.json"
     architectures = json.loads(file.read_text()).get("architectures") or [] if file.is_file() else []
     return any(name.endswith("ForSequenceClassification") for name in architectures)
 
 
 def where(arguments: argparse.Namespace, kind: type[BaseConfig]) -> str:
-    """After Ctrl-C: where the run's files are."""
+    """Returns the sentence printed after Ctrl-C: where the run's files are, and how to go on."""
     try:
         config = resolve(arguments, kind).config
     except TandemError:
         return "Nothing was started."
-    return left_in(run_path(config.run.root, config.experiment_name, config.trial_name))
+    return left_in(folder_of(config))
 
 
 def left_in(folder: Path) -> str:
-    """A sentence about what a run has left in its folder."""
-    found = existing_run(folder)
-    if found is None:
+    """Describes the state of an interrupted run's folder, and how to go on."""
+    run = existing_run(folder)
+    if run is None:
         return "Nothing was written."
-    then = f"Go on: tandem continue {shlex.quote(str(folder))}" if found.checkpoints else "The same command begins it anew."
-    return f"{folder} has what was done: {found.describe()}.\n{then}"
-
-
-def _plain(value: Any) -> Any:
-    """JSON-able: paths as text, values that are not finite as null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return None if isinstance(value, float) and value - value != 0 else value
+    then = f"Go on: tandem continue {shlex.quote(str(folder))}" if run.checkpoints else "The same command starts it anew."
+    return f"{folder} has the run so far: {run.describe()}.\n{then}"

@@ -6,14 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.api.weights import WeightVersion
+from tandem.cli.arguments import device_of, require
 from tandem.cli.listening import Listening, access_of, check_address, media_bound
-from tandem.cli.sampling import device_of
-from tandem.config.cores import usable_cores
+from tandem.config.devices import usable_cores
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import device_map, engine_settings
 from tandem.engines.inference.embedded import EmbeddedProcess
-from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
@@ -21,30 +20,27 @@ from tandem.media.parts import Allowed
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
-from tandem.models.heads import refuse_classifier
+from tandem.models.hardware import resolve_dtype
+from tandem.models.load import refuse_classifier
 from tandem.models.media.families import family_class
-from tandem.models.precision import resolve_dtype
-from tandem.protocol.access import Access
+from tandem.protocol.access import Access, ServiceLimits
 from tandem.protocol.media_intake import MediaIntake
-from tandem.state.named import named_model
+from tandem.state.resuming import named_model
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigError` for values that cannot be."""
+    """Raises `ConfigError` if the address is in use or a value is out of range."""
     check_address(arguments)
-    at_least_1 = ("max_completions", "max_requests", "default_chat_tokens", "max_running", "prefill_chunk_tokens")
-    rules = [
-        *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
-        ("--threads", arguments.threads, 1, None),
-        ("--max-model-len", arguments.max_model_len, 2, None),
-        ("--shutdown-timeout", arguments.shutdown_timeout, 0, None),
-    ]
-    for name, value, least, most in rules:
-        if value is not None and not (value >= least and (most is None or value <= most)):
-            raise ConfigError(f"{name} must be at least {least}{f' and at most {most}' if most else ''}, got {value}")
-    for name, value in (("--request-timeout", arguments.request_timeout), ("--kv-cache-gib", arguments.kv_cache_gib)):
-        if value is not None and not 0 < value < 1e9:
-            raise ConfigError(f"{name} must be above 0, got {value}")
+    at_least_1 = ("max-completions", "max-requests", "default-chat-tokens", "max-running", "prefill-chunk-tokens", "threads")
+    given = {name.replace("_", "-"): value for name, value in vars(arguments).items() if value is not None}
+    minimum = dict.fromkeys(at_least_1, 1) | {"max-model-len": 2, "shutdown-timeout": 0}
+    require(
+        (f"--{name}", given[name], given[name] >= least, f"at least {least}")
+        for name, least in minimum.items()
+        if name in given
+    )
+    above_0 = ("request-timeout", "kv-cache-gib")
+    require((f"--{name}", given[name], 0 < given[name] < 1e9, "above 0") for name in above_0 if name in given)
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
     for root in arguments.weights_root:
@@ -65,16 +61,16 @@ async def _serve(service: EngineService, access: Access, arguments: argparse.Nam
     listening = Listening(ServedEngine(service), access, arguments, files)
     service.on_death = listening.stop.set
     try:
-        await listening.until_told(service.name, more=" (OpenAI clients: {url}/v1)", facts={"instance": service.instance})
+        await listening.until_stopped(service.name, more=" (OpenAI clients: {url}/v1)", facts={"instance": service.instance})
     finally:
-        await asyncio.to_thread(service.engine.close)  # whoever still waits for it must not keep the loop
+        await asyncio.to_thread(service.engine.close)  # in a thread: it joins the engine's, and the loop must go on
     if service.died is not None:
-        raise TandemError(f"the engine is gone, so the server ended: {service.died}")
+        raise TandemError(f"the engine process has died, so the server ended: {service.died}")
     return 0
 
 
 def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> EngineService:
-    """Loads the model in a process of its own, which ends with the stack."""
+    """Loads the model in its own process, which ends with ``stack``."""
     refuse_classifier(folder, read_hf_config(folder))
     device = device_of(arguments)
     threads = arguments.threads or usable_cores()

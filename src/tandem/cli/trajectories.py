@@ -1,5 +1,5 @@
-"""Look at what was trained: the recorded samples of a run, with rewards, judges' words, reasons of dropped prompts and, with
---tokens, what each token contributed. Docs: docs/records.md.
+"""Look at the recorded samples of a run: rewards, comments of judges, why prompts were dropped and, with --tokens, the
+advantage and log-probabilities of each token. Docs: docs/records.md.
 
 examples:
   tandem trajectories runs/addition/grpo
@@ -37,7 +37,7 @@ COLUMNS = (
     "values",
     "versions",
 )
-"""Fields of the batch that --tokens shows, where they are there."""
+"""Fields of the batch that --tokens shows, as far as the batch has them."""
 
 Decode = Callable[[int], str]
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-reward", type=float, metavar="R", help="only samples with at most this reward")
     parser.add_argument("--sort", metavar="NAME", help=f"largest first, by {', '.join(SORTS)} or a part of the reward")
     parser.add_argument("--reverse", action="store_true", help="with --sort: smallest first")
-    parser.add_argument("--limit", type=int, metavar="N", help=f"at most so many (default: {SHOWN}; with --json all)")
+    parser.add_argument("--limit", type=int, metavar="N", help=f"at most N samples (default: {SHOWN}; with --json all)")
     parser.add_argument("--tokens", action="store_true", help="each token with its advantage, log-probabilities and version")
     parser.add_argument("--json", action="store_true", help="one JSON object a sample")
 
@@ -59,28 +59,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.tracking.records import load_trajectories  # noqa: PLC0415 — imports torch
 
-    folder, behind = run_at(arguments.run)
-    if behind is not None and arguments.step is not None:
-        raise ConfigError(f"@{behind} and --step {arguments.step} both name a step; leave one out")
+    folder, step_of_run = run_at(arguments.run)
+    if step_of_run is not None and arguments.step is not None:
+        raise ConfigError(f"@{step_of_run} and --step {arguments.step} both name a step; leave one out")
     recorded = recorded_steps(folder)
-    step = _step(behind or arguments.step or "last", recorded)
-    found = list(load_trajectories(folder, step))
-    chosen = _sorted(_filtered(found, arguments), arguments.sort, reverse=arguments.reverse)
+    step = _step(step_of_run or arguments.step or "last", recorded)
+    samples = list(load_trajectories(folder, step))
+    chosen = _sorted(_filtered(samples, arguments), arguments.sort, reverse=arguments.reverse)
     limit = arguments.limit if arguments.limit is not None or arguments.json else SHOWN
     shown = chosen[:limit]
     decode = _decoder(folder) if arguments.tokens else None
     if arguments.json:
         for sample in shown:
-            print(json.dumps(_plain(sample, decode)))  # in ASCII, which any terminal and any reader takes
+            print(json.dumps(_plain(sample, decode)))  # in ASCII, which every terminal can show
         return 0
     for sample in shown:
         print(_text(sample, decode), end="\n\n")
-    print(_summary(found, chosen, shown, step, recorded))
+    print(_summary(samples, chosen, shown, step, recorded))
     return 0
 
 
 def _step(written: str, recorded: list[int]) -> int | None:
-    """The step that is meant; None for all."""
+    """Returns the step that the text names, or `None` for all steps."""
     if written == "all":
         return None
     if written == "last":
@@ -106,12 +106,12 @@ def _filtered(samples: Iterable["RecordedSample"], arguments: argparse.Namespace
 
 
 def _sorted(samples: "list[RecordedSample]", by: str | None, *, reverse: bool) -> "list[RecordedSample]":
-    """Sorts by a field or a part of the reward, largest first; those that have none come last."""
+    """Sorts by a field or a part of the reward, largest first. Samples without a value come last."""
     if by is None:
         return samples
     parts = sorted({name for sample in samples for name in sample.rewards})
     if by not in (*SORTS, *parts):
-        raise ConfigError(f"--sort {by}: there is no such figure; there are {', '.join((*SORTS, *parts))}")
+        raise ConfigError(f"--sort {by}: there is no such value; choose one of {', '.join((*SORTS, *parts))}")
 
     def place(sample: "RecordedSample") -> tuple[bool, float]:
         value = getattr(sample, by) if by in SORTS else sample.rewards.get(by)
@@ -121,7 +121,7 @@ def _sorted(samples: "list[RecordedSample]", by: str | None, *, reverse: bool) -
 
 
 def _decoder(folder: Path) -> Decode:
-    """Token → its text, by the tokenizer of the run; the number where that is not there."""
+    """Returns a function that turns a token into its text by the run's tokenizer, or into its number if there is none."""
     from tandem.config.experiment import TrainConfig  # noqa: PLC0415
     from tandem.config.load import load_config  # noqa: PLC0415 — only for --tokens
     from tandem.models.catalog import resolve  # noqa: PLC0415
@@ -130,30 +130,30 @@ def _decoder(folder: Path) -> Decode:
     try:
         tokenizer = load_tokenizer(resolve(load_config(TrainConfig, folder / "config.yaml").config.actor.path))
     except (ConfigError, OSError) as error:
-        print(f"warning: tokens are shown as numbers, for the tokenizer is not there: {error}", file=sys.stderr)
+        print(f"warning: tokens are shown as numbers, because the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return str
     return lambda token: str(tokenizer.decode([token]))
 
 
 def _plain(sample: "RecordedSample", decode: Decode | None) -> dict[str, Any]:
-    """Makes values fit for JSON: what is not finite is null."""
-    told = {name: value for name, value in vars(sample).items() if name not in ("trajectories", "timings")}
-    told["timings"] = [
+    """Returns a sample as JSON types; numbers that are not finite become null."""
+    row = {name: value for name, value in vars(sample).items() if name not in ("trajectories", "timings")}
+    row["timings"] = [
         {name: value if math.isfinite(value) else None for name, value in timing._asdict().items()}
         for timing in sample.timings
     ]
     if decode is not None:
-        told["trajectories"] = [
-            {"tokens": [decode(token) for token in one["input_ids"].tolist()]}
-            | {name: _finite(one[name].tolist()) for name in one}
-            for one in sample.trajectories
+        row["trajectories"] = [
+            {"tokens": [decode(token) for token in trajectory["input_ids"].tolist()]}
+            | {name: _finite(trajectory[name].tolist()) for name in trajectory}
+            for trajectory in sample.trajectories
         ]
-    return told
+    return row
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -161,8 +161,8 @@ def _finite(value: Any) -> Any:
 
 
 def shown_text(text: str) -> str:
-    """A model's text as a terminal may have it: line breaks stay, all that steers a terminal or turns the direction of
-    writing is shown as its number."""
+    """Makes a model's text safe for a terminal: control characters, and characters that change the direction of writing,
+    become escapes such as `\\u202e`. Line breaks and tabs stay."""
     return "".join(
         letter if letter in "\n\t" or unicodedata.category(letter)[0] != "C" else f"\\u{ord(letter):04x}" for letter in text
     )
@@ -188,12 +188,12 @@ def _head(sample: "RecordedSample") -> str:
 
 
 def _ends(sample: "RecordedSample") -> list[str]:
-    """The ends of its trajectories in words: ``ended by stop``, ``3 trajectories ended by stop (2), length (1)``."""
+    """Says why the sample's trajectories ended: ``ended by stop``, ``3 trajectories ended by stop (2), length (1)``."""
     if not sample.stop_reason:
         return []
-    told = ", ".join(f"{why} ({count})" for why, count in Counter(sample.stop_reason).items())
+    reasons = ", ".join(f"{why} ({count})" for why, count in Counter(sample.stop_reason).items())
     several = len(sample.stop_reason) > 1
-    return [f"{len(sample.stop_reason)} trajectories ended by {told}" if several else f"ended by {sample.stop_reason[0]}"]
+    return [f"{len(sample.stop_reason)} trajectories ended by {reasons}" if several else f"ended by {sample.stop_reason[0]}"]
 
 
 def _figures(sample: "RecordedSample") -> Iterator[str]:
@@ -210,21 +210,21 @@ def _turns(sample: "RecordedSample") -> Iterator[str]:
     for number, messages in enumerate(sample.conversations or [sample.messages], 1):
         if sample.conversations:
             yield f"-- conversation {number} of {len(sample.conversations)}"
-        yield from _said(messages)
+        yield from _messages(messages)
 
 
-def _said(messages: "list[dict[str, Any]]") -> Iterator[str]:
+def _messages(messages: "list[dict[str, Any]]") -> Iterator[str]:
     for message in messages:
         yield f"-- {shown_text(str(message.get('role')))}"
         content = message.get("content")
         parts = content if isinstance(content, list) else [content]
         yield shown_text("".join(map(_part, parts)))
-        more = {name: value for name, value in message.items() if name not in ("role", "content")}
-        yield from (f"   {name}: {shown_text(json.dumps(value, ensure_ascii=False))}" for name, value in more.items())
+        fields = {name: value for name, value in message.items() if name not in ("role", "content")}
+        yield from (f"   {name}: {shown_text(json.dumps(value, ensure_ascii=False))}" for name, value in fields.items())
 
 
 def _part(part: Any) -> str:
-    """A text as it is, an image or sound by its number in the media store."""
+    """Shows a part of a message: a text as it is, an image or sound as its number in the media store."""
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return str(part["text"])
     medium = part.get("medium") if isinstance(part, dict) else None
@@ -246,17 +246,17 @@ def _notes(sample: "RecordedSample") -> Iterator[str]:
     for failure in sample.failures:
         yield f"-- a sample of this group failed: {shown_text(failure)}"
     for number, timing in enumerate(sample.timings, 1):
-        words = (
+        parts_of_time = (
             f"{timing.queued_s:.3f} s in the queue",
             f"first token after {timing.first_token_s:.3f} s",
             f"end after {timing.total_s:.3f} s",
         )
-        known = [word for word, value in zip(words, timing, strict=True) if not math.isnan(value)]
+        known = [word for word, value in zip(parts_of_time, timing, strict=True) if not math.isnan(value)]
         yield f"-- request {number}: {', '.join(known)}"
 
 
 def _tokens(sample: "RecordedSample", decode: Decode) -> Iterator[str]:
-    """A line a trained token; one for all tokens between two of them, which have no figures."""
+    """Yields one line for each trained token, and one line for each run of untrained tokens."""
     for number, trajectory in enumerate(sample.trajectories, 1):
         names = [name for name in COLUMNS if name in trajectory]
         yield f"-- tokens of trajectory {number}"
@@ -272,7 +272,7 @@ def _tokens(sample: "RecordedSample", decode: Decode) -> Iterator[str]:
 
 
 def _summary(
-    found: "list[RecordedSample]",
+    samples: "list[RecordedSample]",
     chosen: "list[RecordedSample]",
     shown: "list[RecordedSample]",
     step: int | None,
@@ -281,8 +281,8 @@ def _summary(
     where = f"step {step}" if step is not None else "all steps"
     lines = [f"{len(shown)} of {len(chosen)} samples that fit, of {where}; {len(recorded)} steps are recorded, "]
     lines[0] += f"{recorded[0]} to {recorded[-1]}."
-    reasons = Counter(sample.dropped for sample in found if sample.dropped is not None)
+    reasons = Counter(sample.dropped for sample in samples if sample.dropped is not None)
     if reasons:
-        told = ", ".join(f"{count} {shown_text(str(reason))}" for reason, count in reasons.most_common())
-        lines.append(f"Recorded prompts that were dropped: {told} (--dropped shows them).")
+        counts = ", ".join(f"{count} {shown_text(str(reason))}" for reason, count in reasons.most_common())
+        lines.append(f"Recorded prompts that were dropped: {counts} (--dropped shows them).")
     return "\n".join(lines)

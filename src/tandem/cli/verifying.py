@@ -4,24 +4,24 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import WeightVersion
-from tandem.cli.sampling import require
-from tandem.config.cores import usable_cores
+from tandem.cli.arguments import require
+from tandem.config.devices import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig, parse_address
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.engines.inference.build import KINDS, ServerTerms, build_inference_engine
-from tandem.models.precision import resolve_dtype
+from tandem.models.hardware import resolve_dtype
 from tandem.proof.verify_server import Model, find_model, verify_engine
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigError` for a value that cannot be."""
+    """Raises `ConfigError` if a value is out of range."""
     require(
         (
             ("--questions", arguments.questions, arguments.questions >= 1, "at least 1"),
@@ -33,7 +33,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def connect(address: str | None, model: Model, rollout: RolloutConfig, device: str) -> InferenceEngine:
-    """The server at an address as it is, or a new embedded engine."""
+    """Connects to the server at the address without changing it, or builds an embedded engine if there is no address."""
     threads = usable_cores()
     if address is None:
         return build_inference_engine(
@@ -42,7 +42,7 @@ def connect(address: str | None, model: Model, rollout: RolloutConfig, device: s
     kind, url = parse_address(address)
     attach = KINDS[kind].attach
     if attach is None:
-        raise ConfigError(f"{address}: nothing can attach to servers of kind {kind}")
+        raise ConfigError(f"{address}: Tandem cannot attach to servers of kind {kind}")
     dtype = resolve_dtype(rollout.dtype, device)
     version = WeightVersion(model.number)
     return attach(ServerTerms(rollout, rollout.engine, model.folder, dtype, device, False, version, None), url)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = find_model(arguments.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(usable_cores())
-    dtype = str(resolve_dtype(arguments.dtype, device)).removeprefix("torch.")
+    dtype: Any = str(resolve_dtype(arguments.dtype, device)).removeprefix("torch.")
     gconfig = GenerationConfig(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     engine_config = EmbeddedEngineConfig(max_running=min(arguments.questions, 128))
     fleet = FleetConfig(token_file=arguments.token_file, admin_token_file=arguments.admin_token_file)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     for address in arguments.servers or [None]:
         engine = connect(address, model, rollout, device)
         try:
-            found = verify_engine(
+            result = verify_engine(
                 engine,
                 model,
                 gconfig,
@@ -74,13 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
             )
         finally:
             engine.close()
-        who = address or "the embedded engine"
-        print(json.dumps({"server": who, **found}) if arguments.json else describe(who, model.folder, found))
+        server = address or "the embedded engine"
+        print(json.dumps({"server": server, **result}) if arguments.json else describe(server, model.folder, result))
     return 0
 
 
-def describe(who: str, folder: Path, found: dict[str, float]) -> str:
+def describe(server: str, folder: Path, result: dict[str, float]) -> str:
     return (
-        f"{who} serves the weights of {folder}: {found['tokens']:.0f} tokens scored again, mean difference "
-        f"{found['gap/numeric']:.2g} nats; it calls them version {found['version']:.0f}."
+        f"{server} serves the weights of {folder}: {result['tokens']:.0f} tokens scored again, mean difference "
+        f"{result['gap/numeric']:.2g} nats; it calls them version {result['version']:.0f}."
     )

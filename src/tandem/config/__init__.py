@@ -1,1 +1,1 @@
-"""Configuration: frozen dataclasses, one file a room. Never imports torch."""
+"""Configuration: frozen dataclasses, and their loading and checks. Never imports torch."""

@@ -1,99 +1,106 @@
-"""Quantities that follow from a configuration: staleness bound, placement, steps, and the arithmetic of a run in words."""
+"""Quantities that follow from a configuration: staleness bound, placement, steps; and a summary of a run's sizes as text."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
-from tandem.config.backend import parse_layout
-from tandem.config.engine_memory import PLACES, SERVER_PLACES
+from tandem.config.devices import machines
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.experiment import BaseConfig, CheckpointConfig, TrainConfig
 from tandem.config.fleet import INSIDE, TENSOR, kinds_of, parse_backend
-from tandem.config.generation import GenerationConfig
-from tandem.config.machines import machines
 from tandem.config.recipes import sums_of
-from tandem.config.rollout import RolloutConfig
+from tandem.config.rollout import PLACES, SERVER_PLACES, GenerationConfig, RolloutConfig
 from tandem.config.terms import Term, read_term
+from tandem.config.train_engine import parse_layout
 
 Placement = Literal["colocate", "decoupled"]
 
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+MAX_NAME = 100
+
 
 def max_head_offpolicyness(config: TrainConfig) -> int:
-    """η: the most versions that a trained token may be behind the trainer."""
+    """Returns η: a token is trained only if at most η newer versions of the weights exist than the one that generated it."""
     if not config.async_training:
         return 0
-    wished = config.rollout.max_head_offpolicyness
-    return 1 if wished is None else wished
+    bound = config.rollout.max_head_offpolicyness
+    return 1 if bound is None else bound
 
 
 def max_token_age(config: TrainConfig) -> int:
-    """The most versions that any trained token may be behind the trainer, replayed ones included."""
+    """Returns the same bound as `max_head_offpolicyness`, but also for replayed tokens, which may be older."""
     eta, replay = max_head_offpolicyness(config), config.rollout.replay
     return max(eta, replay.max_age) if replay.groups else eta
 
 
 def placement(config: TrainConfig) -> Placement:
-    """`colocate` or `decoupled`; follows `async_training` unless it was set."""
+    """Returns `placement`, or its default: `decoupled` with `async_training`, else `colocate`."""
     return config.placement or ("decoupled" if config.async_training else "colocate")
 
 
 def servers_sleep(config: TrainConfig) -> bool:
-    """True if the cache of servers sleeps while models train, on GPUs; see `rollout.fleet.sleep`."""
+    """True if servers on GPUs free their cache (sleep) while models train; see `rollout.fleet.sleep`."""
     rollout = config.rollout
     return rollout.fleet.sleep is not False and can_sleep(config) and rollout.backend not in INSIDE
 
 
 def can_sleep(config: TrainConfig) -> bool:
-    """True if all inference takes turns with training, in engines or servers that can give memory back."""
+    """True if all inference takes turns with training, and all engines or servers can free their memory."""
     rollout = config.rollout
     sleeps = rollout.backend in INSIDE or {part.partition(":")[0] for part in rollout.backend.split("+")} <= set(TENSOR)
     return placement(config) == "colocate" and sleeps and not rollout.fleet.servers and rollout.fleet.watch is None
 
 
 def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
-    """The ranks that have an inference engine. Where an embedded engine takes turns with training: the first of each set of
-    ranks that train on the same sequences. Where the run starts servers: the first of each machine that has some. Else, and
-    with a weight channel of the user's, rank 0; on Ray the controller has it."""
+    """Returns the ranks that have an inference engine.
+
+    With the embedded engine in placement `colocate`: the first of each set of ranks that train on the same sequences. With
+    servers that the run starts: the first rank of each machine that has a server. Otherwise, with a user's weight channel,
+    and on Ray (the controller): rank 0.
+    """
     layout, rollout = parse_layout(config.actor.backend), config.rollout
     servers = parse_backend(rollout.backend)
     if config.extend.weight_channel is not None or config.runner == "ray":
         return (0,)
     if servers:
-        return machines().firsts[: max(one.count for one in servers)]
+        return machines().firsts[: max(kind.count for kind in servers)]
     if servers is not None or placement(config) != "colocate" or rollout.weights.channel != "auto":
         return (0,)
     return tuple(range(0, layout.ranks, layout.context * layout.tensor))
 
 
 def rollout_here(config: TrainConfig) -> RolloutConfig:
-    """The configuration's, with those servers alone that this machine starts: they are dealt to the machines in turn, and
-    attached ones are the first machine's. Example: of ``tandem:d3`` two machines start ``tandem:d2`` and ``tandem:d1``."""
-    rollout, servers, here = config.rollout, parse_backend(config.rollout.backend), machines()
-    if not servers or here.count == 1 or config.extend.weight_channel is not None:
+    """Returns the `rollout` section with only the servers that this machine starts. Servers are distributed over the
+    machines in turn; attached servers belong to the first machine. Example: with ``tandem:d3``, two machines start
+    ``tandem:d2`` and ``tandem:d1``."""
+    rollout, servers, machine = config.rollout, parse_backend(config.rollout.backend), machines()
+    if not servers or machine.count == 1 or config.extend.weight_channel is not None:
         return rollout
-    own = [replace(one, count=len(range(here.number, one.count, here.count))) for one in servers]
-    backend = "+".join(str(one) for one in own if one.count) or "attached"
-    fleet = replace(rollout.fleet, servers=(), watch=None) if here.number else rollout.fleet
+    local = [replace(kind, count=len(range(machine.number, kind.count, machine.count))) for kind in servers]
+    backend = "+".join(str(kind) for kind in local if kind.count) or "attached"
+    fleet = replace(rollout.fleet, servers=(), watch=None) if machine.number else rollout.fleet
     return replace(rollout, backend=backend, fleet=fleet)
 
 
 def trainer_ranks(config: BaseConfig) -> int:
-    """Processes that run the trainer's loop: one a rank, or the controller of workers on Ray."""
+    """Returns the number of processes that run the trainer's loop: one per rank; on Ray only the controller."""
     return 1 if getattr(config, "runner", "local") == "ray" else parse_layout(config.actor.backend).ranks
 
 
 def samples_together(config: TrainConfig, *, here: bool = False) -> int:
-    """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort. ``here``: on
-    one of the ranks that generate."""
+    """Returns the number of samples that are generated and judged at once for a step, including those that
+    `rollout.oversample` may abort. ``here``: only those of one rank that generates."""
     groups = math.ceil(config.rollout.batch_size * config.rollout.oversample)
     return math.ceil(groups / (len(generating_ranks(config)) if here else 1)) * config.gconfig.n_samples
 
 
 def partner_of(config: TrainConfig) -> str | None:
-    """The path of the model that the workflow talks to; None if there is none, or it is of a user's class.
+    """Returns the path of the model that the workflow talks to; None if there is none, or it is a user's class.
 
     Raises:
-        ConfigError: its path is missing.
+        ConfigError: the path is missing.
     """
     if config.partner is None:
         return None
@@ -106,10 +113,10 @@ def partner_of(config: TrainConfig) -> str | None:
 
 
 def workflow_of(config: TrainConfig) -> Term:
-    """The workflow with all its knobs: those in its own spelling, and `workflow_args`.
+    """Returns the workflow with all its knobs: those written with its name, and `workflow_args`.
 
     Raises:
-        ConfigError: it cannot be read, or a knob is given twice.
+        ConfigError: the workflow cannot be parsed, or a knob is given twice.
     """
     term = read_term(config.workflow, "workflow")
     for name in config.workflow_args:
@@ -119,22 +126,22 @@ def workflow_of(config: TrainConfig) -> Term:
 
 
 def rewards_of(config: TrainConfig) -> tuple[str, ...]:
-    """The sums that judge rows of the run, those of `reward` first, without repeats."""
+    """Returns the text of every reward that judges rows of the run, such as `math + 0.2*format`, without repeats. Those of
+    the key `reward` come first."""
     sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
     named = [config.reward, *(source.reward for source in sources if source.reward)]
-    return tuple(dict.fromkeys(one for spec in named for one in sums_of(spec)))
+    return tuple(dict.fromkeys(text for spec in named for text in sums_of(spec)))
 
 
-def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
-    """True if `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: the run is interrupted after it, and
-    saved if it saves at all and can go on from there."""
-    wish = config.checkpoint
-    on_leaving = leaving and wish.resumable and (wish.every_steps is not None or wish.at_end)
-    return bool(wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end) or on_leaving
+def is_save_due(rules: CheckpointConfig, step: int, steps: int, leaving: bool = False) -> bool:
+    """True if a checkpoint is due after ``step`` of ``steps``. ``leaving``: the run is interrupted after this step; a
+    checkpoint is then due if the run saves any and can be resumed."""
+    on_leaving = leaving and rules.resumable and (rules.every_steps is not None or rules.at_end)
+    return bool(rules.every_steps and step % rules.every_steps == 0) or (step == steps and rules.at_end) or on_leaving
 
 
 def stalled_after_s(config: BaseConfig) -> float | None:
-    """`recover.stalled_after_s`, or a minute more than an episode or a batch may take, where that is longer."""
+    """Returns the larger of `recover.stalled_after_s` and a minute more than an episode or a batch may take; None: off."""
     limit, rollout = config.recover.stalled_after_s, getattr(config, "rollout", None)
     if limit is None or rollout is None:
         return limit
@@ -142,7 +149,7 @@ def stalled_after_s(config: BaseConfig) -> float | None:
 
 
 def total_steps(config: BaseConfig, num_rows: int) -> int:
-    """Training steps of the run: `total_train_steps`, or those of `total_train_epochs`; the smaller where both are set."""
+    """Returns the number of training steps, by `total_train_steps` or `total_train_epochs`; the smaller if both are set."""
     if config.total_train_epochs is None and config.total_train_steps is not None:
         return config.total_train_steps
     by_epochs = _steps_of_epochs(config, num_rows)
@@ -150,7 +157,8 @@ def total_steps(config: BaseConfig, num_rows: int) -> int:
 
 
 def first_limit(config: BaseConfig, num_rows: int) -> str:
-    """Says whether `total_train_steps` or `total_train_epochs` ends the run; empty if only one of them is set."""
+    """Returns a text that says which of `total_train_steps` and `total_train_epochs` ends the run; empty unless both are
+    set."""
     steps, epochs = config.total_train_steps, config.total_train_epochs
     if steps is None or epochs is None:
         return ""
@@ -170,7 +178,8 @@ def _batch_size(config: BaseConfig) -> int:
 
 
 def arithmetic(config: BaseConfig, num_rows: int) -> str:
-    """Prompts × samples, mini-batches, micro-batches, optimizer steps, steps, epochs. ``num_rows``: rows in one epoch."""
+    """Returns the sizes of a run as text: prompts × samples, mini-batches, micro-batches, optimizer steps, steps, epochs.
+    ``num_rows``: rows in one epoch."""
     steps = total_steps(config, num_rows)
     lines = _step(config) if isinstance(config, TrainConfig) else _supervised(config)
     batch_size, limit = _batch_size(config), first_limit(config, num_rows)
@@ -214,7 +223,7 @@ def _step(config: TrainConfig) -> list[str]:
 
 
 def _where(config: TrainConfig) -> str:
-    """Names where samples come from: the placement of the one embedded engine, or servers, which are other processes."""
+    """Returns words for the place of generation: the placement of the embedded engine, or the servers."""
     backend = config.rollout.backend
     return placement(config) if backend in INSIDE else f"on servers (rollout.backend={backend})"
 
@@ -229,33 +238,63 @@ def _supervised(config: BaseConfig) -> list[str]:
 
 
 def evaluates_every(config: BaseConfig) -> int | None:
-    """`evaluate.every_steps`; None also where another process evaluates (`evaluate.where=job`)."""
+    """Returns `evaluate.every_steps`; None if another process evaluates (`evaluate.where=job`)."""
     return config.evaluate.every_steps if config.evaluate.where == "run" else None
 
 
 def is_evaluation_due(every_steps: int | None, step: int, steps: int) -> bool:
-    """True if an evaluation follows ``step``: every `evaluate.every_steps`, before step 1 (0), and after the last."""
+    """True if an evaluation is due after ``step``: before step 1 (0), every ``every_steps``, and after the last of
+    ``steps``.
+    """
     return every_steps is not None and (step % every_steps == 0 or step == steps)
 
 
 def evaluation_gconfig(config: TrainConfig) -> GenerationConfig:
-    """The run's sampling with the number of samples, temperature and length of its evaluation."""
-    wanted = config.evaluate
-    temperature = wanted.temperature
-    greedy = wanted.n_samples == 1 if temperature is None else temperature == 0
+    """Returns the run's sampling parameters with the number of samples, temperature and length of its evaluation."""
+    evaluation = config.evaluate
+    temperature = evaluation.temperature
+    greedy = evaluation.n_samples == 1 if temperature is None else temperature == 0
     return replace(
         config.gconfig,
-        n_samples=wanted.n_samples,
+        n_samples=evaluation.n_samples,
         greedy=greedy,
         temperature=temperature or config.gconfig.temperature,
         first_token_temperature=None,
-        train_first_token=False,
-        max_new_tokens=wanted.max_new_tokens or config.gconfig.max_new_tokens,
+        max_new_tokens=evaluation.max_new_tokens or config.gconfig.max_new_tokens,
     )
 
 
 def evaluation_places(config: TrainConfig) -> int:
-    """Most samples of an evaluation under way at once: what the engine decodes together, half of it where rollouts go on."""
-    own = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
-    most = config.rollout.engine.max_running or (PLACES if own else SERVER_PLACES)
+    """Returns the most samples of an evaluation in progress at once: the number of sequences that the engine decodes
+    together, or half of it if rollouts continue meanwhile (`decoupled`)."""
+    tandem_engines = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
+    most = config.rollout.engine.max_running or (PLACES if tandem_engines else SERVER_PLACES)
     return max(1, most // 2) if placement(config) == "decoupled" else most
+
+
+def check_name(key: str, name: str) -> str:
+    """Returns the name if it is valid as the name of a single folder.
+
+    Raises:
+        ConfigError: it is not; the message gives the key, the value and the rule.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise ConfigError(
+            f"{key} must be the name of one folder: letters, digits, '.', '_' and '-', not starting with '.' or '-', "
+            f"at most {MAX_NAME} characters; got {name!r}"
+        )
+    return name
+
+
+def run_path(root: str | Path, experiment: str, trial: str) -> Path:
+    """Returns the path `<root>/<experiment>/<trial>` after checking the names."""
+    parts = check_name("experiment_name", experiment), check_name("trial_name", trial)
+    try:
+        return Path(root).expanduser().joinpath(*parts)
+    except RuntimeError as error:
+        raise ConfigError(f"run.root={root} begins with the home folder of an unknown user: {error}") from error
+
+
+def folder_of(config: BaseConfig) -> Path:
+    """Returns the path of a configuration's run folder. Raises as `run_path`."""
+    return run_path(config.run.root, config.experiment_name, config.trial_name)

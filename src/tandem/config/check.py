@@ -1,29 +1,26 @@
-"""Rules about several configuration keys, and settings that follow from them."""
+"""Checks a configuration: the bounds of single keys, and rules about several keys together."""
 
+import dataclasses
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
 
 from tandem.config import preference
-from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.algorithm import PRESETS, AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, can_sleep, max_head_offpolicyness, placement, total_steps, trainer_ranks
-from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import constraint_problems, corrects_itself, critic_problems, groups, part_problems
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
-from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, nearest_names, refuse
-from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.extend import extension_problems
+from tandem.config.experiment import BaseConfig, RecoverConfig, TrainConfig
 from tandem.config.fleet import INSIDE, fleet_problems
-from tandem.config.generation import truncations
-from tandem.config.keys import leaves
-from tandem.config.limits import LIMITS
-from tandem.config.lora import lora_problems
+from tandem.config.keys import bounds, leaves
+from tandem.config.parts import KnobRule
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.config.presets import PRESETS
-from tandem.config.services import SERVICES
-from tandem.config.state import RecoverConfig
+from tandem.config.rollout import delivery_problems, truncations
+from tandem.config.services import SERVICES, extension_problems
 from tandem.config.terms import read_term
+from tandem.config.train_engine import fewer_ranks_problems, layout_problems, lora_problems, parse_layout
 from tandem.config.unused import paths, unused
 
 __all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_steps"]
@@ -46,21 +43,34 @@ GIVEN_TO_TEMPLATES = (
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 )
-"""Arguments of the template renderer that are not the template's own, or that Tandem sets."""
+"""Names that `chat_template_kwargs` must not set, because they are arguments of the renderer, or Tandem sets them."""
 
 
-def check(config: BaseConfig, written: Container[str] = ()) -> None:
+def check(config: BaseConfig, written: Container[str] = (), *, saved: bool = False) -> None:
     """Refuses a configuration that cannot work, and reports all problems together. ``written``: the keys that the user set.
+    ``saved``: see `unused`.
 
     Raises:
-        ConfigError: each problem with its key, the value, the rule and the remedy.
+        ConfigError: there are problems; the message has each with its key, the value, the rule and the remedy.
     """
-    refuse(problems(config, written))
+    refuse(problems(config, written, saved=saved))
 
 
-def problems(config: BaseConfig, written: Container[str] = ()) -> list[str]:
-    """A message for each setting that cannot work; see `check`."""
-    wrong = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
+def problems(config: BaseConfig, written: Container[str] = (), *, saved: bool = False) -> list[str]:
+    """Returns a message for each setting that cannot work; see `check`.
+
+    Values out of bounds come first, and then what is wrong whatever allowed values these keys get: other rules would add
+    misleading messages about the same value.
+    """
+    if wrong := list(out_of_bounds(config, written)):
+        rules = dict(bounds(type(config)))
+        outside = [words.partition(" ")[0] for words in wrong]
+        choices = {key: _allowed(rules[key], config, key) for key in outside}
+        tried = [{key: values[number % len(values)] for key, values in choices.items()} for number in range(3)]
+        first, *others = (problems(_with(config, values), written, saved=saved) for values in tried)
+        lasting = [words for words in first if all(words in other for other in others)]
+        return wrong + [words for words in lasting if not any(key in words for key in outside)]
+    wrong = [*_texts(config), *_common(config), *unused(config, written, saved=saved)]
     wrong += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))
     if isinstance(config, TrainConfig):
         wrong += [
@@ -87,11 +97,30 @@ def problems(config: BaseConfig, written: Container[str] = ()) -> list[str]:
     return wrong
 
 
-def _limits(config: BaseConfig) -> Iterator[str]:
+def out_of_bounds(config: object, written: Container[str]) -> Iterator[str]:
+    """Yields a message for each value outside its bounds, with its source if ``written`` is key → source."""
+    rules = dict(bounds(type(config)))
     for key, value in leaves(config):
-        limit = LIMITS.get(key)
-        if limit and value is not None and not limit.allows(value):
-            yield f"{key} must be {limit.rule()}, got {value}"
+        if key in rules and value is not None and not rules[key].allows(value):
+            source = f" ({written[key]})" if isinstance(written, Mapping) and key in written else ""
+            yield f"{key} must be {rules[key].rule()}, got {value}{source}"
+
+
+def _allowed(rule: KnobRule, config: object, key: str) -> list[object]:
+    """Returns some values that a key may have, its default first."""
+    default = dict(leaves(type(config)()))[key]
+    start = next((value for value in (rule.low, rule.above, rule.high) if value is not None), 0)
+    near = [type(start)(start + step) for step in (1, 0, 2, 0.5)] + ([] if rule.high is None else [rule.high])
+    return [default, *(value for value in near if value != default and rule.allows(value))]
+
+
+def _with(config: Any, values: Mapping[str, object]) -> Any:
+    """Returns a copy of a configuration, with these values under dotted keys."""
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        new = _with(getattr(config, name), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{name: new})
+    return config
 
 
 def _texts(config: BaseConfig) -> Iterator[str]:
@@ -120,12 +149,12 @@ def _common(config: BaseConfig) -> Iterator[str]:
         yield "train_dataset.path is missing: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
     if config.evaluate.every_steps is not None and not paths(valid):
         yield from _validation_split(config)
-    again, wish = config.recover.max_restarts, config.checkpoint
-    if again and (wish.every_steps is None or not wish.resumable):
-        how = "checkpoint.every_steps=null" if wish.every_steps is None else "checkpoint.resumable=false"
+    restarts, saving = config.recover.max_restarts, config.checkpoint
+    if restarts and (saving.every_steps is None or not saving.resumable):
+        how = "checkpoint.every_steps=null" if saving.every_steps is None else "checkpoint.resumable=false"
         yield (
-            f"recover.max_restarts={again} would begin at step 0 each time, because {how} saves nothing to go on from: set "
-            "checkpoint.every_steps, for example 20, and leave checkpoint.resumable=true; or leave max_restarts out"
+            f"recover.max_restarts={restarts} would begin at step 0 each time, because {how} saves nothing to go on from: "
+            "set checkpoint.every_steps, for example 20, and leave checkpoint.resumable=true; or leave max_restarts out"
         )
     silent = config.recover.silent_after_s
     if silent != RecoverConfig().silent_after_s and getattr(config, "runner", "local") == "local":
@@ -145,7 +174,7 @@ def _common(config: BaseConfig) -> Iterator[str]:
 
 
 def _validation_split(config: BaseConfig) -> Iterator[str]:
-    """Yields a message if validation rows would be training rows: both come from the same data, without different splits."""
+    """Yields a message if validation and training have the same rows, because both name the same data and no other split."""
     train, every = config.train_dataset, config.evaluate.every_steps
     for path in paths(train):
         if path.endswith(FILE_ENDINGS):
@@ -181,7 +210,7 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
 
 
 def _backends(config: BaseConfig) -> Iterator[str]:
-    """Checks the layout of each model over the actor's ranks, all or the first few."""
+    """Yields a message for each problem of a model's layout over all or some of the actor's ranks."""
     fits = False
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None)
@@ -195,14 +224,14 @@ def _backends(config: BaseConfig) -> Iterator[str]:
         if role == "actor" and "@" in backend:
             yield f"actor.backend={backend}: the actor is on all ranks of the run; leave @{backend.partition('@')[2]} out"
             continue
-        fits = fits or role == "actor"  # else the actor's own backend is wrong, which says enough
+        fits = fits or role == "actor"  # compare with the actor's ranks only if the actor's backend is valid
         if fits:
             yield from fewer_ranks_problems(layout, f"{role}.backend={backend}", config.actor)
         yield from layout_problems(layout, f"{role}.backend={backend}", config.actor)
 
 
 def _fleet(config: TrainConfig) -> Iterator[str]:
-    """A message for each setting that does not go with a fleet."""
+    """Yields a message for each setting that does not work with several servers."""
     rollout = config.rollout
     if rollout.backend in INSIDE:
         return
@@ -214,7 +243,7 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
 
 
 def _memory_limit(config: TrainConfig) -> Iterator[str]:
-    """A message for each setting under which models cannot sleep."""
+    """Yields a message for each setting under which models cannot sleep (be offloaded)."""
     limit = f"memory_limit_gib={config.memory_limit_gib}"
     backend = config.rollout.backend
     if config.rollout.fleet.sleep is False and config.memory_limit_gib is not None:
@@ -236,7 +265,7 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
 
 
 def _sleepers(config: TrainConfig | PreferenceConfig, limit: str) -> Iterator[str]:
-    """A message for each model that cannot sleep. ``limit``: the key and its value."""
+    """Yields a message for each model that cannot sleep. ``limit``: the key and its value."""
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None) or ""
         if backend.startswith("deepspeed"):
@@ -263,7 +292,7 @@ def _balance(config: TrainConfig) -> Iterator[str]:
 def _rollout(config: TrainConfig) -> Iterator[str]:
     yield from _balance(config)
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
-    yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig)
+    yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig.min_new_tokens)
     yield from _fleet(config)
     fleet, channel = rollout.fleet, rollout.weights.channel
     yield from delivery_problems(channel, rollout.backend, placement(config), fleet.servers, fleet.watch)
@@ -380,17 +409,17 @@ def _rewards_of_sources(config: BaseConfig) -> Iterator[str]:
 
 
 def _evaluation_job(config: TrainConfig) -> Iterator[str]:
-    """A message for each setting that does not go with an evaluation of checkpoints by another process."""
-    every, wish = config.evaluate.every_steps, config.checkpoint
+    """Yields a message for each setting that does not work with an evaluation of checkpoints by another process."""
+    every, saving = config.evaluate.every_steps, config.checkpoint
     if config.evaluate.where == "run" or every is None:
         return
-    if wish.every_steps is None or every % wish.every_steps:
+    if saving.every_steps is None or every % saving.every_steps:
         yield (
-            f"evaluate.where=job evaluates checkpoints, and checkpoint.every_steps={wish.every_steps or 'null'} makes none "
-            f"at every {every} steps (evaluate.every_steps): set checkpoint.every_steps={every}"
+            f"evaluate.where=job evaluates checkpoints, and checkpoint.every_steps={saving.every_steps or 'null'} makes "
+            f"none at every {every} steps (evaluate.every_steps): set checkpoint.every_steps={every}"
         )
-    if (wish.keep_best or "").lstrip("-").startswith("eval/"):
+    if (saving.keep_best or "").lstrip("-").startswith("eval/"):
         yield (
-            f"checkpoint.keep_best={wish.keep_best} needs figures of the run itself, and with evaluate.where=job another "
+            f"checkpoint.keep_best={saving.keep_best} needs figures of the run itself, and with evaluate.where=job another "
             "process measures them: leave one of them out, or set checkpoint.keep_last=null"
         )

@@ -1,4 +1,4 @@
-"""Checks of an algorithm: its parts by their records (names, knobs, what they demand of the rest), groups, critic, cost."""
+"""Checks an algorithm: names, knobs and requirements of its parts (by their records), groups, critic and constraint."""
 
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -9,18 +9,13 @@ from tandem.config.errors import nearest_names
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.parts import PARTS, PartRecord, part_of
-from tandem.config.roles import CriticConfig
+from tandem.config.train_engine import CriticConfig
 
 
 def constraint_problems(config: TrainConfig) -> Iterator[str]:
-    """Yields what contradicts a constraint; that its cost is a term of the reward is seen when the run is planned."""
+    """Yields a message for each setting that contradicts the constraint. That its cost is a term of the reward is checked
+    when the run is planned."""
     constraint, algorithm = config.constraint, config.algorithm
-    low, start, high = constraint.min_multiplier, constraint.multiplier, constraint.max_multiplier
-    if not low <= start <= high:
-        yield (
-            f"constraint.multiplier must lie between constraint.min_multiplier ({low:g}) and constraint.max_multiplier "
-            f"({high:g}), got {start:g}"
-        )
     if constraint.cost is None:
         return
     key = f"constraint.cost={constraint.cost}"
@@ -39,11 +34,11 @@ def constraint_problems(config: TrainConfig) -> Iterator[str]:
 
 
 SHARED = {"shared", "loss_weight", "value_clip"}
-"""Keys that a critic on the actor's backbone has a use for."""
+"""Keys that are used with `critic.shared=true`."""
 
 
 def critic_problems(config: TrainConfig) -> Iterator[str]:
-    """Keys that nothing would read, and values that would leave the actor no step."""
+    """Yields a message for each key of `critic` that is not used, or whose value leaves the actor no step."""
     advantage, critic, steps = config.algorithm.advantage.name, config.critic, config.total_train_steps
     default = dict(leaves(CriticConfig()))
     changed = {name: value for name, value in leaves(critic) if value != default[name]}
@@ -63,18 +58,13 @@ def critic_problems(config: TrainConfig) -> Iterator[str]:
             )
     elif "loss_weight" in changed:
         yield (
-            f"critic.loss_weight={critic.loss_weight:g} is for critic.shared=true; a critic with its own optimizer has its "
-            "own learning rate, critic.optimizer.lr: leave it out"
+            f"critic.loss_weight={critic.loss_weight:g} is only for critic.shared=true; leave it out. A critic with its own "
+            "optimizer has its own learning rate, critic.optimizer.lr"
         )
     if steps is not None and critic.warmup_steps >= steps:
         yield (
             f"critic.warmup_steps must be below total_train_steps ({steps}), got {critic.warmup_steps}; "
             "the actor would never learn"
-        )
-    if critic.mini_batches is not None and critic.mini_batches > config.rollout.batch_size:
-        yield (
-            f"critic.mini_batches must be at most rollout.batch_size ({config.rollout.batch_size}), groups are never "
-            f"divided; got {critic.mini_batches}"
         )
     if critic.optimizer.schedule == "constant" and critic.optimizer.min_lr_ratio:
         yield (
@@ -84,14 +74,15 @@ def critic_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
-    """A message for each contradiction. ``written``: the keys that the user set."""
+    """Yields a message for each problem with groups, labels, curriculum or replay. ``written``: the keys that the user
+    set."""
     yield from _part(config)
     if config.algorithm.labels == "majority":
         yield from _majority(config, written)
     yield from _program(config, written)
     yield from _curriculum(config)
     yield from _replay(config, written)
-    yield from _first_token(config, written)
+    yield from _first_token(config)
 
 
 def _part(config: TrainConfig) -> Iterator[str]:
@@ -156,21 +147,13 @@ def _replay(config: TrainConfig, written: Container[str]) -> Iterator[str]:
         )
 
 
-def _first_token(config: TrainConfig, written: Container[str]) -> Iterator[str]:
-    sampling, correction = config.gconfig, config.algorithm.correction
-    hot = sampling.first_token_temperature
-    if hot is not None and not sampling.train_first_token and sampling.max_new_tokens < 2:
+def _first_token(config: TrainConfig) -> Iterator[str]:
+    if config.gconfig.first_token_temperature is not None and config.gconfig.max_new_tokens < 2:
         yield "gconfig.first_token_temperature masks the first token, and gconfig.max_new_tokens=1 leaves no other to learn"
-    none = correction.weight == correction.reject.name == "none" and not corrects_itself(config)
-    if hot is not None and sampling.train_first_token and none and "algorithm.correction.weight" not in written:
-        yield (
-            f"gconfig.train_first_token=true trains on tokens drawn at temperature {hot:g}, but algorithm.correction.weight "
-            "is none; use truncate or mask, write algorithm.correction.weight=none, or leave gconfig.train_first_token out"
-        )
 
 
 TERM = re.compile(r"(?:^|\+)\s*(?:[-\d.eE]+\s*\*\s*)?([A-Za-z_]\w*)(?=\s*(?:\(|\+|$))")
-"""The name of each term of a sum of rewards."""
+"""Matches the name of each term in a sum of rewards."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -179,7 +162,7 @@ NAMED = "it judges each named reward by itself"
 
 
 def demands(config: TrainConfig) -> tuple[tuple[str, PartRecord], ...]:
-    """(key=value, record) of the advantage and of the policy loss."""
+    """Returns (key=value, record) of the advantage and of the policy loss."""
     advantage, loss = config.algorithm.advantage.name, config.algorithm.policy_loss.name
     return (
         (f"algorithm.advantage={advantage}", part_of("advantage", advantage)),
@@ -188,12 +171,12 @@ def demands(config: TrainConfig) -> tuple[tuple[str, PartRecord], ...]:
 
 
 def corrects_itself(config: TrainConfig) -> bool:
-    """True if stale tokens need no further correction, or may not be trained on at all."""
+    """True if stale tokens need no correction: the algorithm corrects for them itself, or does not allow them."""
     return any(part.corrects_itself or part.on_policy for _, part in demands(config))
 
 
 def part_problems(config: TrainConfig) -> Iterator[str]:
-    """Names that are not known, knobs that are wrong, and what contradicts what, each with the reason and the remedy."""
+    """Yields a message, with reason and remedy, for each unknown name, invalid knob and contradiction."""
     algorithm, filled = config.algorithm, {"max_tokens": config.gconfig.max_new_tokens}
     for kind in ("advantage", "policy_loss", "aggregation", "filter", "token_filter"):
         yield from component_problems(kind, f"algorithm.{kind}", getattr(algorithm, kind), filled)
@@ -214,7 +197,7 @@ def part_problems(config: TrainConfig) -> Iterator[str]:
 def component_problems(
     kind: str, key: str, component: Component, filled: Mapping[str, float] | None = None
 ) -> Iterator[str]:
-    """Problems of one choice: its name, its knobs. ``filled``: values of knobs where none is set."""
+    """Yields a message for each problem with a component's name or knobs. ``filled``: values of knobs that are not set."""
     part, in_file = part_of(kind, component.name), component.name.rpartition(":")[0].endswith(".py")
     if not part.known:
         if not in_file:  # the signature of my_file.py:function is checked when it is loaded
@@ -228,10 +211,10 @@ def component_problems(
             if not part.knobs[name].allows(value):
                 yield f"{key}.{name} must be {part.knobs[name].rule()}, got {value}"
         elif not in_file:
-            there = f"it has {', '.join(part.knobs)}" if part.knobs else "it has no knobs"
-            users = [other for other, its in PARTS[kind].items() if name in its.knobs]
+            known = f"it has {', '.join(part.knobs)}" if part.knobs else "it has no knobs"
+            users = [other for other, record in PARTS[kind].items() if name in record.knobs]
             other = " or ".join(users) or f"another {kind}"
-            yield f"{key}.{name}={value} is not used by {component.name}; {there}. Leave it out, or choose {other}"
+            yield f"{key}.{name}={value} is not used by {component.name}; {known}. Leave it out, or choose {other}"
     for name, rule in part.knobs.items():
         low, high = values[name], values.get(rule.at_most)
         if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
@@ -243,7 +226,7 @@ def _bounds(config: TrainConfig) -> Iterator[str]:
     part = part_of("correction.weight", correction.weight)
     for bound, value in (("low", correction.low), ("high", correction.high)):
         if value and part.knobs and bound not in part.knobs:
-            users = " or ".join(name for name, its in PARTS["correction.weight"].items() if bound in its.knobs)
+            users = " or ".join(name for name, record in PARTS["correction.weight"].items() if bound in record.knobs)
             yield (
                 f"algorithm.correction.{bound}={value:g} is not used with weight={correction.weight}: set "
                 f"algorithm.correction.weight={users}, or leave it out"
@@ -349,10 +332,11 @@ def _named_rewards(config: TrainConfig, choice: str, part: PartRecord) -> Iterat
 
 
 def _weights_of_rewards(config: TrainConfig) -> Iterator[str]:
-    """`algorithm.advantage.weights`: its form, and its names where the rewards tell theirs."""
+    """Yields a message for each wrong entry of `algorithm.advantage.weights`. Names are checked if all rewards are sums."""
     key, text = "algorithm.advantage.weights", config.algorithm.advantage.knobs.get("weights", "")
     rewards = rewards_of(config)
-    names = {name for reward in rewards for name in TERM.findall(reward)} if all("+" in one for one in rewards) else set()
+    are_sums = all("+" in reward for reward in rewards)
+    names = {name for reward in rewards for name in TERM.findall(reward)} if are_sums else set()
     for part in filter(None, (part.strip() for part in str(text).split(","))):
         name, _, number = (piece.strip() for piece in part.partition("="))
         if not name or not NUMBER.fullmatch(number):

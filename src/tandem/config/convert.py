@@ -1,12 +1,16 @@
-"""Translates a configuration of TRL or verl into one of Tandem, and names each key that has no counterpart, with the reason.
+"""Translates a configuration of TRL or verl into one of Tandem, and gives the reason for each key that is not translated.
 
 The meaning, default and values of a key come from the tables of `coming_from.md`. Numbers that follow from several keys are
-computed here.
+computed here. The configuration may also be a shell script that starts a training, with ``key=value`` or ``--key value``.
 """
 
+import ast
 import json
 import math
-from collections.abc import Mapping
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,80 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.keys import flat, leaves
 from tandem.config.load import load_config, plain_data
 from tandem.config.preference import PreferenceConfig
-from tandem.config.shell_script import script_values
 from tandem.config.yaml_file import number
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}$]*))?\}|\$(\w+)")
+_SUM = re.compile(r"\$\(\(([^$]*?)\)\)")
+_SET = re.compile(r"(?:export |local |declare )?([A-Za-z_]\w*)=(.*)", re.S)
+_KEY = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.S)
+_OPTION = re.compile(r"--([a-z]\w*)(?:=(.*))?", re.S)
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv},
+}
+
+
+def script_values(text: str) -> dict[str, str]:
+    """Returns the keys and values (as text) of a shell script, with its variables inserted. Variables that the script does
+    not set stay, such as ``$HOME``. An indented line, as in an `if`, only sets variables that are not set yet."""
+    variables: dict[str, str] = {}
+    values: dict[str, str] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        line = _expanded(line, variables)
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quote that ends on another line
+            words = [word.strip("\"'") for word in line.split()]
+        setting = _SET.fullmatch(" ".join(words))
+        is_alone = len(words) <= 1 + line.lstrip().startswith("export ")
+        if setting and is_alone and not (line[:1].isspace() and variables.get(setting[1])):
+            variables[setting[1]] = setting[2]
+        _collect(words, values)
+    return values
+
+
+def _collect(words: list[str], found: dict[str, str]) -> None:
+    options = False
+    for i, word in enumerate(words):
+        if match := _KEY.fullmatch(word.lstrip("(").rstrip(")") if word.count("(") != word.count(")") else word):
+            found[match[1]] = match[2]
+        elif options and (match := _OPTION.fullmatch(word)):
+            behind = words[i + 1 :]
+            end = next((j for j, other in enumerate(behind) if other.startswith("--")), len(behind))
+            values = [value.rstrip(",") for value in behind[:end]]
+            name, on = (match[1][3:], "false") if match[1].startswith("no_") else (match[1], "true")
+            found[name] = match[2] or (values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else on)
+        options = options or word.endswith(".py") or word in ("grpo", "sft", "dpo", "rloo") or ".scripts." in word
+
+
+def _expanded(line: str, variables: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        known = variables.get(match[1] or match[3])
+        return (match[0] if known is None else known) if match[2] is None else known or match[2]
+
+    for _ in range(4):  # the default of a variable may contain variables; four levels are enough in practice
+        line = _VARIABLE.sub(value, line)
+    while match := _SUM.search(line):
+        names = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], m[0]), match[1])
+        result = _computed(names)
+        line = line[: match.start()] + (f"${{{names}}}" if result is None else str(result)) + line[match.end() :]
+    return line
+
+
+def _computed(text: str) -> int | None:
+    def of(node: Any) -> int | None:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = of(node.left), of(node.right)
+            known = left is not None and right is not None and (right or not isinstance(node.op, ast.Div))
+            return _OPERATORS[type(node.op)](left, right) if known and left is not None and right is not None else None
+        return None
+
+    try:
+        return of(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        return None
+
 
 TRAINERS: dict[str, tuple[str, type[BaseConfig], frozenset[str]]] = {
     "grpo": ("TRL", TrainConfig, frozenset({"num_generations", "max_completion_length", "num_iterations", "epsilon"})),
@@ -134,7 +210,7 @@ class Conversion:
         return default if value is None else value
 
     def number(self, name: str, least: int | None = None) -> Any:
-        """`read`, of a key that other numbers are made with; one with a ``least`` value is a count. Raises `ConfigError`."""
+        """Calls `read` for a number; with ``least``, a whole number of at least this. Raises `ConfigError` otherwise."""
         value = self.read(name)
         good = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18)
         if not good or (least is not None and value is not None and (value < least or value % 1)):
@@ -143,14 +219,14 @@ class Conversion:
         return value
 
     def word(self, name: str) -> Any:
-        """`read`, of a key that is one of several words, or null. Raises `ConfigError`: it is no text."""
+        """Calls `read` for a key whose value must be text or null. Raises `ConfigError` otherwise."""
         value = self.read(name)
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{name} must be a word, got {value!r}")
+            raise ConfigError(f"{name} must be text, got {value!r}")
         return value
 
     def put(self, key: str, value: Any, *names: str, how: str = "") -> None:
-        """Sets a Tandem key. A default value is left out, unless the file sets one of the foreign keys ``names``."""
+        """Sets a Tandem key, unless the value is Tandem's default and the file sets none of the foreign keys ``names``."""
         if not key.startswith(self._components) and key not in self._defaults:
             self.left |= {n: f"{key} is no key of this command here" for n in names if n in self.given}
         elif self._defaults.get(key) != value or not self.given.keys().isdisjoint(names):
@@ -211,7 +287,7 @@ class Conversion:
             self.left[name] = "with this value there is nothing to set"
 
     def text(self) -> str:
-        """The YAML file; keys that are not translated are comments at its end."""
+        """Returns the YAML file; keys that are not translated are comments at its end."""
         lines = [f"# from a configuration of {self.system}, by tandem convert-config; # says where a value comes from"]
         lines += [f"{key}: {_shown(value)}  # {why}" for key, (value, why) in self.ours.items()]
         lines += ["", "# fill in and take the # away:"]
@@ -219,11 +295,11 @@ class Conversion:
         return "\n".join([*lines, "", f"# not translated ({len(self.left)} keys):", *self.listed("#   ")]) + "\n"
 
     def overrides(self) -> list[str]:
-        """The translated keys as ``key=value``."""
+        """Returns the translated keys as ``key=value``."""
         return [f"{key}={_shown(value)}" for key, (value, _) in self.ours.items()]
 
     def listed(self, indent: str = "  ") -> list[str]:
-        """A line for each key that is not translated."""
+        """Returns a line for each key that is not translated."""
         return [f"{indent}{name} = {_shown(self.given.get(name))}: {why}" for name, why in self.left.items()]
 
 
@@ -236,7 +312,7 @@ def convert(trainer: str, given: Mapping[str, Any], processes: int = 1) -> Conve
     """Translates a file of ``trainer`` (a key of `TRAINERS`). ``processes``: number of devices that a TRL run trained on.
 
     Raises:
-        ConfigError: a TRL batch is not a whole number of groups, or a count is no number.
+        ConfigError: a TRL batch is not a whole number of groups, or a count is not a number.
     """
     c = Conversion(trainer, given, processes)
     c.open["train_dataset.path"] = "FOLDER, FILE or hub name", "which columns are read: docs/data.md"

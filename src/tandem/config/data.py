@@ -1,9 +1,11 @@
-"""Data sets: where rows come from and which columns mean what."""
+"""Data sets: the source of rows, the meaning of columns, and the choice of prompts (the `curriculum` section)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from tandem.config.parts import Count, Share, whole
 from tandem.config.terms import Spec
 
 COLUMNS = (
@@ -34,19 +36,19 @@ COLUMNS = (
 """Names that `columns` may map."""
 
 SOURCE, INDEX, EPOCH, WHERE, REWARD = (f"tandem.{name}" for name in ("source", "index", "epoch", "where", "reward"))
-"""Keys that a row has beside the columns of its data set: the name of the source, its place and pass, its file and line, and
-the reward that its source brings. No column of a user's can have these names."""
+"""Keys that Tandem adds to each row: name of the source, index, epoch, file and line, and the reward of its source. A user's
+columns cannot have these names."""
 
 OURS = (SOURCE, INDEX, EPOCH, WHERE, REWARD)
 
 WITH_MEDIA = ("clevr_count", "easy_vqa", "easy_vqa_open", "easy_vqa_yes_no", "spoken_digits", "spoken_sums")
-"""Data sets of pictures and sounds; each also as ``…_shuffled``, with the media of other rows."""
+"""Data sets with images or sounds. Each also exists as ``…_shuffled``, in which rows have the media of other rows."""
 
 PROCEDURAL = (
     *("addition", "addition_pairs", "functions", "functions_shuffled", "seeds"),
     *(f"{name}{ending}" for name in WITH_MEDIA for ending in ("", "_shuffled")),
 )
-"""Data sets that are computed or put together, beside the families of reasoning-gym."""
+"""Data sets that Tandem generates, in addition to those of reasoning-gym."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class SourceConfig:
     """One data set of a mixture."""
 
     path: str
-    """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
+    """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that returns one), `addition`,
     `addition_pairs`, `functions`, `seeds`, `clevr_count` and others with media (docs/vision.md, docs/audio.md), or
     `reasoning_gym:NAME`."""
 
@@ -69,7 +71,7 @@ class SourceConfig:
 
     @property
     def label(self) -> str:
-        """Its name in metrics."""
+        """Name of the data set in metrics."""
         return self.name or Path(self.path.rpartition(":")[2]).stem
 
 
@@ -78,7 +80,7 @@ class DatasetConfig:
     """Rows for training."""
 
     path: str | None = None
-    """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that gives them), `addition`,
+    """Folder, file, hub name, `my_file.py:rows` (a list of dicts, or a function that returns one), `addition`,
     `addition_pairs`, `functions`, `seeds`, `clevr_count` and others with media (docs/vision.md, docs/audio.md), or
     `reasoning_gym:NAME`."""
 
@@ -89,31 +91,35 @@ class DatasetConfig:
     """Several data sets mixed by weight, instead of `path`."""
 
     prompt_column: str | None = None
-    """Column of the user's question, `a.b` for a value within one; null finds it by the usual names (docs/data.md)."""
+    """Column of the user's question, or `a.b` for the value `b` inside column `a`; null looks for the usual names
+    (docs/data.md)."""
 
     answer_column: str | None = None
-    """Column of the expected answer, or of what `tandem sft` learns; null finds it by the usual names (docs/data.md)."""
+    """Column of the expected answer, for `tandem sft` of the text to learn; null looks for the usual names
+    (docs/data.md)."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names of your columns, by ours: `columns.chosen=winner` reads `winner` as `chosen` (docs/preferences.md)."""
+    """Tandem's name of a column → your name: `columns.chosen=winner` reads `winner` as `chosen` (docs/preferences.md)."""
 
-    max_rows: int | None = None
+    max_rows: Count | None = None
     """Use only the first rows of the data set; null uses all."""
 
     shuffle: bool = True
     """Shuffle the rows in each epoch, depending on the seed."""
 
-    size: int = 2000
-    """Most rows of a generated data set (`addition`, `addition_pairs`, `functions`, `seeds`, `reasoning_gym:NAME`)."""
+    size: Annotated[int, whole(1, 10**7)] = 2000
+    """Maximum number of rows of a generated data set (`addition`, `addition_pairs`, `functions`, `seeds`,
+    `reasoning_gym:NAME`)."""
 
     prompt_suffix: str = ""
     """Text after every question, for example how to write the answer; not used for whole conversations (SFT)."""
 
     media: bool = True
-    """Read the images and sounds of rows (docs/media.md); false reads the text alone."""
+    """Read the images and sounds of rows, validation rows too (docs/media.md); false reads only the text."""
 
     media_folders: tuple[str, ...] = ()
-    """More folders that paths of images and sounds may lie in, beside the folder of the data file."""
+    """Additional folders in which paths of images and sounds are allowed, besides the folder of the data file. For
+    validation rows too."""
 
 
 @dataclass(frozen=True)
@@ -131,30 +137,36 @@ class ValidDatasetConfig:
     """Several data sets mixed by weight, instead of `path`."""
 
     prompt_column: str | None = None
-    """Column of the user's question; null: as in `train_dataset` if `path` is null, else it is looked for."""
+    """Column of the user's question; null: as in `train_dataset` if `path` is null, else looks for the usual names."""
 
     answer_column: str | None = None
-    """Column of the expected answer; null: as in `train_dataset` if `path` is null, else it is looked for."""
+    """Column of the expected answer; null: as in `train_dataset` if `path` is null, else looks for the usual names."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Other names of columns; if it is empty and `path` is null, those of `train_dataset`."""
+    """Tandem's name of a column → your name; if empty and `path` is null: as in `train_dataset`."""
 
-    max_rows: int | None = None
+    max_rows: Count | None = None
     """Use only the first rows of the data set; null uses all, up to `evaluate.max_rows`."""
 
-    size: int | None = None
-    """Most rows of a generated data set; null: as in `train_dataset` if `path` is null, else 2000."""
+    size: Annotated[int, whole(1, 10**7)] | None = None
+    """Maximum number of rows of a generated data set; null: as in `train_dataset` if `path` is null, else 2000."""
 
     prompt_suffix: str | None = None
     """Text after every question; null: as in `train_dataset` if `path` is null, else none."""
 
-    media: bool | None = None
-    """Read the images and sounds of rows; null: as in `train_dataset` if `path` is null, else true."""
-
-    media_folders: tuple[str, ...] = ()
-    """More folders for paths of images and sounds; if it is empty and `path` is null, those of `train_dataset`."""
-
 
 def is_procedural(path: str) -> bool:
-    """True if a path names rows that are computed."""
+    """True if a path names a generated data set."""
     return path in PROCEDURAL or path.startswith("reasoning_gym:")
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Prompts drawn by their measured success rate, so that most are neither too easy nor too hard."""
+
+    round_rows: Count | None = None
+    """Number of rows in one round. Each round draws rows by their success rates so far, without repeats. null: no
+    curriculum, each row comes once per epoch."""
+
+    target: Share = 0.5
+    """Success rate at which a row is drawn most often."""

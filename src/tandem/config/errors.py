@@ -1,38 +1,39 @@
-"""The error that every wrong configuration ends in."""
+"""The error of a wrong configuration, helpers for its messages, and the command that installs an optional library."""
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from pathlib import Path
 
 
 class TandemError(Exception):
-    """Root of all errors that Tandem raises on purpose."""
+    """Base class of all errors that Tandem raises on purpose."""
 
-    may_pass: ClassVar[bool] = False
-    """True if a run that ended with it may succeed when it is started again: machines fail so, configurations do not."""
+    may_pass: bool = False
+    """True if a run that ended with this error may succeed when it is started again, as after a fault of a machine."""
 
 
 class ConfigError(TandemError, ValueError):
     """A configuration that cannot work; the message names the key, the value, the rule and the remedy."""
 
     def _render_traceback_(self) -> list[str]:
-        """A notebook shows these lines in place of a traceback, which tells a user nothing."""
+        """Returns the lines that a notebook shows instead of a traceback."""
         return [f"ConfigError: {self}"]
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Passes if there are none.
+    """Raises an error with all messages in ``problems``, if there are any.
 
     Raises:
-        ConfigError: all of them together, each once.
+        ConfigError: there are problems; the message lists each once.
     """
-    found = list(dict.fromkeys(problems))
-    if found:
-        raise ConfigError(found[0] if len(found) == 1 else f"{len(found)} problems:\n" + "\n".join(f"- {p}" for p in found))
+    texts = list(dict.fromkeys(problems))
+    if texts:
+        raise ConfigError(texts[0] if len(texts) == 1 else f"{len(texts)} problems:\n" + "\n".join(f"- {p}" for p in texts))
 
 
 def kind_and_text(error: BaseException) -> str:
-    """An error in words: its type and its text, or its type alone if it has no text."""
+    """Returns an error's type and text, ``ValueError: bad``, or only the type if it has no text."""
     try:
         text = str(error)
     except Exception:  # the boundary of a user's code: its own __str__ may raise
@@ -50,20 +51,22 @@ OTHER_WORDS = {
     "dataset": "train_dataset.path",
     "r": "rank",
 }
-"""A usual word for it → our key, or its last part. Names of other systems are in `coming_from.md`."""
+"""Common synonym → Tandem's key, or its last part. Names of other systems are in `coming_from.md`."""
 
 
 def nearest_names(name: str, names: Iterable[str]) -> str:
-    """`did you mean 'x'? There are: x, y, z`; or, to follow a semicolon, `there are: x, y, z`."""
+    """Returns `did you mean 'x'? There are: x, y, z`; if no name is close, `there are: x, y, z`. For use after a
+    semicolon."""
     names = sorted(names)
     begins = [other for other in names if other.startswith(name)]
     close = begins or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    close.sort(key=lambda other: sorted(other) != sorted(name))  # two letters that changed places, before another letter
+    close.sort(key=lambda other: sorted(other) != sorted(name))  # names with the same letters (swapped ones) come first
     return (f"did you mean {close[0]!r}? There" if close else "there") + f" are: {', '.join(names) or 'none'}"
 
 
 def nearest_keys(key: str, keys: Sequence[str]) -> list[str]:
-    """At most three keys that ``key`` may stand for: a typing error in its section first, then the same name elsewhere."""
+    """Returns at most three of ``keys`` that may be meant by ``key``: a similar key in the same section, else keys of the
+    same name in other sections, else a similar key."""
     section, _, last = key.rpartition(".")
     inside = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     close = difflib.get_close_matches(last, inside, n=1, cutoff=0.75)
@@ -74,9 +77,27 @@ def nearest_keys(key: str, keys: Sequence[str]) -> list[str]:
         return [last]
     elsewhere = [k for k in keys if k.rpartition(".")[2] == last]
     if not elsewhere:
-        close = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1, cutoff=0.75)
+        cutoff = 0.85 if inside else 0.75  # the names of a section that exists say more than a far likeness elsewhere
+        close = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1, cutoff=cutoff)
         elsewhere = [k for k in keys if close and k.rpartition(".")[2] == close[0]]
     deeper = [k for k in elsewhere if section and k.startswith(f"{section}.")]
     elsewhere = deeper or elsewhere
     elsewhere.sort(key=lambda k: (-difflib.SequenceMatcher(None, k, key).ratio(), k))
-    return elsewhere[:3] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    return elsewhere[:3] or ([] if inside else difflib.get_close_matches(key, keys, n=1, cutoff=0.6))
+
+
+_CLONE = Path(__file__).parents[3]
+
+
+def install_extra(extra: str) -> str:
+    """Returns the command that installs an extra of Tandem into this interpreter, from the clone if Tandem runs from one."""
+    is_clone = (_CLONE / "pyproject.toml").is_file()
+    package = f"-e '{_shown(_CLONE)}[{extra}]'" if is_clone else f"'tandem-rl[{extra}]'"
+    return f"{_shown(Path(sys.executable))} -m pip install {package}"
+
+
+def _shown(path: Path) -> str:
+    """Returns a path relative to the current folder if it is below. Links are not resolved, because the Python of a virtual
+    environment is a link."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

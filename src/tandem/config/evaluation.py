@@ -1,41 +1,41 @@
-"""Evaluation without training: `tandem eval`. Its configuration, how it is loaded, and what is refused."""
+"""Evaluation without training (`tandem eval`): its configuration, loading and checks."""
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from tandem.config.check import out_of_bounds
+from tandem.config.coming_from import REMOVED
 from tandem.config.errors import refuse
-from tandem.config.generation import GenerationConfig
 from tandem.config.keys import leaves
-from tandem.config.limits import LIMITS
-from tandem.config.load import Resolved
-from tandem.config.parts import KnobRule
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.load import Draft, Resolved
+from tandem.config.parts import Count, KnobRule, Natural, Seconds, Seed, Threads
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.config.terms import Spec
-from tandem.config.tree import Draft
 from tandem.config.yaml_file import COMMAND_LINE, Assignment, read_file, read_override
 
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 NOT_PART_OF_THE_RESULT = ("out", "label", "success")
-"""Keys that a resumed evaluation may have otherwise: the answers are the same."""
+"""Keys that may differ when an evaluation is resumed, because they do not change the answers."""
 
 SUCCESS = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=|==|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """One data set of an evaluation. A key that is null takes the value at the top level, then the benchmark's."""
+    """One data set of an evaluation. A key that is null takes the value of the same key at the top level, and if that is
+    null too, the benchmark's."""
 
     path: str
     """Known benchmark, folder, file, hub name, `addition`, or `reasoning_gym:NAME`."""
 
     benchmark: str | None = None
-    """Known format of the rows; null recognises it by the last part of `path`, `none` takes the rows as they are."""
+    """Known format of the rows; null recognises it by the last part of `path`, `none` reads the rows unchanged."""
 
     name: str | None = None
-    """Name in results; null takes the benchmark's, else the last part of the path."""
+    """Name in results; null takes the benchmark's name, else the last part of the path."""
 
     split: str | None = None
     """Split of a folder or hub data set."""
@@ -47,13 +47,13 @@ class EvaluationData:
     """Column that holds the expected answer."""
 
     prompt_suffix: str | None = None
-    """Text put behind every question."""
+    """Text after every question."""
 
     reward: Spec | None = None
     """Reward that judges the answers: a name, or `my_file.py:function`."""
 
     max_rows: int | None = None
-    """Use only the first rows."""
+    """Use only the first `max_rows` rows."""
 
 
 @dataclass(frozen=True)
@@ -79,30 +79,30 @@ class EvaluationConfig:
     """Column of the expected answer; null takes the benchmark's, else looks for answer, solution, completion."""
 
     prompt_suffix: str | None = None
-    """Text put behind every question; null takes the benchmark's, else none."""
+    """Text after every question; null takes the benchmark's, else none."""
 
     reward: Spec | None = None
     """Reward that judges the answers: a name, or `my_file.py:function`; null takes the benchmark's, else `math`."""
 
     success: str | None = None
-    """When a sample is right, such as `reward >= 1` or `format == 1` (a part of the reward); null: if its accuracy is 1.
-    With another one, a finished evaluation is counted anew, and nothing is generated."""
+    """Condition for a right sample, such as `reward >= 1` or `format == 1` (a part of the reward); null: accuracy is 1. If
+    it changes, a finished evaluation is counted again from its recorded samples."""
 
-    reward_timeout_s: float = 15.0
+    reward_timeout_s: Seconds = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed."""
 
-    max_rows: int | None = None
-    """Use only the first rows of each data set; null uses all. On the command line it replaces the `data[].max_rows` of the
-    file."""
+    max_rows: Count | None = None
+    """Use only the first `max_rows` rows of each data set; null uses all. On the command line it replaces the
+    `data[].max_rows` of the file."""
 
     workflow: Spec = "rlvr"
-    """Registered workflow of one sample, such as `multi_turn(max_turns=5)`, or `my_file.py:ClassOrFunction`."""
+    """Registered workflow that makes each sample, such as `multi_turn(max_turns=5)`, or `my_file.py:ClassOrFunction`."""
 
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     """Knobs of the workflow, as in training."""
 
     judge: Spec | None = None
-    """Your service that judges, as in training: given to a workflow or reward that asks for `judge`."""
+    """Your judging service, as in training; passed to a workflow or reward with an argument `judge`."""
 
     environment: Spec | None = None
     """Your environment, as in training."""
@@ -114,7 +114,7 @@ class EvaluationConfig:
     """The other model that the workflow talks to, as in training."""
 
     sandbox: Spec = "auto"
-    """The place where programs run that nobody trusts, as in training."""
+    """The sandbox in which untrusted programs run, as in training."""
 
     system_prompt: str | None = None
     """System message before each prompt; null: none."""
@@ -126,22 +126,22 @@ class EvaluationConfig:
     """Sampling. Greedy unless `n_samples`, `temperature`, `top_p` or `top_k` is set."""
 
     k: tuple[int, ...] = ()
-    """The k of pass@k and maj@k; empty takes 2, 4, 8 … and `gconfig.n_samples`."""
+    """Values of k for pass@k and maj@k; empty takes 2, 4, 8 … and `gconfig.n_samples`."""
 
-    confidence: float = 0.95
-    """Level of the intervals."""
+    confidence: Annotated[float, KnobRule(above=0.0, high=0.9999)] = 0.95
+    """Level of the confidence intervals."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of sampling and of the bootstrap."""
 
-    wave_samples: int = 256
+    wave_samples: Count = 256
     """Number of samples generated and recorded together (a wave); a kill loses at most one wave."""
 
     deterministic: bool = True
-    """All samples of a wave take each of their turns together, so that what is computed together does not depend on timing.
-    False: each goes on as soon as it can, which is faster where tools or environments are slow."""
+    """All samples of a wave take each turn together, so that the composition of batches does not depend on timing. False:
+    each sample continues as soon as it can, which is faster with slow tools or environments."""
 
-    threads: int | None = None
+    threads: Threads | None = None
     """CPU threads; null takes all cores that the process may use."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -153,31 +153,25 @@ class EvaluationConfig:
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
     """Settings of the embedded engine."""
 
-    episode_timeout_s: float = 21600.0
-    """A sample that takes longer, its wait within the wave included, fails with the reason `deadline`."""
+    episode_timeout_s: Seconds = 21600.0
+    """A sample that takes longer, including its waiting time in the wave, fails with the reason `deadline`."""
 
-    max_retries: int = 2
+    max_retries: Natural = 2
     """Number of times that a sample is run again after a failure of the infrastructure."""
 
     out: str = "evaluations"
-    """Folder that holds the folders of all evaluations."""
+    """Folder that has the folders of all evaluations."""
 
     label: str | None = None
     """Name of the evaluation and its folder; null makes one from `model` and `data`."""
 
 
-OWN_LIMITS: dict[str, KnobRule] = {
-    "max_rows": KnobRule(None, low=1, integer=True),
-    "wave_samples": KnobRule(None, low=1, integer=True),
-    "confidence": KnobRule(None, above=0.0, high=0.9999),
-}
-
-
 def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | Assignment] = ()) -> Resolved[Any]:
-    """Defaults ← YAML file ← ``key=value``, checked; as `load_config` does for training.
+    """Loads and checks the configuration of an evaluation: defaults, overridden by the YAML file, overridden by
+    ``overrides`` (``key=value``). See `load_config`.
 
     Raises:
-        ConfigError: names every key that is wrong, its value, the rule and what to do.
+        ConfigError: the message has every wrong key with its value, the rule and the remedy.
     """
     draft = Draft(EvaluationConfig)
     if file is not None:
@@ -187,7 +181,7 @@ def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | As
     refuse(draft.errors)
     config: EvaluationConfig = draft.build()
     written = dict(draft.sources)
-    if written.get("max_rows") == COMMAND_LINE and written.get("data") != COMMAND_LINE:  # the file's own numbers give way
+    if written.get("max_rows") == COMMAND_LINE and written.get("data") != COMMAND_LINE:  # overrides the file's numbers
         config = replace(config, data=tuple(replace(data, max_rows=None) for data in config.data))
     if "gconfig.greedy" not in written:
         sampled = any(f"gconfig.{key}" in written for key in ("temperature", "top_p", "top_k"))
@@ -195,7 +189,7 @@ def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | As
         written["gconfig.greedy"] = "follows from gconfig"
     refuse([*_problems(config, written)])
     if config.label is None:
-        parts = [label_of(one) for one in (config.model, *(d.name or d.path for d in config.data))]
+        parts = [label_of(name) for name in (config.model, *(d.name or d.path for d in config.data))]
         config = replace(config, label="-".join(parts)[:100])
         written["label"] = "follows from model and data"
     if not config.k:
@@ -204,7 +198,7 @@ def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | As
 
 
 def usual_k(n_samples: int) -> tuple[int, ...]:
-    """2, 4, 8 … below ``n_samples``, and that; nothing for one sample.
+    """Returns 2, 4, 8 … below ``n_samples``, and ``n_samples``; empty for one sample.
 
     >>> usual_k(10)
     (2, 4, 8, 10)
@@ -214,7 +208,7 @@ def usual_k(n_samples: int) -> tuple[int, ...]:
 
 
 def label_of(model: str) -> str:
-    """A folder's name from a model's: `runs/addition/grpo/checkpoints/step_18` is `addition-grpo-step_18`."""
+    """Makes a folder's name from a model's: `runs/addition/grpo/checkpoints/step_18` becomes `addition-grpo-step_18`."""
     parts = [part for part in model.rstrip("/").split("/") if part not in ("", ".", "..")]
     if len(parts) > 3 and parts[-2] == "checkpoints":
         parts = [*parts[-4:-2], parts[-1]]
@@ -224,12 +218,14 @@ def label_of(model: str) -> str:
 
 
 def _problems(config: EvaluationConfig, written: Container[str]) -> Iterator[str]:
-    for key, value in leaves(config):
-        limit = OWN_LIMITS.get(key) or LIMITS.get(key) or LIMITS.get(f"rollout.{key}")
-        if key == "gconfig.temperature" and value == 0:
-            yield f"{key}=0 is greedy, which one sample of each row is anyway: leave it out, or set gconfig.greedy=true"
-        elif limit and value is not None and not limit.allows(value):
-            yield f"{key} must be {limit.rule()}, got {value}"
+    bounded = config
+    if config.gconfig.temperature == 0:
+        yield (
+            "gconfig.temperature=0 is greedy, which one sample of each row is anyway: leave it out, or set "
+            "gconfig.greedy=true"
+        )
+        bounded = replace(config, gconfig=replace(config.gconfig, temperature=1.0))
+    yield from out_of_bounds(bounded, written)
     if not config.model:
         yield "model is missing: give a folder (a checkpoint), a hub name, or smollm2-135m"
     if not config.data:
@@ -279,8 +275,11 @@ def _samples(config: EvaluationConfig, written: Container[str]) -> Iterator[str]
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value in one, value in other) of every leaf that differs; nested mappings are joined by dots."""
+    """Yields (key, value in ``one``, value in ``other``) of every value that differs; keys of nested mappings are joined by
+    dots. Removed keys, which only an older evaluation has, are left out."""
     for key in dict.fromkeys([*one, *other]):
+        if not (key in one and key in other) and f"{prefix}{key}".removeprefix("config.") in REMOVED:
+            continue
         a, b = one.get(key), other.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from differences(a, b, f"{prefix}{key}.")

@@ -1,27 +1,26 @@
-"""Fleets: several inference servers behind one engine; what `rollout.backend` may say, and `rollout.fleet`."""
+"""Fleets of inference servers: parses `rollout.backend`, and defines `rollout.fleet`."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from tandem.config.errors import ConfigError, nearest_names
-from tandem.config.generation import GenerationConfig
-from tandem.config.parts import Knob
+from tandem.config.parts import MOST_SECONDS, Knob, KnobRule, Natural, PositiveShare, Seconds
 
 STARTED = ("embedded", "tandem", "vllm", "sglang")
 """Kinds of server that a run starts itself, ``KIND:dN`` in `rollout.backend`."""
 
 TENSOR = ("vllm", "sglang")
-"""Kinds of which one server can use several GPUs."""
+"""Kinds of server that can use several GPUs each."""
 
 ATTACHED = ("tandem", "vllm", "sglang")
-"""Kinds of server that a run attaches to by their address."""
+"""Kinds of server that a run can attach to by their address."""
 
 INSIDE = ("embedded", "auto")
-"""Values of `rollout.backend` for the one engine inside the run. `auto` is one as long as nobody has decided otherwise
-(`tandem.config.choose_backend`)."""
+"""Values of `rollout.backend` for the embedded engine. `auto` counts as embedded until it is resolved
+(`tandem.config.allocation`)."""
 
 ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 
@@ -33,11 +32,11 @@ class Servers:
     kind: str
     count: int
     tensor: int = 1
-    """GPUs of each, by tensor parallelism."""
+    """Number of GPUs of each server, by tensor parallelism."""
 
     @property
     def devices(self) -> int:
-        """GPUs of all of them."""
+        """Number of GPUs of all servers together."""
         return self.count * self.tensor
 
     def __str__(self) -> str:
@@ -45,13 +44,17 @@ class Servers:
 
 
 class Address(NamedTuple):
-    """A server that somebody else started."""
+    """Kind and URL of a server that the run did not start."""
 
     kind: str
     url: str
 
     def __str__(self) -> str:
         return f"{self.kind}={self.url}"
+
+
+SUSPECT_AFTER_S = 4.0
+"""Seconds without a token after which a server gets no new requests."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,14 @@ class FleetConfig:
     """Running servers to attach to, each as `KIND=URL` with KIND one of tandem, vllm, sglang."""
 
     watch: str | None = None
-    """A file, or a folder of files, with one `KIND=URL` a line. It is read every second, so servers may join and leave
+    """A file, or a folder of files, with one `KIND=URL` per line. It is read every second, so servers may join and leave
     during the run. null: the file `servers` in the run folder, which `tandem fleet add` writes."""
 
     vllm_python: str | None = None
-    """Python of the environment that has vLLM, for `vllm:dN`; null takes the one that runs Tandem."""
+    """Python interpreter of the environment that has vLLM, for `vllm:dN`; null takes the one that runs Tandem."""
 
     sglang_python: str | None = None
-    """Python of the environment that has SGLang, for `sglang:dN`; null takes the one that runs Tandem."""
+    """Python interpreter of the environment that has SGLang, for `sglang:dN`; null takes the one that runs Tandem."""
 
     token_file: str | None = None
     """File with the token (API key) of attached servers; null sends none."""
@@ -77,65 +80,51 @@ class FleetConfig:
     admin_token_file: str | None = None
     """File with the token of the control routes of attached `tandem serve` servers; null sends none."""
 
-    memory_share: float | None = None
-    """Part of a GPU's memory that a vLLM or SGLang server which the run starts may take; null: 0.9 on devices of its own,
-    0.4 where it shares them with training (`placement=colocate`)."""
+    memory_share: PositiveShare | None = None
+    """Share of a GPU's memory for a vLLM or SGLang server that the run starts; null: 0.9 on its own devices, 0.4 if it
+    shares them with training (`placement=colocate`)."""
 
     sleep: bool | None = None
-    """vLLM and SGLang servers on the GPUs of training give the memory of their cache back while the models train. null: they
-    do where the run starts all its servers (`placement=colocate`). With `memory_limit_gib` they do in any case."""
+    """vLLM and SGLang servers on the training GPUs free the memory of their cache (sleep) while the models train. null: true
+    if the run starts all its servers (`placement=colocate`). With `memory_limit_gib` they always sleep."""
 
     options: Mapping[str, Knob] = field(default_factory=dict)
-    """More options for the command of the servers that the run starts, by their names in that command without dashes, such
-    as `{max-num-batched-tokens: 8192, enforce-eager: true}`. Unknown ones are refused before the run starts."""
+    """Further command-line options of the servers that the run starts, without their dashes, such as
+    `{max-num-batched-tokens: 8192, enforce-eager: true}`. Unknown options are refused before the run starts."""
 
-    startup_timeout_s: float = 600.0
-    """Seconds that a server which the run starts may take to load its model."""
+    startup_timeout_s: Seconds = 600.0
+    """Maximum seconds for a server that the run starts to load its model, and for requests to wait while no server is
+    healthy; then the run ends."""
 
-    probe_every_s: float = 2.0
-    """A server that shows no progress for this long is asked for one token, as a test."""
+    stall_timeout_s: Annotated[float, KnobRule(above=SUSPECT_AFTER_S, high=MOST_SECONDS)] = 60.0
+    """A server that has generated no token for this long is fenced: its requests move to other servers. After 4 s it gets
+    no new requests."""
 
-    suspect_after_s: float = 4.0
-    """A server that has made no token for this long gets no new requests until it makes tokens again."""
-
-    stall_timeout_s: float = 60.0
-    """A server that has made no token for this long is fenced: its requests move to other servers."""
-
-    request_timeout_s: float = 600.0
-    """A request that a server has not answered within this time moves to another server."""
-
-    max_server_retries: int = 3
-    """Number of times that a request moves to another server before it counts as failed."""
-
-    max_restarts: int = 3
-    """Number of times an hour that a server of this run may be started again."""
-
-    empty_timeout_s: float = 300.0
-    """The run ends if no server was healthy for this long while requests were waiting."""
+    max_restarts: Natural = 3
+    """Maximum number of restarts per hour of a server that the run has started."""
 
     finish_before_update: bool = False
-    """Before switching to new weights, hold new requests back and let the running ones finish, instead of interrupting
-    them."""
+    """Before switching to new weights, hold new requests back and let running ones finish, instead of interrupting them."""
 
-    drain_timeout_s: float = 120.0
-    """Seconds that a server which leaves may take to finish its requests, and that `finish_before_update` waits.
-    Requests that are left then are moved or interrupted."""
+    drain_timeout_s: Seconds = 120.0
+    """Maximum seconds for a leaving server to finish its requests, and for `finish_before_update` to wait. Requests that are
+    still running afterwards are moved or interrupted."""
 
 
 def parse_backend(backend: str) -> tuple[Servers, ...] | None:
-    """The servers that the run starts, in order; None for the one engine inside the run.
+    """Returns the servers that the run starts, in order; None for the embedded engine inside the run.
 
     Example: ``parse_backend("embedded:d1+vllm:d2t4") == (Servers("embedded", 1), Servers("vllm", 2, 4))``,
     ``parse_backend("attached") == ()``
 
     Raises:
-        ConfigError: it is none of the forms; says which there are.
+        ConfigError: the text has none of these forms; the message lists them.
     """
     if backend in INSIDE:
         return None
     if backend == "attached":
         return ()
-    found: list[Servers] = []
+    started: list[Servers] = []
     for part in backend.split("+"):
         kind, _, count = part.partition(":")
         if kind not in STARTED or part in STARTED:
@@ -152,19 +141,19 @@ def parse_backend(backend: str) -> tuple[Servers, ...] | None:
                 f"rollout.backend={backend}: a server of {kind} computes on one device; leave t{servers.tensor} out, or use "
                 + " or ".join(TENSOR)
             )
-        found.append(servers)
-    return tuple(found)
+        started.append(servers)
+    return tuple(started)
 
 
 def numbered(servers: Iterable[Servers]) -> list[tuple[str, Servers]]:
-    """Each single server by its name in the run, such as ``vllm-0``, with the group that it is one of."""
+    """Returns (name, entry of ``servers``) of each single server; names are unique in the run, such as ``vllm-0``."""
     counts: Counter[str] = Counter()
-    found = []
-    for one in servers:
-        for _ in range(one.count):
-            found.append((f"{one.kind}-{counts[one.kind]}", one))
-            counts[one.kind] += 1
-    return found
+    named = []
+    for entry in servers:
+        for _ in range(entry.count):
+            named.append((f"{entry.kind}-{counts[entry.kind]}", entry))
+            counts[entry.kind] += 1
+    return named
 
 
 def _not_a_backend(backend: str, kind: str, part: str) -> str:
@@ -184,13 +173,13 @@ def _not_a_backend(backend: str, kind: str, part: str) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """``KIND=URL``, the URL without its last slash.
+    """Parses ``KIND=URL``; a slash at the end of the URL is removed.
 
     Raises:
-        ConfigError: it is not that; says what is wrong.
+        ConfigError: the text has another form; the message says what is wrong.
     """
-    kind, found, url = text.strip().partition("=")
-    if not found or kind not in ATTACHED:
+    kind, equals, url = text.strip().partition("=")
+    if not equals or kind not in ATTACHED:
         raise ConfigError(
             f"{text.strip()!r} is not the address of a server: write KIND=URL with KIND one of {', '.join(ATTACHED)}, for "
             "example tandem=http://127.0.0.1:8000"
@@ -201,25 +190,15 @@ def parse_address(text: str) -> Address:
 
 
 def kinds_of(backend: str, fleet: FleetConfig) -> frozenset[str]:
-    """Kinds of the servers that the configuration names; without what cannot be read of it, which others complain of."""
+    """Returns the kinds of servers that the configuration names. Invalid entries are ignored; `fleet_problems` reports
+    them."""
     kinds = {"embedded"} if backend in INSIDE else {part.partition(":")[0] for part in backend.split("+")}
     return frozenset(STARTED) & (kinds | {address.partition("=")[0].strip() for address in fleet.servers})
 
 
-def sampling_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
-    """Yields one message for each setting of `gconfig` that no server of a kind can sample for training.
-
-    What a vLLM server can depends on how it was started, so it is asked when the run attaches to it.
-    """
-    if "sglang" in kinds_of(backend, fleet) and gconfig.min_new_tokens > 0:
-        yield (
-            f"gconfig.min_new_tokens={gconfig.min_new_tokens} is refused by sglang, whose log-probabilities are those "
-            "without the suppressed stop tokens: leave it out, or generate with embedded:dN, tandem:dN or vllm:dN"
-        )
-
-
-def fleet_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
-    """Yields what of `rollout.backend` and `rollout.fleet` cannot work; one message each."""
+def fleet_problems(backend: str, fleet: FleetConfig, min_new_tokens: int) -> Iterator[str]:
+    """Yields a message for each setting of `rollout.backend` and `rollout.fleet` that cannot work, and one if a kind of
+    server does not support `gconfig.min_new_tokens` for training."""
     try:
         started = parse_backend(backend)
     except ConfigError as error:
@@ -237,14 +216,9 @@ def fleet_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) 
         seen.append(address)
     if started is None:
         return
-    yield from sampling_problems(backend, fleet, gconfig)
-    if fleet.suspect_after_s < fleet.probe_every_s:
+    # the abilities of a vLLM server depend on its command line, so they are checked when the run attaches to it
+    if "sglang" in kinds_of(backend, fleet) and min_new_tokens > 0:
         yield (
-            f"rollout.fleet.suspect_after_s must be at least rollout.fleet.probe_every_s ({fleet.probe_every_s:g}), got "
-            f"{fleet.suspect_after_s:g}; a server that idles would be suspected before it is asked"
-        )
-    if fleet.stall_timeout_s <= fleet.suspect_after_s:
-        yield (
-            f"rollout.fleet.stall_timeout_s must exceed rollout.fleet.suspect_after_s ({fleet.suspect_after_s:g}), got "
-            f"{fleet.stall_timeout_s:g}"
+            f"gconfig.min_new_tokens={min_new_tokens} is refused by sglang, whose log-probabilities are those "
+            "without the suppressed stop tokens: leave it out, or generate with embedded:dN, tandem:dN or vllm:dN"
         )

@@ -1,21 +1,23 @@
-"""The records of the named parts of an algorithm: what the configuration knows of a loss, an advantage, a filter …
+"""Bounds of numbers, and records of the named parts of an algorithm (losses, advantages, filters …).
 
-Each stands beside its function in `algorithms/`, which registers it; importing `tandem` registers them all, without torch.
+The configuration checks numbers and parts by them. Each record is declared and registered next to its function in
+`algorithms/`. Importing `tandem` registers all of them, without importing torch.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 Knob = float | int | bool | str
 
 
 @dataclass(frozen=True)
 class KnobRule:
-    """One knob: its default, and the values that it may have."""
+    """A knob of a part: its default and its allowed values."""
 
     default: Knob | None = None
-    """The default in the function's signature. None: filled in from the rest of the configuration, see ``meaning``."""
+    """The default in the function's signature. None: the default follows from other keys, see ``meaning``."""
 
     low: float | None = None
     """Smallest value."""
@@ -27,22 +29,22 @@ class KnobRule:
     """The value must be greater than this."""
 
     at_most: str = ""
-    """Another knob of the same part, which it must not exceed."""
+    """Name of another knob of the same part, which this one must not exceed."""
 
     also: tuple[float, ...] = ()
-    """Single values outside the bounds that are fine too, such as 0 for off."""
+    """Further allowed values outside the bounds, such as 0 for off."""
 
     integer: bool = False
-    """Whole numbers only."""
+    """True: only whole numbers."""
 
     choices: tuple[str, ...] = ()
-    """The words that it may be, instead of a number. A knob whose default is true or false, or text, takes only such."""
+    """Allowed words, for a knob that is not a number. If the default is a boolean or text, the value must be so too."""
 
     meaning: str = ""
-    """One sentence."""
+    """Description in one sentence."""
 
     def rule(self) -> str:
-        """The bounds in words, empty if there are none."""
+        """Describes the allowed values in words."""
         if self.choices or isinstance(self.default, bool | str):
             text = f"one of {', '.join(self.choices)}" if self.choices else "text"
             return "true or false" if isinstance(self.default, bool) else text
@@ -70,13 +72,38 @@ class KnobRule:
 
 
 def _shown(bound: float) -> str:
-    """Whole numbers with all their digits."""
+    """Formats a bound; whole numbers are shown with all their digits."""
     return str(int(bound)) if bound == int(bound) else f"{bound:g}"
+
+
+def whole(low: int, high: int | None = None) -> KnobRule:
+    """Returns the bounds of a whole number, for the type of a field: ``Annotated[int, whole(1, 4096)]``."""
+    return KnobRule(low=low, high=high, integer=True)
+
+
+MOST_SECONDS = 1e8
+"""Three years, because clocks and timers may overflow with longer durations."""
+
+Count = Annotated[int, whole(1)]
+Natural = Annotated[int, whole(0)]
+Positive = Annotated[float, KnobRule(above=0.0)]
+NotNegative = Annotated[float, KnobRule(low=0.0)]
+Share = Annotated[float, KnobRule(low=0.0, high=1.0)]
+PositiveShare = Annotated[float, KnobRule(above=0.0, high=1.0)]
+Decay = Annotated[float, KnobRule(low=0.0, high=0.999999)]
+Seconds = Annotated[float, KnobRule(above=0.0, high=MOST_SECONDS)]
+Seed = Annotated[int, whole(0, 2**32 - 1)]
+Threads = Annotated[int, whole(1, 4096)]
+Workers = Annotated[int, whole(1, 1024)]
+Length = Annotated[int, whole(2)]
+# All rows of a step and all samples of a row are in progress at once, so more than these would fill the memory.
+Rows = Annotated[int, whole(1, 10**6)]
+Samples = Annotated[int, whole(1, 2**16)]
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """The record of one named part. The reasons complete "…, because"; an empty one demands nothing."""
+    """The record of one named part. Reasons complete a message that ends with "because"; an empty reason means no rule."""
 
     formula: str = ""
     """The first paragraph of the function's docstring, in the notation of `tandem algorithms`."""
@@ -85,56 +112,57 @@ class PartRecord:
     """arXiv numbers."""
 
     knobs: Mapping[str, KnobRule] = field(default_factory=dict)
-    """Knob → rule; the signature has the defaults."""
+    """Name of a knob → its rule."""
 
     asks: tuple[str, ...] = ()
-    """The tensors that the function asks for, read from its signature."""
+    """Names of the tensors that the function takes, from its signature."""
 
     on_policy: str = ""
-    """Reason why each batch takes one optimizer step, of tokens that the same weights sampled."""
+    """Reason why the part requires one optimizer step per batch, on tokens sampled by the current weights."""
 
     no_weight: str = ""
     """Reason why `algorithm.correction.weight` must be none."""
 
     sequence_ratio: bool = False
-    """It has one ratio for a whole trajectory: a correction weight must have `algorithm.correction.level=sequence`."""
+    """True for a policy loss with one ratio per trajectory: a correction weight then needs
+    `algorithm.correction.level=sequence`."""
 
     corrects_itself: bool = False
-    """Asynchronous training needs no further correction."""
+    """True if asynchronous training needs no further correction."""
 
     proportional: bool = False
-    """A policy loss without a gradient where the advantage is 0: the backward pass of such tokens is spared."""
+    """True for a policy loss whose gradient is 0 where the advantage is 0; the backward pass of such tokens is skipped."""
 
     whitens: bool = False
-    """An advantage that is whitened over the tokens of the batch, unless its knob `whitened` is false."""
+    """True for an advantage that is whitened over the tokens of the batch, unless its knob `whitened` is false."""
 
     keeps_rewards: bool = False
-    """A shaping that drops samples and leaves the rewards as they are."""
+    """True for a shaping that drops samples and does not change rewards."""
 
     drops_outside: bool = False
-    """A correction weight that is 0 outside of `algorithm.correction.low` and `high`."""
+    """True for a correction weight that is 0 outside of `algorithm.correction.low` and `high`."""
 
     known: bool = True
-    """False for a function of the user's whose file has not been loaded yet."""
+    """False for a user's function whose file has not been loaded yet."""
 
     @property
     def needs_critic(self) -> bool:
-        """True for an advantage made from values."""
+        """True for an advantage that is computed from a critic's values."""
         return "values" in self.asks
 
     @property
     def needs_greedy(self) -> bool:
-        """True for an advantage measured against a greedy sample of each prompt."""
+        """True for an advantage that compares with a greedy sample of each prompt."""
         return "greedy" in self.asks
 
     @property
     def needs_group(self) -> bool:
-        """True for an advantage that compares the samples of a prompt: with one sample it is 0."""
+        """True for an advantage that compares the samples of a prompt, so that it is 0 with one sample."""
         return {"group_id", "in_statistics"} <= set(self.asks)
 
     @property
     def needs_named_rewards(self) -> bool:
-        """True for an advantage made from the parts of the reward: what changes the whole has no effect."""
+        """True for an advantage computed from the named parts of the reward; changes to the whole reward have no effect."""
         return "named_rewards" in self.asks and "rewards" not in self.asks
 
     @property
@@ -144,7 +172,7 @@ class PartRecord:
 
     @property
     def needs_baseline(self) -> bool:
-        """True for a preference loss that asks for the mean log-ratio of mismatched completions."""
+        """True for a preference loss that needs the mean log-ratio of mismatched completions."""
         return "baseline" in self.asks
 
     @property
@@ -165,16 +193,18 @@ PARTS: dict[str, dict[str, PartRecord]] = {
     "aggregation": {},
     "loss": {},
 }
-"""Field of `AlgorithmConfig`, in the order in which a batch meets them, or `loss` of `PreferenceConfig` → name → record."""
+"""Kind of part → name → record. The kinds are fields of `AlgorithmConfig`, in the order in which a batch passes them, and
+`loss` of `PreferenceConfig`."""
 
 _OF_FILES: dict[tuple[str, str], PartRecord] = {}
 
 
 def part_of(kind: str, name: str) -> PartRecord:
-    """The record of a registered name, or of ``my_file.py:function`` once it was loaded; else one that says nothing."""
+    """Returns the record of a registered name, or of ``my_file.py:function`` if it has been loaded; otherwise a record that
+    is not ``known``."""
     return PARTS[kind].get(name) or _OF_FILES.get((kind, os.path.abspath(name))) or PartRecord(known=False)
 
 
 def keep_part(kind: str, name: str, part: PartRecord) -> None:
-    """Keeps the record of a function in a file, ``my_file.py:function``, for `part_of`."""
+    """Stores the record of a user's function, ``my_file.py:function``, for `part_of`."""
     _OF_FILES[kind, os.path.abspath(name)] = part

@@ -8,10 +8,9 @@ from tandem.config.algorithm import AlgorithmConfig, Component, CorrectionConfig
 from tandem.config.arithmetic import servers_sleep
 from tandem.config.check_algorithm import component_problems
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.generation import GenerationConfig
 from tandem.config.keys import field_types
-from tandem.config.parts import part_of
-from tandem.config.rollout import RolloutConfig
+from tandem.config.parts import Length, Positive, Rows, Seconds, Workers, part_of
+from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.config.terms import Spec
 
 
@@ -33,19 +32,19 @@ class FrozenConfig:
 class PreferenceConfig(BaseConfig):
     """Preference learning: `tandem preference`."""
 
-    memory_limit_gib: float | None = None
-    """Most memory of a device, over all processes, that actor and reference may keep at once: parameters, gradients and
-    optimizer state, but not activations. What a stage does not need sleeps if it must; null keeps everything awake
-    (docs/colocation.md)."""
+    memory_limit_gib: Positive | None = None
+    """Maximum memory of a device, over all processes, for parameters, gradients and optimizer state of actor and reference
+    together; activations come on top. Parts that a stage does not need are offloaded (sleep) if necessary. null offloads
+    nothing (docs/colocation.md)."""
 
     loss: Component = field(default_factory=lambda: Component("dpo"))
     """Loss and its knobs: `loss=dpo loss.beta=0.05`; one of `dpo`, `ipo`, `kto`, `simpo`, `orpo`."""
 
-    batch_size: int = 16
+    batch_size: Rows = 16
     """Rows in one optimizer step: pairs, or single completions with `loss=kto`."""
 
-    max_length: int = 1024
-    """Rows with a side longer than this, in tokens, are dropped and counted."""
+    max_length: Length = 1024
+    """Rows with a side of more tokens than this are dropped and counted."""
 
     reference: FrozenConfig = field(default_factory=FrozenConfig)
     """The frozen policy; `dpo`, `ipo` and `kto` compare with it."""
@@ -57,17 +56,17 @@ class RewardModelConfig(BaseConfig):
 
     supervision: Literal["pairs", "steps", "safety"] = "pairs"
     """`pairs`: rows have a better and a worse side. `safety`: rows have a safer and a less safe side, each labelled safe or
-    not; the score is a cost, above 0 for what is unsafe (docs/constraints.md). `steps`: rows have a completion whose steps
-    are labelled right or wrong."""
+    not; the score is a cost, above 0 for unsafe completions (docs/constraints.md). `steps`: rows have a completion whose
+    steps are labelled right or wrong."""
 
-    batch_size: int = 16
+    batch_size: Rows = 16
     """Rows in one optimizer step."""
 
-    max_length: int = 1024
-    """Rows longer than this, in tokens (on either side), are dropped and counted."""
+    max_length: Length = 1024
+    """Rows with more tokens than this, on either side, are dropped and counted."""
 
     margin: float = 0.0
-    """The least difference wanted between the scores of the two sides; rows with a `margin` column use their own."""
+    """Target for the difference between the scores of the two sides; rows with a `margin` column use their own."""
 
     step_separator: str = "\n"
     """Text between the steps of a completion, with `supervision=steps`."""
@@ -75,7 +74,8 @@ class RewardModelConfig(BaseConfig):
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """The model that the student learns from; it reads what the student wrote and writes nothing itself."""
+    """The model that the student learns from. It computes log-probabilities of the student's samples and generates
+    nothing."""
 
     path: str | None = None
     """Model folder, hub name, or a built-in name; it must have the student's tokenizer."""
@@ -95,15 +95,15 @@ class DistillConfig(BaseConfig):
     """The teacher."""
 
     runner: Literal["local", "ray"] = "local"
-    """The place of the models. `local`: in this process and its ranks; `ray`: in workers of Ray
+    """Processes in which the models run. `local`: this process and its ranks; `ray`: workers of Ray
     (docs/cluster.md#roles-on-ray)."""
 
     async_training: bool = False
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
-    memory_limit_gib: float | None = None
-    """Most memory of a device, over all processes, that the models may keep at once: parameters, gradients, optimizer state
-    and KV cache, but not activations. null keeps everything awake (docs/colocation.md)."""
+    memory_limit_gib: Positive | None = None
+    """Maximum memory of a device, over all processes, for parameters, gradients, optimizer state and KV cache of the models
+    together; activations come on top. null offloads nothing (docs/colocation.md)."""
 
     workflow: Spec = "rlvr"
     """Registered workflow, or `my_file.py:ClassOrFunction`."""
@@ -111,26 +111,27 @@ class DistillConfig(BaseConfig):
     reward: Spec = "math"
     """Only measured, never trained on: a registered reward, or `my_file.py:function`."""
 
-    reward_timeout_s: float = 15.0
+    reward_timeout_s: Seconds = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed."""
 
-    reward_workers: int | None = None
-    """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
-    step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+    reward_workers: Workers | None = None
+    """Maximum number of worker processes of a reward that uses them (every `def` of yours does); null is one per sample of a
+    step, at most 8 per core and 64 in total. If there are more workers than cores, a call begins only while others wait
+    (sleep, network)."""
 
     gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1))
-    """Sampling."""
+    """Sampling parameters."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Generation and staleness."""
 
 
 def training_config(config: DistillConfig) -> TrainConfig:
-    """The reinforcement learning that distillation is: REINFORCE on an advantage a token, every token the same."""
+    """Returns the configuration of distillation as reinforcement learning: REINFORCE with an advantage per token, and the
+    mean over all tokens."""
     shared = {name: getattr(config, name) for name in field_types(DistillConfig) if name != "teacher"}
-    sampling = config.gconfig
-    elsewhere = config.async_training or config.rollout.replay.groups > 0 or sampling.train_first_token
-    correction = CorrectionConfig("truncate") if elsewhere else CorrectionConfig()
+    is_off_policy = config.async_training or config.rollout.replay.groups > 0
+    correction = CorrectionConfig("truncate") if is_off_policy else CorrectionConfig()
     algorithm = AlgorithmConfig(
         preset="reinforce",
         advantage=Component("reinforce"),
@@ -142,14 +143,15 @@ def training_config(config: DistillConfig) -> TrainConfig:
 
 
 def may_sleep(config: BaseConfig) -> bool:
-    """True if anything may sleep between the stages of a step: there is a memory limit, or the cache of servers sleeps."""
+    """True if parts may sleep between the stages of a step, because of a memory limit or because the cache of servers
+    does."""
     training = training_config(config) if isinstance(config, DistillConfig) else config
     limit = training.memory_limit_gib if isinstance(training, TrainConfig | PreferenceConfig) else None
     return limit is not None or (isinstance(training, TrainConfig) and servers_sleep(training))
 
 
 def problems(config: BaseConfig) -> Iterator[str]:
-    """Rules that join several keys of the configurations here."""
+    """Yields a message for each broken rule about several keys of `tandem preference`, `reward` or `distill`."""
     if isinstance(config, PreferenceConfig):
         if part_of("loss", config.loss.name).needs_baseline and config.batch_size < 2:
             yield (

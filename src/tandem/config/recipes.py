@@ -1,14 +1,16 @@
-"""Turns rewards as YAML writes them (a list of terms, or a recipe for each kind of row) into one text."""
+"""Converts rewards from YAML (a list of terms, or a recipe for each kind of row) to one text, and applies changes to that
+text while a run goes on.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from tandem.config.data import REWARD
 from tandem.config.errors import ConfigError, nearest_names
-from tandem.config.terms import Term, parse_terms, spelled, sum_text
+from tandem.config.terms import Term, parse_terms, read_terms, spelled, sum_text
 
 BY = "by(column='task', recipes={'maths': 'math + 0.2*format', 'chat': 'model(path=FOLDER)'})"
 
@@ -24,7 +26,7 @@ class Recipes:
     """Value of the column → the reward of such rows."""
 
     def of(self, row: Mapping[str, Any]) -> str:
-        """The reward of a row.
+        """Returns the reward of a row.
 
         Raises:
             ConfigError: the row lacks the column, or its value has no recipe; the message names the nearest.
@@ -36,17 +38,17 @@ class Recipes:
             )
         value = row[column]
         if str(value) not in self.rewards:
-            there = nearest_names(str(value), self.rewards)
-            raise ConfigError(f"column {self.column!r} is {value!r}, and no recipe of the reward has that name; {there}")
+            near = nearest_names(str(value), self.rewards)
+            raise ConfigError(f"column {self.column!r} is {value!r}, and no recipe of the reward has that name; {near}")
         return self.rewards[str(value)]
 
 
 @lru_cache
 def recipes_of(spec: str) -> Recipes | None:
-    """The recipes of a reward that chooses by row; None for a sum, which judges all rows alike.
+    """Parses a reward that chooses a recipe by row; returns None for a sum, which judges all rows alike.
 
     Raises:
-        ConfigError: the text begins like recipes and cannot be read.
+        ConfigError: the text begins with ``by(`` and cannot be parsed.
     """
     if not spec.strip().startswith("by("):
         return None
@@ -65,7 +67,7 @@ def recipes_of(spec: str) -> Recipes | None:
 
 
 def sums_of(spec: str) -> tuple[str, ...]:
-    """All sums that a reward can choose; a plain sum is its only choice.
+    """Returns all sums that a reward may choose for a row; for a plain sum only this.
 
     Raises:
         ConfigError: see `recipes_of`.
@@ -75,7 +77,7 @@ def sums_of(spec: str) -> tuple[str, ...]:
 
 
 def sum_of(row: Mapping[str, Any], default: str) -> str:
-    """The sum that judges a row: by the reward of its data set, or by ``default`` if that has none.
+    """Returns the sum that judges a row: of the reward of its data set, or of ``default`` if the data set has none.
 
     Raises:
         ConfigError: see `Recipes.of`.
@@ -86,10 +88,11 @@ def sum_of(row: Mapping[str, Any], default: str) -> str:
 
 
 def reward_text(value: Any) -> str:
-    """The text for a reward as YAML holds it: text, ``{name: …, knob: …}``, a list of terms, or ``{by: …, recipes: …}``.
+    """Converts a reward from YAML to text. The value is text, ``{name: …, knob: …}``, a list of terms, or
+    ``{by: …, recipes: …}``.
 
     Raises:
-        ConfigError: says what was expected.
+        ConfigError: the value has another form; the message says what was expected.
     """
     if isinstance(value, Mapping):
         if "by" in value or "recipes" in value:
@@ -105,7 +108,7 @@ def reward_text(value: Any) -> str:
 
 
 def _term_text(entries: Mapping[str, Any]) -> str:
-    """The text for ``{name: …, knob: …}``."""
+    """Converts ``{name: …, knob: …}`` to text."""
     name = entries.get("name")
     if not isinstance(name, str):
         raise ConfigError(f"must be a name, or a mapping with name and knobs, got {dict(entries)!r}")
@@ -113,7 +116,8 @@ def _term_text(entries: Mapping[str, Any]) -> str:
 
 
 def _terms_of(entry: Any) -> list[Term]:
-    """The terms of one entry of a list: ``weight`` stands before it, and ``label`` is its name in metrics."""
+    """Returns the terms of one entry of a list. Its key ``weight`` is the term's weight, ``label`` the term's name in
+    metrics."""
     if not isinstance(entry, Mapping):
         return parse_terms(reward_text(entry))
     weight = entry.get("weight", 1.0)
@@ -137,3 +141,80 @@ def _by_text(entries: Mapping[str, Any]) -> str:
         )
     texts = {str(name): reward_text(reward) for name, reward in recipes.items()}
     return f"by(column={by!r}, recipes={texts!r})"
+
+
+ACTIONS = {
+    "reward.weight": "NAME=NUMBER",
+    "reward.add": "TERM",
+    "reward.remove": "NAME",
+}
+"""Action → the form of its argument."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One requested change: ``Change("reward.weight", "format=0.3")``."""
+
+    action: str
+    value: str
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(
+                f"nothing is called {self.action!r} that can be changed: {nearest_names(self.action, ACTIONS)}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.value}"
+
+
+def changed_reward(spec: str, change: Change) -> str:
+    """Returns the reward ``spec`` after a change.
+
+    Example: ``changed_reward("math + 0.2*format", Change("reward.weight", "format=0.5"))`` is ``math + 0.5*format``.
+
+    Raises:
+        ConfigError: no term has that name (the message names the nearest), a term of this name exists already, the last term
+            would be removed, or the reward chooses by row.
+    """
+    for text in (spec, change.value):
+        if recipes_of(text) is not None:
+            raise ConfigError(
+                f"{change}: a reward that chooses a recipe by row (reward.by) cannot be changed while the run goes on; only "
+                "the terms of a single sum can"
+            )
+    terms = parse_terms(spec)
+    match change.action:
+        case "reward.weight":
+            terms = _with_weight(terms, change.value)
+        case "reward.add":
+            terms = [*terms, *parse_terms(change.value)]
+        case "reward.remove":
+            _find(terms, change.value)
+            if len(terms) == 1:
+                raise ConfigError(f"{change}: it is the only term of the reward; add another one first")
+            terms = [term for term in terms if term.label != change.value]
+    text = sum_text(terms)
+    read_terms(text)  # raises for two terms of one name, and for a gate whose term is gone
+    if parse_terms(text) != terms:
+        raise ConfigError(f"{change}: the reward cannot be written as a sum ({text}); move the file to a plainer path")
+    return text
+
+
+def _with_weight(terms: Sequence[Term], value: str) -> list[Term]:
+    name, sign, number = value.partition("=")
+    try:
+        weight = float(number)
+        if not sign or not math.isfinite(weight):
+            raise ValueError(number)
+    except ValueError:
+        raise ConfigError(f"reward.weight {value}: write NAME=NUMBER, such as {terms[0].label}=0.3") from None
+    chosen = _find(terms, name.strip())
+    return [replace(term, weight=weight) if term is chosen else term for term in terms]
+
+
+def _find(terms: Sequence[Term], name: str) -> Term:
+    for term in terms:
+        if term.label == name:
+            return term
+    raise ConfigError(f"the reward has no term {name!r}: {nearest_names(name, [term.label for term in terms])}")

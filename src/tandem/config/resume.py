@@ -1,7 +1,9 @@
-"""The keys that may differ between the beginning of a run and its continuation."""
+"""The keys that may change when a run is resumed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+from tandem.config.coming_from import REMOVED
 
 FREE = (
     "experiment_name",
@@ -24,7 +26,7 @@ FREE = (
     "allocation",
     "runner",
 )
-"""Change nothing that is learnt: a run goes on with the new value."""
+"""Keys that do not affect what is learnt; a resumed run takes the new value."""
 
 MAY_CHANGE = (
     "total_train_steps",
@@ -40,7 +42,6 @@ MAY_CHANGE = (
     "actor.optimizer",
     "actor.backend",
     "actor.compile",
-    "actor.context_parallel",
     "actor.gradient_checkpointing",
     "actor.gradient_sync",
     "actor.logprob_chunk_tokens",
@@ -50,16 +51,15 @@ MAY_CHANGE = (
     "critic.backend",
     "critic.gradient_checkpointing",
     "critic.optimizer",
-    "critic.max_tokens_per_micro_batch",
     "reference.backend",
     "teacher.backend",
 )
-"""Change what is learnt from here on, or how fast: the learning rate, lengths and counts, and what computes. By
-`--override`."""
+"""Keys that affect what is learnt from now on, or how fast: learning rate, lengths, counts, layouts and engines. They may
+change only with `--override`."""
 
 
 FIXED = ("rollout.dtype",)
-"""Keys that may not change, although they stand below a key that may."""
+"""Keys that must not change, although the section above them may."""
 
 OTHER_DEFAULTS = {
     "actor.max_tokens_per_micro_batch": (4096, None),
@@ -71,41 +71,41 @@ OTHER_DEFAULTS = {
     "rollout.engine.kv_cache_gib": (2.0, None),
     "rollout.engine.prefill_chunk_tokens": (1024, None),
 }
-"""Key → its default in an older version, and now. A run that began with the one goes on with the other: a command that does
-not write the key asks for nothing new."""
+"""Key → (default in an older version, default now). A run that began with the old default may be resumed with the new one,
+because a command that leaves out the key does not request a change."""
 
 
 AS_BEFORE = {"rollout.backend": "auto"}
-"""Key → its value that asks for whatever the run began with."""
+"""Key → value that means "as the run began"."""
 
 
 class KeyDifference(NamedTuple):
-    """One key that a run began with another value of."""
+    """A key whose value differs from the one that the run began with."""
 
     path: tuple[str, ...]
     before: Any
     now: Any
     added: bool = False
-    """True if there was no such key before, in a mapping whose keys are the user's own."""
+    """True if the key is new, in a mapping whose keys the user chooses."""
 
     @property
     def key(self) -> str:
-        """The key as it is written."""
+        """The dotted key."""
         return ".".join(self.path)
 
     @property
     def is_free(self) -> bool:
-        """True if it changes nothing that is learnt."""
+        """True if the key does not affect what is learnt."""
         return is_free(self.key)
 
     @property
     def passes(self) -> bool:
-        """True if the change needs nobody's consent."""
+        """True if the change is allowed without `--override`."""
         return self.is_free or OTHER_DEFAULTS.get(self.key) == (self.before, self.now)
 
     @property
     def may_change(self) -> bool:
-        """True if `--override` lets it pass."""
+        """True if the change is allowed with `--override`."""
         return self.is_free or (_below(self.key, MAY_CHANGE) and not _below(self.key, FIXED))
 
     def __str__(self) -> str:
@@ -115,8 +115,15 @@ class KeyDifference(NamedTuple):
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], outer: tuple[str, ...] = ()
 ) -> Iterator[KeyDifference]:
-    """Between two whole configurations as plain data. ``defaults``: what a key has that the older one does not know yet."""
+    """Yields the differences between two whole configurations, given as plain data. Of keys that have been removed since
+    ``before`` only those on which a saved state depends are compared. ``defaults``: values of keys that the older
+    configuration does not have yet. ``outer``: path of the section."""
     for name in {**now, **before}:
+        end = REMOVED.get(".".join((*outer, name))) if name not in now else None
+        if end is not None:
+            if end.lasts and before[name] != end.was:
+                yield KeyDifference((*outer, name), before[name], end.was)
+            continue
         old, value = (side.get(name, defaults.get(name)) for side in (before, now))
         if isinstance(old, Mapping) and isinstance(value, Mapping) and old and value:
             inner = defaults.get(name)
@@ -126,7 +133,7 @@ def differences(
 
 
 def is_free(key: str) -> bool:
-    """True if a key changes nothing that is learnt."""
+    """True if a key does not affect what is learnt."""
     return _below(key, FREE)
 
 

@@ -1,4 +1,4 @@
-"""The spelling of names with weights and knobs: ``math + 0.2*length(target_tokens=100)``."""
+"""Parses and formats names with weights and knobs: ``math + 0.2*length(target_tokens=100)``."""
 
 import ast
 import math
@@ -16,18 +16,18 @@ GRAMMAR = (
 )
 
 Spec = Annotated[str, "spec"]
-"""The type of a key that names a service: text; or in YAML ``{name: …, knob: …}`` or a list of terms, which becomes the
-same text (`tandem.config.recipes`)."""
+"""The type of a key that names a service: text. In YAML the value may also be ``{name: …, knob: …}`` or a list of terms,
+which are converted to text (`tandem.config.recipes`)."""
 
 _FILE = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./:]*(?:-[\w./:]+)*)"""
 )
-"""Matches a user's file or ``name:ID``; quoted texts are skipped."""
+"""Matches a user's file or ``name:ID``. Quoted texts match too, without the group ``file``, so that they are skipped."""
 
 _BARE = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?<=[(,])(?P<knob>\s*\w+\s*=\s*)(?P<value>[^\s'"(),\[\]{}]+)(?=\s*[,)])"""
 )
-"""Matches a knob with an unquoted value; quoted texts, which may hold a name with knobs, are skipped."""
+"""Matches a knob with an unquoted value. Quoted texts match too, without the group ``knob``, so that they are skipped."""
 
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -38,20 +38,20 @@ _GATE = re.compile(r"\s*([\w./:-]+)\s*(?:>\s*-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d
 
 @dataclass(frozen=True)
 class Options:
-    """The options that every term of a sum takes besides its own knobs; each is empty unless it was set.
+    """The options that every term of a sum may have besides its own knobs; None: not set.
 
     Example: ``judge(…, normalise=running, clip=[-3, 3], gate='format > 0.5')``
     """
 
     normalise: Normalise | None = None
-    """Subtracts the mean and divides by the spread: `running` over all values so far, `group` over those of the same prompt.
-    """
+    """Subtract the mean and divide by the standard deviation: `running` over all values so far, `group` over the samples of
+    the same prompt."""
 
     clip: tuple[float, float] | None = None
     """Lowest and highest value; applied after `normalise` and before the weight."""
 
     gate: str | None = None
-    """``NAME`` or ``NAME > NUMBER``: the term counts only where the term of that name gives more than the number, or 0."""
+    """``NAME`` or ``NAME > NUMBER``: the term counts only if the value of the term NAME is above the number (default 0)."""
 
     @property
     def gate_name(self) -> str | None:
@@ -60,13 +60,13 @@ class Options:
 
     @property
     def gate_above(self) -> float:
-        """The number that the term must exceed."""
+        """The number that the value of the gate's term must exceed."""
         return float((self.gate or "").partition(">")[2] or 0.0)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One name with its weight and its knobs."""
+    """A name with its weight and its knobs, such as one term of a reward."""
 
     name: str
     """Registered name, alone or as ``name:ID``, or ``my_file.py:name``."""
@@ -83,7 +83,7 @@ class Term:
 
     @property
     def registered(self) -> str:
-        """The registered name: of ``name:ID`` it is ``name``."""
+        """The registered name, without the ID of ``name:ID``."""
         return self.name.partition(":")[0]
 
     @property
@@ -124,12 +124,12 @@ def read_term(spec: str, key: str) -> Term:
 
 
 def sum_text(terms: Sequence[Term]) -> str:
-    """The terms as one text."""
+    """Formats terms as one text, a sum."""
     return " + ".join(term.spelling if term.weight == 1.0 else f"{term.weight!r}*{term.spelling}" for term in terms)
 
 
 def spelled(name: str, knobs: Mapping[str, Any], key: str) -> str:
-    """The text of a name (which may have knobs already) with further knobs.
+    """Returns the text of a name (which may have knobs already) with further knobs added.
 
     Raises:
         ConfigError: see `read_term`.
@@ -147,7 +147,7 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     means ``model(path=FOLDER)``.
 
     Raises:
-        ConfigError: the text cannot be read, a weight is no number, a name occurs twice, or an option is invalid.
+        ConfigError: the text cannot be parsed, a weight is not a number, a name occurs twice, or an option is invalid.
     """
     terms = parse_terms(spec, key)
     if key == "reward":
@@ -163,10 +163,10 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
 
 
 def parse_terms(spec: str, key: str = "reward") -> list[Term]:
-    """Reads terms as they are spelt, for a part of a sum: options stay knobs, and names may occur twice.
+    """Parses a sum of terms without the checks of `read_terms`: options stay knobs, and names may occur twice.
 
     Raises:
-        ConfigError: the text cannot be read, or a weight is no number.
+        ConfigError: the text cannot be parsed, or a weight is not a number.
     """
     text = spec.strip()
     if re.fullmatch(r"[^(*]*\.py:\w+", text) and (not re.search(" [+-] ", text) or _is_file(text.rpartition(":")[0])):
@@ -230,8 +230,8 @@ def _check_gates(terms: list[Term]) -> None:
             continue
         others = [other for other in gates if other != name]
         if gate not in others:
-            there = nearest_names(gate, others) if others else "there is no other term; add one, such as 0*format"
-            raise ConfigError(f"reward {name!r}: gate={gates[name]} names no other term of the sum; {there}")
+            near = nearest_names(gate, others) if others else "there is no other term; add one, such as 0*format"
+            raise ConfigError(f"reward {name!r}: gate={gates[name]} names no other term of the sum; {near}")
         seen = [name]
         while gate is not None and gate not in seen:
             seen.append(gate)
@@ -243,12 +243,12 @@ def _check_gates(terms: list[Term]) -> None:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).expanduser().is_file()
-    except (OSError, RuntimeError, ValueError):  # too long for a name, a home that nobody has, a zero byte
+    except (OSError, RuntimeError, ValueError):  # a name too long, ``~name`` of an unknown user, a zero byte
         return False
 
 
 def _quoted(match: re.Match[str]) -> str:
-    """Writes an unquoted value as Python does: numbers unchanged, everything else as a string."""
+    """Replaces an unquoted value by a Python literal: numbers stay, everything else becomes a string."""
     knob, value = match["knob"], match["value"]
     if value is None:
         return match[0]

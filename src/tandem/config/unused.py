@@ -1,23 +1,23 @@
-"""Keys that were set and that nothing would read: refused, with the key that would make them count.
+"""Refuses keys that the user set and that the run would not read. The message names the key that would make them effective.
 
-A key that holds its default (or what the preset set) is never refused, so `config.yaml` of a run loads as it was written.
-What a file says for another `Unused.choice` than that of the command line is not refused either: see `overruled`.
+A key with its default value (or that of the preset) is never refused, so the `config.yaml` of a run can be loaded
+unchanged. If the command line chooses another value of an `Unused.choice` than the file, such as another backend, the
+file's keys for its own choice are not refused but ignored: see `overruled`. Rules about one section only are in the files
+of that section (`check_algorithm.py`, `train_engine.py`, `evaluation.py`), and rules about objects that a run makes in
+`flow/plan.py` and `flow/services.py`.
 """
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tandem.config.algorithm import Component
+from tandem.config.algorithm import PRESETS, Component
 from tandem.config.arithmetic import max_head_offpolicyness
-from tandem.config.backend import Layout, parse_layout
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import INSIDE, FleetConfig, kinds_of
-from tandem.config.generation import truncations
+from tandem.config.fleet import INSIDE, STARTED, TENSOR, FleetConfig, kinds_of
 from tandem.config.keys import field_types, leaves
-from tandem.config.overlay import either
 from tandem.config.parts import part_of
 from tandem.config.preference import (
     DistillConfig,
@@ -25,35 +25,36 @@ from tandem.config.preference import (
     RewardModelConfig,
     training_config,
 )
-from tandem.config.presets import PRESETS
+from tandem.config.rollout import truncations
+from tandem.config.train_engine import Layout, either, parse_layout
 from tandem.config.yaml_file import COMMAND_LINE
 
 Written = Container[str]
-"""Keys that the user set himself."""
+"""Keys that the user set."""
 
 
 class Unused(NamedTuple):
-    """Keys (or whole sections) that are not read under a condition."""
+    """A rule: keys (or whole sections) that are not read under a condition."""
 
     keys: tuple[str, ...]
     when: Callable[[Any, Written], bool]
-    """A test of the configuration and of the keys that the user set."""
+    """The condition, a function of the configuration and of the keys that the user set."""
 
     why: str
-    """Goes on after "KEY=VALUE is not used": the reason, and what to do."""
+    """The reason, and what to do; completes the message "KEY=VALUE is not used"."""
 
     choice: str = ""
-    """The key by which the user brings the condition about; on the command line it overrules what a file says of `keys`."""
+    """The key that decides the condition. If the command line sets it, values of `keys` from a file are ignored."""
 
 
 def _layouts(config: BaseConfig) -> list[Layout]:
-    """The layouts of all models; unknown backends are refused elsewhere."""
+    """Returns the layouts of all models, without invalid ones, which another check refuses."""
     roles = (getattr(config, name, None) for name in ("actor", "critic", "reference", "teacher"))
-    found = []
+    layouts = []
     for role in roles:
         with contextlib.suppress(ConfigError):
-            found.append(parse_layout(either(role, config.actor, "backend")))
-    return found
+            layouts.append(parse_layout(either(role, config.actor, "backend")))
+    return layouts
 
 
 def _critic_checkpoints(config: BaseConfig) -> bool:
@@ -61,11 +62,6 @@ def _critic_checkpoints(config: BaseConfig) -> bool:
 
 
 SPREAD = (
-    Unused(
-        ("actor.context_parallel",),
-        lambda config, _: all(layout.context == 1 for layout in _layouts(config)),
-        "because no ranks share tokens: set actor.backend, for example to fsdp:d1c2, or leave it out",
-    ),
     Unused(
         ("actor.gradient_sync",),
         lambda config, _: all(layout.shards * layout.replicas == 1 for layout in _layouts(config)),
@@ -91,37 +87,58 @@ SPREAD = (
 
 
 def paths(data: DatasetConfig | ValidDatasetConfig) -> tuple[str, ...]:
-    """All paths that a data set is read from."""
+    """Returns all paths that a data set is read from."""
     return tuple(source.path for source in data.sources) or ((data.path,) if data.path else ())
 
 
 def _no_evaluation(config: BaseConfig, written: Written) -> bool:
-    """Writing `evaluate.every_steps=null` turns it off on purpose, whatever else stands in a file."""
+    """True if evaluation is off by default. If the user wrote `evaluate.every_steps=null`, its other keys may stay."""
     return config.evaluate.every_steps is None and "evaluate.every_steps" not in written
 
 
 def _reference_free(loss: str) -> bool:
-    """True if a preference loss is known to compare with no reference."""
+    """True if a preference loss is known not to need a reference."""
     part = part_of("loss", loss)
     return part.known and not part.needs_reference
 
 
 def _second_model(config: PreferenceConfig) -> bool:
-    """True if a preference loss compares with a reference that is not the actor's own base, below its adapters."""
+    """True if a preference loss needs a reference model in memory besides the actor. An actor with adapters is its own
+    reference, unless `reference` has settings."""
     return not _reference_free(config.loss.name) and (
         config.actor.lora.rank is None or config.reference != type(config.reference)()
     )
 
 
 def _no_procedural_rows(config: BaseConfig, valid: bool) -> bool:
-    there = (paths(config.valid_dataset) if valid else ()) or paths(config.train_dataset)
-    return not any(is_procedural(path) for path in there)
+    read = (paths(config.valid_dataset) if valid else ()) or paths(config.train_dataset)
+    return not any(is_procedural(path) for path in read)
 
 
-def _only(config: TrainConfig, *kinds: str) -> bool:
-    """True if the run generates with servers of these kinds and no others, as far as the configuration says."""
-    named = kinds_of(config.rollout.backend, config.rollout.fleet)
-    return bool(named) and named <= set(kinds)
+READ_BY = {
+    "rollout.engine.threads": STARTED,
+    "rollout.engine.kv_cache_gib": ("embedded", "tandem", "vllm"),
+    "rollout.engine.prefill_chunk_tokens": ("embedded", "tandem"),
+    "rollout.fleet.memory_share": TENSOR,
+    "rollout.fleet.options": ("tandem", *TENSOR),
+    "rollout.fleet.max_restarts": STARTED,
+    "rollout.fleet.vllm_python": ("vllm",),
+    "rollout.fleet.sglang_python": ("sglang",),
+}
+"""Key → kinds of engine and server that read it, if the run starts them."""
+
+
+def _read_by(key: str, kinds: tuple[str, ...]) -> Unused:
+    why = f"because rollout.backend starts no {' or '.join(kinds)}: set it, for example to {kinds[0]}:d1, or leave it out"
+    return Unused((key,), lambda config, _: _started(config).isdisjoint(kinds), why, choice="rollout.backend")
+
+
+def _started(config: TrainConfig) -> frozenset[str]:
+    """Returns the kinds of engine and server that the run starts; all of them if `auto` may start any, or if the backend is
+    invalid, which another check refuses."""
+    backend = config.rollout.backend
+    kinds = frozenset() if backend == "auto" else kinds_of(backend, FleetConfig())
+    return kinds if kinds or backend == "attached" else frozenset(STARTED)
 
 
 ALWAYS = (
@@ -221,27 +238,16 @@ REINFORCEMENT = (
         "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
     ),
     Unused(
-        ("rollout.engine.prefill_chunk_tokens",),
-        lambda config, _: _only(config, "vllm", "sglang"),
-        "by vLLM or SGLang, which decide that themselves: leave it out",
-        choice="rollout.backend",
-    ),
-    Unused(
         ("rollout.engine.keep_kv_on_update",),
-        lambda config, _: _only(config, "sglang"),
+        lambda config, _: kinds_of(config.rollout.backend, config.rollout.fleet) == {"sglang"},
         "by SGLang, which computes them anew: leave it out",
         choice="rollout.backend",
     ),
+    *(_read_by(key, kinds) for key, kinds in READ_BY.items()),
     Unused(
         ("rollout.engine.kv_cache_gib",),
-        lambda config, _: _only(config, "sglang") or (_only(config, "vllm", "sglang") and config.device == "cuda"),
-        "by these servers, which take memory by rules of their own: leave it out",
-        choice="rollout.backend",
-    ),
-    Unused(
-        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib"),
-        lambda config, _: config.rollout.backend == "attached",
-        "because this run starts no server: give it to whoever starts them, and leave it out here",
+        lambda config, _: config.device == "cuda" and _started(config) <= set(TENSOR),
+        "by vLLM on a GPU, where rollout.fleet.memory_share sets the server's memory: leave it out",
         choice="rollout.backend",
     ),
     Unused(
@@ -259,24 +265,12 @@ REINFORCEMENT = (
         choice="rollout.backend",
     ),
     Unused(
-        ("rollout.fleet.vllm_python",),
-        lambda config, _: "vllm:" not in config.rollout.backend and config.rollout.backend != "auto",
-        "because this run starts no vLLM server: set rollout.backend=vllm:d1, or leave it out",
-        choice="rollout.backend",
-    ),
-    Unused(
-        ("rollout.fleet.sglang_python",),
-        lambda config, _: "sglang:" not in config.rollout.backend and config.rollout.backend != "auto",
-        "because this run starts no SGLang server: set rollout.backend=sglang:d1, or leave it out",
-        choice="rollout.backend",
-    ),
-    Unused(
         ("rollout.fleet.finish_before_update",),
         lambda config, _: max_head_offpolicyness(config) == 0,
         "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
     ),
     Unused(
-        ("rollout.verify.trajectories", "rollout.verify.tolerance"),
+        ("rollout.verify.tolerance",),
         lambda config, _: config.rollout.verify.every_steps is None,
         "because nothing is verified: set rollout.verify.every_steps, for example 20, or leave it out",
     ),
@@ -290,8 +284,6 @@ REINFORCEMENT = (
             "constraint.limit",
             "constraint.step_size",
             "constraint.multiplier",
-            "constraint.min_multiplier",
-            "constraint.max_multiplier",
         ),
         lambda config, _: config.constraint.cost is None,
         "because no term of the reward is a cost: set constraint.cost to the name of one, or leave this key out",
@@ -302,7 +294,7 @@ REINFORCEMENT = (
         "because rollout.replay.groups is 0: set it, for example to 4, or leave this key out",
     ),
     Unused(
-        ("curriculum.target", "curriculum.width", "curriculum.floor", "curriculum.memory"),
+        ("curriculum.target",),
         lambda config, _: config.curriculum.round_rows is None,
         "because curriculum.round_rows is null: set it, for example to 500, or leave this key out",
     ),
@@ -311,11 +303,6 @@ REINFORCEMENT = (
         lambda config, _: not truncations(config.gconfig),
         "because nothing is truncated: set gconfig.top_p, gconfig.top_k or gconfig.min_new_tokens, or leave it out",
         choice="gconfig.top_p",
-    ),
-    Unused(
-        ("gconfig.train_first_token",),
-        lambda config, _: config.gconfig.first_token_temperature is None,
-        "because gconfig.first_token_temperature is null: leave it out",
     ),
 )
 
@@ -366,20 +353,22 @@ SUPERVISED = (
 )
 
 
-def unused(config: BaseConfig, written: Written) -> Iterator[str]:
-    """One message for each key that was set in vain."""
-    told = set()
+def unused(config: BaseConfig, written: Written, *, saved: bool = False) -> Iterator[str]:
+    """Yields a message for each key that was set and is not read. ``saved``: the file is the configuration of an existing
+    run; only keys of the command line are reported, because the version that began the run accepted the others."""
+    reported = set()
+    reportable = {key for key in written if written[key] == COMMAND_LINE} if saved and isinstance(written, Mapping) else None
     for key, value, rule in _in_vain(config, written):
-        if key not in told:
-            told.add(key)
+        if key not in reported and (reportable is None or key in reportable):
+            reported.add(key)
             yield f"{key}={_shown(value)} is not used {rule.why}"
 
 
 def overruled(config: BaseConfig, sources: Mapping[str, str]) -> dict[str, str]:
-    """Keys of a file that a choice on the command line leaves without a reader, each with the key of that choice.
+    """Returns the keys of a file that are not read because of a choice on the command line → the key of that choice.
 
-    So a file that was written for one `rollout.backend` can be tried with another. ``sources``: where each key that was set
-    was set.
+    They are ignored, so that a file written for one `rollout.backend` can be tried with another. ``sources``: key that was
+    set → its source.
     """
     return {
         key: rule.choice
@@ -389,23 +378,24 @@ def overruled(config: BaseConfig, sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_vain(config: BaseConfig, written: Written) -> Iterator[tuple[str, Any, Unused]]:
-    """Key, value and rule of what was set and is not read."""
+    """Yields key, value and rule of each setting that is not read."""
     if isinstance(config, DistillConfig):
         config = training_config(config)
     rules = ALWAYS + SPREAD + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
-    values, untouched = dict(leaves(config)), dict(leaves(type(config)()))
+    untouched = dict(leaves(type(config)()))
+    changed = {key: value for key, value in leaves(config) if value not in (untouched[key],)}
     for rule in rules:
         if not rule.when(config, written):
             continue
         sections = tuple(f"{name}." for name in rule.keys)
-        for key, value in values.items():
-            meant = key in rule.keys or key.startswith(sections)
-            if meant and value not in (untouched[key], *_preset_values(config, key)):
+        for key, value in changed.items():
+            applies = key in rule.keys or key.startswith(sections)
+            if applies and value not in _preset_values(config, key):
                 yield key, value, rule
 
 
 def _preset_values(config: BaseConfig, key: str) -> Iterator[Any]:
-    """The preset's value of a key, also for asynchronous training where that or replay is chosen."""
+    """Yields the preset's values of a key; with asynchronous training or replay also the value for that."""
     if not isinstance(config, TrainConfig) or config.algorithm.preset not in PRESETS:
         return
     preset = PRESETS[config.algorithm.preset]

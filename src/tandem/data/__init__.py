@@ -1,1 +1,1 @@
-"""Data: rows from folders, files, the hub and procedures, in one shape, and a loader that resumes."""
+"""Data sets: rows of one format from folders, files, the hub and generators, and a loader that can resume."""

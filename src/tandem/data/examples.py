@@ -1,7 +1,7 @@
-"""Rows to imitate and rows that were judged: the field's formats, each in one shape.
+"""Readers of the usual formats for imitation, preferences and judgements. Each reader converts rows to one format.
 
-What has the wrong type or lacks a column is refused when the data is read; what is only useless (an empty completion, two
-equal sides) is left to the encoder, which drops and counts it. Both say the row.
+A row with a wrong type or without a needed column is an error when the data is read. A valid row that is useless (an empty
+completion, two equal sides) is read; the encoder drops and counts it. Both messages name the row.
 """
 
 import math
@@ -28,72 +28,78 @@ from tandem.data.rows import (
 from tandem.data.table import ANSWERS, CONVERSATIONS, FULL_REPLIES, PROMPTS, Table
 
 Reader = Callable[..., list[Row]]
-"""``reader(table, source=…, reward=…)``: rows in one shape, as `tandem.data.rows.normalise`."""
+"""``reader(table, source=…, reward=…)`` returns rows in one format, like `tandem.data.rows.normalise`."""
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 _DIALOGUE = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def conversations(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
-    """Rows to imitate: ``messages`` (the whole conversation) and ``train_from``, the first message that may be learnt.
+    """Reads rows to imitate: ``messages`` (the whole conversation), ``train_from`` (the first message that may be learnt)
+    and ``tools`` (a list of JSON schemas, or None).
 
-    Formats, of which the first that fits is read unless `prompt_column` or `answer_column` is set: ``messages`` (or
-    ``conversations``) with turns of the assistant, all of which are learnt but those with ``weight: 0``; ``prompt`` and
-    ``completion``, each text or messages; a question and an answer under any of their usual names. `prompt_suffix` is put
-    behind the question. Each row has ``tools`` too, those that it offers or None.
+    Unless `prompt_column` or `answer_column` is set, the first of these formats that fits is read:
+
+    - ``messages`` (or ``conversations``) with assistant turns. All are learnt, except those with ``weight: 0``.
+    - ``prompt`` and ``completion``, each a text or messages.
+    - A question and an answer under any of their usual names.
+
+    `prompt_suffix` is appended to the question.
 
     Raises:
-        ConfigError: no such columns, or several that could be learnt; a value of the wrong type (with file and line); a
-            `prompt_suffix` for whole conversations, which have no one question.
+        ConfigError: no format fits, or several columns could be learnt; a value has the wrong type (the message names file
+            and line); `prompt_suffix` is set for whole conversations, which have no single question.
     """
-    whole = _whole(table)
-    if whole is not None:
+    conversation = _conversation_column(table)
+    if conversation is not None:
         if table.config.prompt_suffix:
             raise table.error(
-                f"prompt_suffix={table.config.prompt_suffix!r} is put behind a row's question, and these rows are whole "
+                f"prompt_suffix={table.config.prompt_suffix!r} is appended to a row's question, and these rows are whole "
                 "conversations, every reply of which is learnt: leave it out, or give rows with a prompt and a completion"
             )
-        return [_imitated(table, row, [], whole.messages(row), source) for row in table.rows]
+        return [_imitated(table, row, [], conversation.messages(row), source) for row in table.rows]
     is_program = find_layout(table.rows[0].columns) is not None
     named = table.config.prompt_column or table.config.answer_column
     if not named and not table.usual(CONVERSATIONS) and table.has("prompt") and table.has("completion"):
         prompt, reply = Prompt(table, ("prompt",)), "completion"
     else:
         prompt = prompt_of(table)
-        reply = table.wished("answer_column") or _reply_column(table, is_program)
+        reply = table.configured("answer_column") or _reply_column(table, is_program)
     table.column(reply, "learnt")
     return [_answered(table, row, prompt, reply, source) for row in table.rows]
 
 
-def _whole(table: Table) -> Prompt | None:
-    """Reads whole conversations; None if the rows are questions with an answer. `answer_column` may name it."""
-    wished = table.wished("answer_column")
-    names = [wished] if wished else table.usual(CONVERSATIONS)
-    found = [name for name in names if any(map(_is_conversation, table.samples(name)))]
-    if not found or table.config.prompt_column is not None:
+def _conversation_column(table: Table) -> Prompt | None:
+    """Finds the column of whole conversations: `answer_column`, or else a usual name. Returns None if the rows are questions
+    with answers."""
+    configured = table.configured("answer_column")
+    names = [configured] if configured else table.usual(CONVERSATIONS)
+    matches = [name for name in names if any(map(_is_conversation, table.samples(name)))]
+    if not matches or table.config.prompt_column is not None:
         return None
-    name, answers = found[0], [] if wished else table.usual(ANSWERS)
+    name, answers = matches[0], [] if configured else table.usual(ANSWERS)
     open_rows = [row for row in table.sample if not ends_with_reply(row.columns.get(name))]
     if answers and len(open_rows) == len(table.sample):
-        return None  # the reply is in a column of its own
+        return None  # the reply is in a separate column
     if answers and open_rows:
         raise table.ambiguous((name, answers[0]), "what is learnt", "answer_column", open_rows[0])
     table.column(name, "every assistant turn")
-    for other in [] if wished else [one for one in table.usual((*CONVERSATIONS, *FULL_REPLIES)) if one != name]:
+    for other in [] if configured else [column for column in table.usual((*CONVERSATIONS, *FULL_REPLIES)) if column != name]:
         for row in table.sample:
-            said, replies = (
+            texts, replies = (
                 [text.strip() for _, text in speakers(row.columns.get(column)) if isinstance(text, str)]
                 for column in (name, other)
             )
-            if any(text and text not in said for text in replies):
+            if any(text and text not in texts for text in replies):
                 raise table.ambiguous((name, other), "what is learnt", "answer_column", row)
-    if not wished:
-        Prompt(table)  # another column asks the same, or the rows are refused
+    if not configured:
+        Prompt(table)  # raises if another column asks a different question
     return Prompt(table, (name,))
 
 
 def _reply_column(table: Table, is_program: bool) -> str:
-    """The column that is learnt of rows that do not say it by `answer_column`."""
+    """Returns the column of the reply to learn, for rows without `answer_column`. Raises `ConfigError` if there is none, or
+    if two columns differ."""
     names = table.usual(ANSWERS)
     if not any(table.samples(name) for name in names):
         raise table.error(
@@ -110,27 +116,27 @@ def _reply_column(table: Table, is_program: bool) -> str:
 def _answered(table: Table, row: RawRow, prompt: Prompt, column: str, source: str) -> Row:
     messages, reply = prompt.messages(row), table.value(row, column)
     if messages[-1]["role"] == "assistant" and len(messages) > 1:
-        messages.pop()  # the column says what is learnt
+        messages.pop()  # the reply to learn comes from the column
     learnt = messages_of(reply, column, row.where) if isinstance(reply, (list, Mapping)) else None
     text = answer_text(reply, column, row.where) if learnt is None else ""
     return _imitated(table, row, with_suffix(messages, table.config.prompt_suffix), learnt or [_reply(text or "")], source)
 
 
 def _is_conversation(value: Any) -> bool:
-    """True of messages of both the user and the assistant."""
+    """True if the value is messages of both the user and the assistant."""
     return {"user", "assistant"} <= {role for role, _ in speakers(value)}
 
 
 def pairs(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
-    """Ranked pairs: ``messages`` (the prompt), ``chosen`` and ``rejected`` (lists of messages), ``margin`` (or None), and
-    ``tools``.
+    """Reads ranked pairs: ``messages`` (the prompt), ``chosen`` and ``rejected`` (lists of messages), ``margin`` (a number
+    or None), and ``tools``.
 
-    Formats: ``chosen`` and ``rejected`` as texts beside a prompt; as messages, with the prompt in front of both or in a
-    column of its own; as texts of the form "\\n\\nHuman: …\\n\\nAssistant: …"; and ``response_0`` and ``response_1`` with
-    ``better_response_id``. A column of messages that end with a reply is not the prompt.
+    Formats: ``chosen`` and ``rejected`` as texts beside a prompt; as messages, with the prompt at the start of both or in a
+    separate column; as texts of the form "\\n\\nHuman: …\\n\\nAssistant: …"; and ``response_0`` and ``response_1`` with
+    ``better_response_id``. A column of messages that ends with a reply does not count as the prompt.
 
     Raises:
-        ConfigError: a column is missing, or a value of the wrong type; sides that do not share their prompt.
+        ConfigError: a column is missing, a value has the wrong type, or the two sides have different prompts.
     """
     _rank(table, "better_response_id")
     prompt = _prompt_beside(table)
@@ -140,14 +146,13 @@ def pairs(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
 
 
 def safety(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
-    """Pairs of a safer side, ``chosen``, and another one, as `pairs` gives them, with ``chosen_safe`` and ``rejected_safe``
-    (bools).
+    """Reads pairs like `pairs`, in which ``chosen`` is the safer side. Adds ``chosen_safe`` and ``rejected_safe`` (bools).
 
-    Formats: those of `pairs` with two such columns; and PKU-SafeRLHF's: ``response_0`` and ``response_1`` with
-    ``safer_response_id``, ``is_response_0_safe`` and ``is_response_1_safe``.
+    Formats: those of `pairs` with columns ``chosen_safe`` and ``rejected_safe``; and PKU-SafeRLHF's: ``response_0`` and
+    ``response_1`` with ``safer_response_id``, ``is_response_0_safe`` and ``is_response_1_safe``.
 
     Raises:
-        ConfigError: as `pairs`; or a label that is neither true nor false.
+        ConfigError: as for `pairs`, and if a label is neither true nor false.
     """
     _rank(table, "safer_response_id", labelled=True)
     prompt = _prompt_beside(table)
@@ -159,8 +164,13 @@ def safety(table: Table, *, source: str, reward: str | None = None) -> list[Row]
 
 
 def _rank(table: Table, by: str, *, labelled: bool = False) -> None:
-    """Gives rows of two numbered answers the columns ``chosen`` and ``rejected``; others must have them. ``by``: the column
-    with the number of the chosen one. ``labelled``: each is safe or not."""
+    """Adds the columns ``chosen`` and ``rejected`` to rows with two numbered responses; other rows must have these columns.
+
+    Args:
+        table: the rows, which are replaced.
+        by: the column with the number of the chosen response, 0 or 1.
+        labelled: the rows have labels that say whether each response is safe.
+    """
     answers = ("response_0", "response_1")
     if table.has("chosen") or not any(map(table.has, answers)):
         table.require("chosen", "rejected", *(("chosen_safe", "rejected_safe") if labelled else ()))
@@ -169,12 +179,12 @@ def _rank(table: Table, by: str, *, labelled: bool = False) -> None:
     table.require(*answers, by, *labels)
     rows = []
     for row in table.rows:
-        first = str(table.value(row, by)).strip().removesuffix(".0")
-        if first not in ("0", "1"):
+        chosen_id = str(table.value(row, by)).strip().removesuffix(".0")
+        if chosen_id not in ("0", "1"):
             raise ConfigError(
                 f"{row.where}: column {by!r} must be 0 or 1, the number of a response; got {row.columns[by]!r}"
             )
-        order = (0, 1) if first == "0" else (1, 0)
+        order = (0, 1) if chosen_id == "0" else (1, 0)
         sides = {name: table.value(row, answers[i]) for name, i in zip(("chosen", "rejected"), order, strict=True)}
         if labelled:
             verdicts = [truth(table.value(row, name), name, row.where) for name in labels]
@@ -184,12 +194,13 @@ def _rank(table: Table, by: str, *, labelled: bool = False) -> None:
 
 
 def judged(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
-    """Single completions with a verdict: ``messages`` (the prompt), ``completion`` (messages), ``label`` (bool), ``tools``.
+    """Reads single completions with a label: ``messages`` (the prompt), ``completion`` (messages), ``label`` (bool) and
+    ``tools``.
 
-    Formats: ``prompt``, ``completion`` and ``label``; or ranked pairs as in `pairs`, of which each side becomes a row.
+    Formats: ``prompt``, ``completion`` and ``label``; or ranked pairs as in `pairs`, each side of which becomes a row.
 
     Raises:
-        ConfigError: a column is missing, a value of the wrong type, a label that is neither true nor false.
+        ConfigError: a column is missing, a value has the wrong type, or a label is neither true nor false.
     """
     if not table.has("label") and table.has("chosen") and table.has("rejected"):
         return [
@@ -212,12 +223,12 @@ def judged(table: Table, *, source: str, reward: str | None = None) -> list[Row]
 
 
 def steps(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
-    """Completions judged step by step: ``messages`` (the prompt), ``steps`` (texts) and ``labels`` (a bool for each).
+    """Reads completions judged step by step: ``messages`` (the prompt), ``steps`` (texts) and ``labels`` (a bool a step).
 
     Columns: ``prompt``, ``completions`` (a list of texts) and ``labels``.
 
     Raises:
-        ConfigError: a column is missing, a value of the wrong type, or not one label for each step.
+        ConfigError: a column is missing, a value has the wrong type, or the numbers of labels and steps differ.
     """
     table.require("completions", "labels")
     prompt = Prompt(table)
@@ -237,10 +248,10 @@ def steps(table: Table, *, source: str, reward: str | None = None) -> list[Row]:
 
 
 def truth(value: Any, column: str, where: str) -> bool:
-    """A label as a bool: true or false, 1 or 0, or the words.
+    """Converts a label to a bool: true or false, 1 or 0, or a word such as ``yes``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is none of these.
     """
     word = str(value).strip().lower()
     if value is not None and word.removesuffix(".0") in TRUE + FALSE:
@@ -249,7 +260,7 @@ def truth(value: Any, column: str, where: str) -> bool:
 
 
 def _row(table: Table, row: RawRow, source: str) -> Row:
-    """The part that all rows have."""
+    """Returns the keys that the rows of all formats have in common."""
     if table.has("tools"):
         table.column("tools")
     return {"tools": tools_of(row), SOURCE: source, WHERE: row.where}
@@ -260,25 +271,25 @@ def _imitated(table: Table, row: RawRow, prompt: list[Message], completion: list
 
 
 def _prompt_beside(table: Table) -> Prompt | None:
-    """The question beside two sides, if it has a column; `messages` that end with a reply are a side's."""
+    """Returns the prompt of ranked pairs, or None if no column holds it. Messages that end with a reply are not a prompt."""
     usual = [name for name in PROMPTS if not any(map(ends_with_reply, table.samples(name)))]
     return Prompt(table, usual) if table.config.prompt_column is not None or table.usual(usual) else None
 
 
-def _pair(table: Table, row: RawRow, asked: Prompt | None, source: str) -> Row:
+def _pair(table: Table, row: RawRow, prompt_columns: Prompt | None, source: str) -> Row:
     sides = [table.value(row, side) for side in ("chosen", "rejected")]
     if all(isinstance(side, str) for side in sides):
-        if asked is None:
-            sides = [_dialogue(side, row.where) for side in sides]
-            prompt, chosen, rejected = _divided(*sides, row.where)
+        if prompt_columns is None:
+            one, other = (_dialogue(side, row.where) for side in sides)
+            prompt, chosen, rejected = _divided(one, other, row.where)
         else:
-            prompt = asked.messages(row)
+            prompt = prompt_columns.messages(row)
             chosen, rejected = ([_reply(side)] for side in sides)
     else:
         chosen, rejected = (_completion(table, row, side) for side in ("chosen", "rejected"))
-        whole = all(side and side[0]["role"] != "assistant" for side in (chosen, rejected))
-        prompt = [] if asked is None else asked.messages(row)
-        if asked is None or whole:
+        begin_with_prompt = all(side and side[0]["role"] != "assistant" for side in (chosen, rejected))
+        prompt = [] if prompt_columns is None else prompt_columns.messages(row)
+        if prompt_columns is None or begin_with_prompt:
             shared, chosen, rejected = _divided(chosen, rejected, row.where)
             prompt = _same_question(prompt, shared, row.where)
     for name, side in (("chosen", chosen), ("rejected", rejected)):
@@ -296,9 +307,10 @@ def _pair(table: Table, row: RawRow, asked: Prompt | None, source: str) -> Row:
 def _divided(
     chosen: list[Message], rejected: list[Message], where: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """The messages that both sides begin with, and the rest of each, which is never nothing."""
-    most = min(len(chosen), len(rejected)) - 1
-    size = next((i for i in range(most) if chosen[i] != rejected[i]), max(0, most))
+    """Splits two conversations. Returns the messages with which both begin, and the rest of each conversation, which is
+    never empty."""
+    max_size = min(len(chosen), len(rejected)) - 1
+    size = next((i for i in range(max_size) if chosen[i] != rejected[i]), max(0, max_size))
     if not size:
         raise ConfigError(
             f"{where}: chosen and rejected begin with different messages, and there is no prompt; begin both with the same "
@@ -308,17 +320,17 @@ def _divided(
 
 
 def _same_question(prompt: list[Message], shared: list[Message], where: str) -> list[Message]:
-    """The messages that both sides begin with, led by the system message of the row's ``prompt``, whose last question is
-    among theirs."""
+    """Returns the messages with which both sides begin. If these have no system message, the row's ``prompt`` provides it.
+    Raises `ConfigError` if the last question of ``prompt`` is not among them."""
     questions = [[message["content"] for message in messages if message["role"] == "user"] for messages in (prompt, shared)]
     if all(questions) and str(questions[0][-1]).strip() not in [str(text).strip() for text in questions[1]]:
-        raise ConfigError(f"{where}: chosen and rejected begin with another question than the column of the prompt has")
+        raise ConfigError(f"{where}: chosen and rejected begin with a question other than the prompt column's")
     lead = [] if any(message["role"] == "system" for message in shared) else prompt
     return [*(message for message in lead if message["role"] == "system"), *shared]
 
 
 def _dialogue(text: str, where: str) -> list[Message]:
-    """A conversation written as "\\n\\nHuman: …\\n\\nAssistant: …"."""
+    """Parses a conversation written as "\\n\\nHuman: …\\n\\nAssistant: …"."""
     parts = _DIALOGUE.split(text if text.startswith("\n\n") else "\n\n" + text)
     if parts[0].strip() or len(parts) < 3:
         raise ConfigError(
@@ -326,7 +338,7 @@ def _dialogue(text: str, where: str) -> list[Message]:
             'or write the sides as messages, or as "\\n\\nHuman: …\\n\\nAssistant: …"'
         )
     roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[1::2], parts[2::2], strict=True)]
+    return [{"role": roles[name], "content": text.strip()} for name, text in zip(parts[1::2], parts[2::2], strict=True)]
 
 
 def _completion(table: Table, row: RawRow, name: str) -> list[Message]:

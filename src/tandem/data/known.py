@@ -1,4 +1,4 @@
-"""Benchmarks known by name: where they come from, their columns, how they are asked and who judges."""
+"""Benchmarks known by name: their source, columns, prompt suffix and reward."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,19 +15,20 @@ BOX = "\nReason step by step and put the final answer into \\boxed{}."
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A format of rows, and what one does with it."""
+    """A benchmark: the source and columns of its rows, the text added to its questions, and the reward that judges its
+    answers."""
 
     name: str
     title: str
     hub: str
-    """Name on the Hugging Face hub, with its configuration where it has several."""
+    """Name on the Hugging Face hub; ``name:configuration`` if there are several configurations."""
 
     hub_split: str
     columns: tuple[str, ...]
-    """Those that every row has."""
+    """Columns that every row has."""
 
     reward: str
-    """Who judges."""
+    """The reward that judges answers."""
 
     prompt_suffix: str = ""
     aliases: tuple[str, ...] = ()
@@ -118,42 +119,47 @@ def _plain(name: str) -> str:
 
 
 def benchmark_of(name: str) -> Benchmark | None:
-    """The benchmark of that name or alias, whatever its case and dashes; None if there is none."""
-    wanted = _plain(name)
-    return next((known for known in KNOWN.values() if wanted in (known.name, *known.aliases)), None)
+    """Returns the benchmark with this name or alias, or None. Upper and lower case, and `_` and `-`, are the same."""
+    plain = _plain(name)
+    return next((known for known in KNOWN.values() if plain in (known.name, *known.aliases)), None)
 
 
 def recognise(path: str, rows: Iterable[Mapping[str, Any]] = ()) -> Benchmark | None:
-    """The benchmark that a path's last part names, or its parent's (`…/gsm8k/test.jsonl`), or that the hub knows so.
+    """Recognises a benchmark by its hub name, by the last part of the path, or by the parent folder of a file
+    (`…/gsm8k/test.jsonl`). Returns None if there is no match.
 
-    ``rows``: programs are recognised by their columns too, because only one reward can judge them.
+    ``rows``: programming benchmarks are recognised by their columns too, because only one reward can judge them.
     """
     by_hub = next((known for known in KNOWN.values() if path.partition(":")[0] == known.hub.partition(":")[0]), None)
     place = Path(path)
-    found = by_hub or benchmark_of(place.stem) or (benchmark_of(place.parent.name) if place.suffix else None)
+    by_path = by_hub or benchmark_of(place.stem) or (benchmark_of(place.parent.name) if place.suffix else None)
     first = next(iter(rows), None)
-    if found is None and first is not None:
+    if by_path is None and first is not None:
         return next((known for known in KNOWN.values() if known.reward == "code" and set(known.columns) <= set(first)), None)
-    return found
+    return by_path
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark that a configuration names.
+    """Returns the benchmark that a configuration names.
 
     Raises:
-        ConfigError: there is none; tells the nearest.
+        ConfigError: there is no such benchmark; the message suggests the nearest name.
     """
-    found = benchmark_of(name)
-    if found is None:
+    benchmark = benchmark_of(name)
+    if benchmark is None:
         raise ConfigError(f"no benchmark is called {name!r}; {nearest_names(name, KNOWN)}, and none")
-    return found
+    return benchmark
 
 
 def locate(path: str, root: str | None) -> tuple[str, bool]:
-    """The place of the rows of ``path``, and True if that is the hub: a folder or file, one below ``root``, or a hub name.
+    """Finds the rows of a data set. Returns (place, True if the place is the hub).
+
+    The place is ``path`` if it exists or names a generated data set. For a known benchmark it is its folder below ``root``,
+    or its hub name if ``root`` is None. Otherwise it is ``path``, and a path with a slash is a hub name.
 
     Raises:
-        ConfigError: a single word that is neither a folder nor known; tells the nearest.
+        ConfigError: ``path`` is a single word that is neither a file, a folder nor a known name (the message suggests the
+            nearest), or ``root`` has no folder of the benchmark.
     """
     if Path(path).expanduser().exists() or is_procedural(path):
         return path, False

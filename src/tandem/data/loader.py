@@ -1,21 +1,20 @@
-"""Rows one after the other, epoch after epoch, from wherever it was stopped."""
+"""Iterators over the rows of a data set, epoch by epoch or by a curriculum, that resume where they stopped."""
 
 import math
 import random
 from typing import Any
 
-from tandem.config.curriculum import CurriculumConfig
-from tandem.config.data import EPOCH, INDEX
+from tandem.config.data import EPOCH, INDEX, CurriculumConfig
 from tandem.config.errors import ConfigError
 from tandem.data.dataset import Dataset
 from tandem.data.rows import Row
 
 
 class Loader:
-    """An iterator over a data set: endless, or for ``epochs`` passes.
+    """An iterator over a data set: endless, or for ``epochs`` epochs.
 
-    Every row is a new dict with ``tandem.epoch`` and ``tandem.index`` (its place in `Dataset.rows`, the same in every
-    epoch). The order depends on seed and epoch alone, so the whole state is two numbers.
+    Every row is a new dict with ``tandem.epoch`` and ``tandem.index`` (its index in `Dataset.rows`, the same in every
+    epoch). The order depends on seed and epoch alone, so the state is two numbers: epoch and position.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int = 0, shuffle: bool = True, epochs: int | None = None):
@@ -24,14 +23,14 @@ class Loader:
         self._order = self._order_of(0)
 
     def __iter__(self) -> "Loader":
-        """Itself: a second loop goes on where the first one stopped."""
+        """Returns the loader itself, so a second loop continues where the first one stopped."""
         return self
 
     def __next__(self) -> Row:
-        """The next row.
+        """Returns the next row.
 
         Raises:
-            StopIteration: all epochs are over.
+            StopIteration: all epochs are done.
         """
         if self.position == len(self._order):
             self.epoch, self.position = self.epoch + 1, 0
@@ -46,99 +45,98 @@ class Loader:
         return self.dataset.order(epoch, seed=self.seed, shuffle=self.shuffle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its position, and the facts that it must be resumed with; JSON-able."""
+        """Returns the position, and the rows, seed and shuffling that a resumed loader must have; JSON-able."""
         rows = {"num_rows": len(self.dataset.rows), "rows": self.dataset.fingerprint, "seed": self.seed}
         rows["shuffle"] = self.shuffle
         return {"epoch": self.epoch, "position": self.position, **rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the last row that was given before ``state`` was taken.
+        """Continues after the last row that was yielded before ``state`` was saved.
 
         Raises:
-            ConfigError: the data set, seed or shuffling is another one, so the order would be too.
+            ConfigError: the data set, seed or shuffling differs, so the order would differ too.
         """
-        own = self.state_dict()
+        current = self.state_dict()
         for name in ("num_rows", "seed", "shuffle"):
-            if state[name] != own[name]:
+            if state[name] != current[name]:
                 raise ConfigError(
-                    f"the loader cannot resume: {name} was {state[name]} and is {own[name]} now; resume with the data set, "
-                    "seed and shuffle of the run"
+                    f"the loader cannot resume: {name} was {state[name]} and is {current[name]} now; resume with the data "
+                    "set, seed and shuffle of the run"
                 )
-        if state["rows"] != own["rows"]:
+        if state["rows"] != current["rows"]:
             raise ConfigError(
-                f"the loader cannot resume: the {own['num_rows']} rows are others than those of the run; resume with the "
+                f"the loader cannot resume: the {current['num_rows']} rows differ from those of the run; resume with the "
                 "data set of the run"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self.epoch)
 
 
-class Curriculum:
-    """An endless iterator over a data set, in rounds of `round_rows` rows, each at most once a round.
+class Curriculum(Loader):
+    """An endless iterator over a data set, in rounds of `round_rows` different rows that favour a target success rate.
 
-    A round is drawn when the last one is over, without replacement, with the weight
+    When a round is over, the next round is drawn without replacement. The weight of each row is
 
         ``w(p) = max(floor, exp(−(p − target)² / (2·width²)))``
 
-    of each row, p its success rate by `observe`; a row that was never measured has weight 1, so new rows come first. The
-    draw follows from seed, round and rates alone. Rows carry ``epoch`` (the number of the round) and ``index`` like the
-    loader's, so that the ledger counts each once a round.
+    where p is the row's success rate from `observe`. A row without a success rate has weight 1, the maximum, so new rows
+    come first. The draw depends on seed, round and rates alone. Rows have ``tandem.epoch`` (the number of the round)
+    and ``tandem.index`` like those of `Loader`, so that the ledger counts each row once a round.
     """
 
-    def __init__(self, dataset: Dataset, config: CurriculumConfig, *, seed: int = 0):
-        most = len(dataset.rows)
-        if config.round_rows is None or not 0 < config.round_rows <= most:
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: CurriculumConfig,
+        *,
+        seed: int = 0,
+        width: float = 0.25,
+        floor: float = 0.05,
+        memory: float = 0.5,
+    ):
+        """``width``: standard deviation of the bell curve around the target. ``floor``: smallest weight of a row, relative
+        to a row at the target, so that every row is tried again from time to time. ``memory``: weight of a row's earlier
+        success rate when a new one is measured; 0 uses only the newest."""
+        num_rows = len(dataset.rows)
+        if config.round_rows is None or not 0 < config.round_rows <= num_rows:
             raise ConfigError(
-                f"curriculum.round_rows must lie in 1…{most}, the rows of the data set; got {config.round_rows}"
+                f"curriculum.round_rows must lie in 1…{num_rows}, the rows of the data set; got {config.round_rows}"
             )
-        self.dataset, self.config, self.seed = dataset, config, seed
-        self.epoch, self.position = 0, 0
+        self.config, self.width, self.floor, self.memory = config, width, floor, memory
         self.rates: dict[int, float] = {}
-        self._order = self._draw()
+        super().__init__(dataset, seed=seed)
 
     @property
     def epoch_size(self) -> int:
-        """Rows in one round."""
+        """The number of rows in one round."""
         return len(self._order)
 
-    def __iter__(self) -> "Curriculum":
-        return self
-
-    def __next__(self) -> Row:
-        """The next row; never ends."""
-        if self.position == len(self._order):
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._draw()
-        index = self._order[self.position]
-        self.position += 1
-        return {**self.dataset.rows[index], EPOCH: self.epoch, INDEX: index}
-
     def observe(self, index: int, success: float) -> None:
-        """The row was tried; ``success``: share of its samples that were right, clipped to 0…1."""
-        new, memory = min(1.0, max(0.0, success)), self.config.memory
-        known = self.rates.get(index)
-        self.rates[index] = new if known is None else memory * known + (1 - memory) * new
+        """Updates the success rate of a row. ``success``: the share of its samples that were right, clipped to 0…1."""
+        new, known = min(1.0, max(0.0, success)), self.rates.get(index)
+        self.rates[index] = new if known is None else self.memory * known + (1 - self.memory) * new
 
     def weight(self, index: int) -> float:
-        """Weight of a row, in [floor, 1]."""
+        """Returns the weight of a row, in [floor, 1]."""
         rate = self.rates.get(index)
         if rate is None:
             return 1.0
-        return max(self.config.floor, math.exp(-0.5 * ((rate - self.config.target) / self.config.width) ** 2))
+        return max(self.floor, math.exp(-0.5 * ((rate - self.config.target) / self.width) ** 2))
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the knowledge about the rows."""
+        """Returns the metrics ``curriculum/…``: share of measured rows, round, and mean success rate."""
         rates = list(self.rates.values())
-        found = {"curriculum/measured": len(rates) / len(self.dataset.rows), "curriculum/round": float(self.epoch)}
-        return found | ({"curriculum/success": sum(rates) / len(rates)} if rates else {})
+        metrics = {"curriculum/measured": len(rates) / len(self.dataset.rows), "curriculum/round": float(self.epoch)}
+        return metrics | ({"curriculum/success": sum(rates) / len(rates)} if rates else {})
 
-    def _draw(self) -> list[int]:
-        """Efraimidis and Spirakis (2006): the largest u^(1/w), in a random order."""
+    def _order_of(self, epoch: int) -> list[int]:
+        """Draws a round by weighted sampling without replacement (Efraimidis and Spirakis 2006): the rows with the largest
+        u^(1/w), shuffled."""
         assert self.config.round_rows is not None
-        noise = random.Random(f"{self.seed}/round {self.epoch}")
+        noise = random.Random(f"{self.seed}/round {epoch}")
         keys = []
         for index in range(len(self.dataset.rows)):
-            number = math.log(1.0 - noise.random())  # drawn for every row, so that one row's weight moves no other's number
+            number = math.log(1.0 - noise.random())  # for every row, so that weights do not change the numbers drawn
             weight = self.weight(index)
             keys.append((number / weight if weight > 0 else -math.inf, index))
         keys.sort(reverse=True)
@@ -147,7 +145,7 @@ class Curriculum:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Its position and its knowledge; JSON-able."""
+        """Returns the position, the success rates, and the rows and seed that a resumed curriculum must have; JSON-able."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -159,13 +157,13 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the last row that was given before ``state`` was taken.
+        """Continues after the last row that was yielded before ``state`` was saved.
 
         Raises:
-            ConfigError: the data set or the seed is another one.
+            ConfigError: the data set or the seed differs.
         """
-        own = {"num_rows": len(self.dataset.rows), "seed": self.seed, "rows": self.dataset.fingerprint}
-        for name, value in own.items():
+        current = {"num_rows": len(self.dataset.rows), "seed": self.seed, "rows": self.dataset.fingerprint}
+        for name, value in current.items():
             if state[name] != value:
                 raise ConfigError(
                     f"the curriculum cannot resume: {name} was {state[name]} and is {value} now; resume with the data "

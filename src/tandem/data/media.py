@@ -1,6 +1,7 @@
-"""Images and sounds of rows: those of their columns go where the messages have a mark or a part for them."""
+"""Puts the images and sounds of a row's columns into its messages, where a mark or a part shows their place."""
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,73 +22,74 @@ log = logging.getLogger(__name__)
 COLUMNS: dict[str, MediaKind] = {"image": "image", "images": "image", "audio": "audio", "audios": "audio"}
 VIDEOS = ("video", "videos")
 SIDES = ("messages", "completion", "chosen", "rejected")
-"""Columns of rows that hold messages; all follow the first."""
+"""Columns of a row that hold messages. Those other than `messages` continue its conversation."""
 
 
 class RowMedia:
     """The images and sounds of a table's rows."""
 
     def __init__(self, table: Table, folders: Iterable[str | Path]):
-        """Puts sources in place of what the table has in columns of media. ``folders``: in which paths are looked up."""
+        """Replaces the values in the table's columns of media by `Source` objects. ``folders``: the folders in which
+        relative paths of files are looked up."""
         self._table = table
-        self._allowed = Allowed(tuple(Path(folder).expanduser() for folder in folders))
-        self._given: dict[str, dict[MediaKind, list[Source]]] = {}
+        self._allowed = Allowed(tuple(Path(os.path.expanduser(folder)) for folder in folders))
+        self._sources: dict[str, dict[MediaKind, list[Source]]] = {}
         self._videos: set[str] = set()
         self.left_out: Counter[str] = Counter()
-        """Rows that are left out, by reason."""
+        """Number of rows that are left out, by reason."""
 
-        there = [name for name in (*COLUMNS, *VIDEOS) if table.has(name)]
-        if there:
-            table.replace([self._sourced(row, there) for row in table.rows])
-        for name in there:
+        columns = [name for name in (*COLUMNS, *VIDEOS) if table.has(name)]
+        if columns:
+            table.replace([self._sourced(row, columns) for row in table.rows])
+        for name in columns:
             if any(table.samples(name)):
                 table.column(name, "shown to the model")
 
     def placed(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with their images and sounds in the messages, as parts ``{"type": kind, kind: Source}``. A row whose
-        media are missing, refused or damaged, as far as the beginning of their files says it, is left out and counted.
+        """Returns the rows with their images and sounds in the messages, as parts ``{"type": kind, kind: Source}``. A row
+        with missing, refused or damaged media is left out and counted; only the beginning of each file is checked.
 
         Raises:
             ConfigError: no row is left.
         """
-        found: list[Row] = []
+        usable: list[Row] = []
         first: dict[str, str] = {}
         for row in rows:
             try:
-                found.append(self._placed(row))
+                usable.append(self._placed(row))
             except DataFailure as failure:
                 self.left_out[failure.reason] += 1
                 first.setdefault(failure.reason, f"{row[WHERE]}: {failure.words}")
-        if rows and not found:
+        if rows and not usable:
             raise ConfigError(
-                f"no row has images and sounds that can be used. {next(iter(first.values()))}. To read the text alone: "
+                f"no row has images and sounds that can be used. {next(iter(first.values()))}. To read only the text: "
                 f"{self._table.section}media=false"
             )
         for reason, words in first.items():
             log.warning("%d of %d rows left out, %s; the first: %s", self.left_out[reason], len(rows), reason, words)
-        return found
+        return usable
 
     def _placed(self, row: Row) -> Row:
         if row[WHERE] in self._videos:
-            raise DataFailure("media_refused", "the row has a video, and no model takes one yet")
-        placing = _Placing(self._given.get(row[WHERE], {}), self._allowed)
+            raise DataFailure("media_refused", "the row has a video, which no model supports yet")
+        placing = _Placing(self._sources.get(row[WHERE], {}), self._allowed)
         placed = placing.row(row)
         for source in placing.sources:
             source.check()
         return placed
 
     def _sourced(self, row: RawRow, names: Sequence[str]) -> RawRow:
-        """The row with sources in its columns of media."""
+        """Returns the row with `Source` objects in its columns of media."""
         columns = dict(row.columns)
         for name in names:
             value = columns.get(name)
-            values = [one for one in (value if isinstance(value, list | tuple) else [value]) if not _is_nothing(one)]
+            values = [item for item in (value if isinstance(value, list | tuple) else [value]) if not _is_nothing(item)]
             if values and name in VIDEOS:
                 self._videos.add(row.where)
             elif values:
                 kind = COLUMNS[name]
-                columns[name] = [Source(kind, one, self._allowed) for one in values]
-                self._given.setdefault(row.where, {}).setdefault(kind, []).extend(columns[name])
+                columns[name] = [Source(kind, item, self._allowed) for item in values]
+                self._sources.setdefault(row.where, {}).setdefault(kind, []).extend(columns[name])
         return RawRow(columns, row.where)
 
 
@@ -96,18 +98,18 @@ def _is_nothing(value: Any) -> bool:
 
 
 class _Placing:
-    """The media of one row on their way into its messages."""
+    """Puts the media of one row into its messages."""
 
-    def __init__(self, given: Mapping[MediaKind, Sequence[Source]], allowed: Allowed):
-        self._given, self._allowed = given, allowed
+    def __init__(self, column_media: Mapping[MediaKind, Sequence[Source]], allowed: Allowed):
+        self._column_media, self._allowed = column_media, allowed
         self._next: Counter[MediaKind] = Counter()
         self.sources: list[Source] = []
-        """All that the row shows."""
+        """All media of the row's messages, in order."""
 
-        self._mark = re.compile("(" + "|".join(f"<{kind}>" for kind in given) + ")") if given else None
+        self._mark = re.compile("(" + "|".join(f"<{kind}>" for kind in column_media) + ")") if column_media else None
 
     def row(self, row: Row) -> Row:
-        """The row with media in its messages. Raises `DataFailure`."""
+        """Returns the row with media in its messages. Raises `DataFailure` if the places do not match the media."""
         sides: dict[str, list[Message]] = {}
         after_prompt: Counter[MediaKind] = Counter()
         for name in SIDES:
@@ -118,7 +120,7 @@ class _Placing:
                 if name == "messages":
                     after_prompt = self._next.copy()
         in_front: list[Message] = []
-        for kind, sources in self._given.items():
+        for kind, sources in self._column_media.items():
             used = max(self._next[kind], after_prompt[kind])
             if not used and not any(source.kind == kind for source in self.sources):
                 in_front += map(self._shown, sources)
@@ -136,7 +138,7 @@ class _Placing:
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
             return message
-        return {**message, "content": [part for one in content for part in self._parts(one)]}
+        return {**message, "content": [part for item in content for part in self._parts(item)]}
 
     def _parts(self, part: Any) -> list[Any]:
         if not isinstance(part, Mapping) or isinstance(part.get("medium"), Medium):
@@ -145,18 +147,22 @@ class _Placing:
         if self._mark is not None and part.get("type") == "text" and isinstance(text, str):
             pieces = [piece for piece in self._mark.split(text) if piece]
             return [
-                self._taken(PARTS[piece[1:-1]]) if self._mark.fullmatch(piece) else {"type": "text", "text": piece}
+                self._next_part(PARTS[piece[1:-1]]) if self._mark.fullmatch(piece) else {"type": "text", "text": piece}
                 for piece in pieces
             ]
         kind = PARTS.get(str(part.get("type")))
-        if kind in self._given and all(value is None for key, value in part.items() if key not in ("type", "index")):
-            return [self._taken(kind)]
+        if (
+            kind is not None
+            and kind in self._column_media
+            and all(value is None for key, value in part.items() if key not in ("type", "index"))
+        ):
+            return [self._next_part(kind)]
         source = source_of(part, self._allowed)
         return [part if source is None else self._shown(source)]
 
-    def _taken(self, kind: MediaKind) -> Message:
-        """The part of the next medium of the row's columns."""
-        sources = self._given[kind]
+    def _next_part(self, kind: MediaKind) -> Message:
+        """Returns the part for the next medium of this kind in the row's columns."""
+        sources = self._column_media[kind]
         if self._next[kind] == len(sources):
             raise DataFailure("media_mismatch", f"the row has {len(sources)} {kind} media and more places for them")
         self._next[kind] += 1
@@ -168,10 +174,10 @@ class _Placing:
 
 
 def _put_first(messages: list[Message], parts: list[Message]) -> None:
-    """Media for which the messages have no place stand in front of what the user says first."""
+    """Puts media without a place in the messages at the start of the first message of the user."""
     at = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if at is None:
-        raise DataFailure("media_mismatch", "the row has media, and no message of the user that they could stand in")
+        raise DataFailure("media_mismatch", "the row has media, but no message of the user to put them into")
     content = messages[at]["content"]
-    said = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    messages[at] = messages[at] | {"content": [*parts, *said]}
+    content_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    messages[at] = messages[at] | {"content": [*parts, *content_parts]}

@@ -1,4 +1,4 @@
-"""One shape for all rows: ``messages`` and ``answer`` beside the columns of the data set, and Tandem's own ``tandem.…``."""
+"""One format for all rows: the data set's columns, ``messages`` and ``answer``, and Tandem's own columns ``tandem.…``."""
 
 import json
 import math
@@ -7,12 +7,11 @@ from decimal import Decimal
 from typing import Any
 
 from tandem.api.chat_template import text_of
-from tandem.api.program_tests import COLUMN
+from tandem.api.sandbox import COLUMN
 from tandem.config.data import REWARD, SOURCE, WHERE
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow, Written
-from tandem.data.programs import find_layout
-from tandem.data.programs.layout import ProgramLayout
+from tandem.data.programs import ProgramLayout, find_layout
 from tandem.data.table import ANSWERS, CONVERSATIONS, PROMPTS, SYSTEMS, Table
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -24,7 +23,7 @@ SPEAKERS = {
     "chatgpt": "assistant",
     "observation": "tool",
 }
-"""Who speaks, in OpenAI's words and in those of ShareGPT's ``{from, value}``, by our roles."""
+"""Name of a speaker in OpenAI's format or in ShareGPT's ``{from, value}`` → role."""
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -34,15 +33,16 @@ def normalise(table: Table, *, source: str, reward: str | None = None) -> list[R
     """Adds ``messages`` (list of {role, content}), ``answer`` (text or None), ``tandem.source``, ``tandem.reward`` and
     ``tandem.where`` (file and line).
 
-    The original columns stay, except where they have one of these names. What the answer holds stays as it is (GSM8K's
-    working and ``#### 18``): rewards extract. A last message of the assistant becomes the answer where no column is.
+    Original columns are kept, unless they have one of these names. The text of the answer is not changed (GSM8K's keeps its
+    working and ``#### 18``), because rewards extract the result. Without an answer column, a last message of the assistant
+    becomes the answer.
 
     Raises:
-        ConfigError: no such column (names those there), several that could be meant, or a value of the wrong type (with
-            file and line).
+        ConfigError: a column does not exist (the message lists the columns), several columns fit, or a value has the wrong
+            type (the message names file and line).
     """
     prompt = prompt_of(table)
-    column = table.wished("answer_column") or next(iter(table.usual(ANSWERS)), None)
+    column = table.configured("answer_column") or next(iter(table.usual(ANSWERS)), None)
     if column is not None:
         table.column(column, "" if column == "answer" else "the answer")
     if table.has("tools"):
@@ -51,10 +51,11 @@ def normalise(table: Table, *, source: str, reward: str | None = None) -> list[R
 
 
 def prompt_of(table: Table) -> "Prompt":
-    """The question of the rows; rows of programs and their tests get theirs, and the tests in our form.
+    """Returns the `Prompt` of a table. Rows of a known programming benchmark first get their question, and their tests in
+    Tandem's format.
 
     Raises:
-        ConfigError: see `Prompt`; or a row's tests have another form than its layout says.
+        ConfigError: as for `Prompt`, or if a row's tests do not have the format of the benchmark.
     """
     layout = find_layout(table.rows[0].columns)
     if table.has(COLUMN):
@@ -67,7 +68,8 @@ def prompt_of(table: Table) -> "Prompt":
 
 
 def _program(raw: RawRow, layout: ProgramLayout, table: Table) -> RawRow:
-    """The row with its tests in the one case format; with the layout's question and reference where no column is named."""
+    """Returns the row with its tests in the common format. Adds the question and the reference answer of the layout, unless
+    the configuration names a column for them."""
     try:
         tests = layout.tests(raw.columns)
         added: Row = {COLUMN: None if tests is None else tests.as_column()}
@@ -77,20 +79,22 @@ def _program(raw: RawRow, layout: ProgramLayout, table: Table) -> RawRow:
             added["answer"] = layout.reference(raw.columns)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{raw.where}: the row has the columns of {layout.name}, and one has another form: {error!r}"
+            f"{raw.where}: the row has the columns of {layout.name}, but one has another format: {error!r}"
         ) from error
     return RawRow({**raw.columns, **added}, raw.where)
 
 
 class Prompt:
-    """The question of each row; which columns hold it is decided once.
+    """The question of each row. The columns that hold it are chosen once for all rows.
 
-    `prompt_column`; else SVAMP's body and question, or Alpaca's instruction and input (Dolly's context), which belong
-    together; else the one column that has one of the usual names. Of several the first, if all of them ask the same.
+    The column is `prompt_column` if set. Otherwise it is SVAMP's body and question, or Alpaca's instruction and input
+    (Dolly's context), which belong together; otherwise the first column with a usual name, if all other columns with a usual
+    name have the same question.
     """
 
     def __init__(self, table: Table, usual: Sequence[str] = PROMPTS):
-        """Raises `ConfigError` where no column fits, or where several do that ask for different things."""
+        """Chooses the columns. ``usual``: the usual names. Raises `ConfigError` if no column fits, or if several fit and ask
+        different questions."""
         self._table = table
         self.columns = self._chosen(usual)
         for name in self.columns:
@@ -104,18 +108,18 @@ class Prompt:
 
     def _chosen(self, usual: Sequence[str]) -> tuple[str, ...]:
         table = self._table
-        if (wished := table.wished("prompt_column")) is not None:
-            return (wished,)
-        there = {name.lower(): name for name in table.usual(usual)}
+        if (configured := table.configured("prompt_column")) is not None:
+            return (configured,)
+        columns = {name.lower(): name for name in table.usual(usual)}
         bodies = {name.lower(): name for name in table.usual(("body",))}
-        if "question" in there and bodies and not {*CONVERSATIONS} & set(there):
-            return (bodies["body"], there["question"])
-        if not there:
+        if "question" in columns and bodies and not {*CONVERSATIONS} & set(columns):
+            return (bodies["body"], columns["question"])
+        if not columns:
             raise table.error(
                 f"no column for the question among {', '.join(table.columns) or 'none'}; looked for {', '.join(usual)}: set "
                 f"{table.section}prompt_column"
             )
-        first, *others = there.values()
+        first, *others = columns.values()
         if first.lower() == "instruction":
             beside = table.usual(("input", "context"))  # Alpaca's and Dolly's
             if set(others) <= set(beside):
@@ -126,46 +130,47 @@ class Prompt:
         return (first,)
 
     def _agree(self, first: str, other: str) -> None:
-        """Passes if both columns ask the same in all rows that are looked at."""
+        """Raises `ConfigError` if the two columns ask different questions in one of the sampled rows."""
         for row in self._table.sample:
-            one, two = (
+            questions, other_questions = (
                 {text.strip() for role, text in speakers(row.columns.get(name)) if role == "user" and isinstance(text, str)}
                 for name in (first, other)
             )
-            if one and two and one.isdisjoint(two):
+            if questions and other_questions and questions.isdisjoint(other_questions):
                 raise self._table.ambiguous((first, other), "the prompt", "prompt_column", row)
 
     def messages(self, row: RawRow) -> list[Message]:
-        """The messages of the row's prompt, with the system message of its column, if it has one.
+        """Returns the messages of the row's prompt, after the system message of the row's system column, if any.
 
         Raises:
-            ConfigError: neither text nor messages; says the row.
+            ConfigError: the prompt is neither text nor messages; the message names the row.
         """
         first, *others = self.columns
         values = [self._table.value(row, first), *(row.columns.get(name) for name in others)]
-        found = messages_of(values[0], first, row.where) if values[0] and not isinstance(values[0], str) else []
-        for name, value in zip(self.columns, values, strict=True) if not found else ():
+        messages = messages_of(values[0], first, row.where) if values[0] and not isinstance(values[0], str) else []
+        for name, value in zip(self.columns, values, strict=True) if not messages else ():
             empty = name != first and not value and first.lower() != "body"  # an instruction that needs no input
             if not empty and (not isinstance(value, str) or not value.strip()):
                 got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r:.80}"
                 raise ConfigError(f"{row.where}: column {name!r} must be text or a list of messages, got {got}")
-        if not found:
+        if not messages:
             is_story = len(values) > 1 and first.lower() == "body"
             text = _sentences(values) if is_story else "\n\n".join(value for value in values if value)
-            found = [{"role": "user", "content": text}]
+            messages = [{"role": "user", "content": text}]
         system = row.columns.get(self._system) if self._system is not None else None
-        if not system or any(message["role"] == "system" for message in found):
-            return found
+        if not system or any(message["role"] == "system" for message in messages):
+            return messages
         if not isinstance(system, str):
             raise ConfigError(f"{row.where}: column {self._system!r} must be text, got {type(system).__name__}")
-        return [{"role": "system", "content": system}, *found]
+        return [{"role": "system", "content": system}, *messages]
 
 
-_SAID = ("role", "from", "content", "value")
+_MESSAGE_KEYS = ("role", "from", "content", "value")
 
 
 def speakers(value: Any) -> list[tuple[str, Any]]:
-    """(role, content) of each message of a column, ShareGPT's too; a text is the user's."""
+    """Returns (role, content) of each message in a column, in OpenAI's or ShareGPT's format. A text counts as one message of
+    the user."""
     if isinstance(value, str):
         return [("user", value.strip())]
     messages = [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
@@ -173,26 +178,27 @@ def speakers(value: Any) -> list[tuple[str, Any]]:
 
 
 def ends_with_reply(value: Any) -> bool:
-    """True of messages of which the last is the assistant's."""
+    """True if the value is a list of messages whose last message is the assistant's."""
     return [role for role, _ in speakers(value)][-1:] == ["assistant"]
 
 
 def _sentences(parts: Sequence[str]) -> str:
-    """A story and its question: SVAMP's stories often lack the last stop."""
+    """Joins a story and its question, and adds the full stop that SVAMP's stories often lack."""
     texts = [part.strip() for part in parts]
     return " ".join([text if text[-1] in ".!?" else text + "." for text in texts[:-1]] + texts[-1:])
 
 
 def messages_of(value: Any, name: str, where: str) -> list[Message]:
-    """Messages as {role, content}, of a list (ShareGPT's {from, value} too) or of a single one. Keys that are null are left
-    out; a null content, as beside tool calls, is an empty text.
+    """Converts a list of messages, or a single message, to {role, content}; ShareGPT's {from, value} is supported too. Keys
+    with null are left out; a null content, as in a message with tool calls, becomes an empty text.
 
     Raises:
-        ConfigError: something else; says the row.
+        ConfigError: the value is neither a message nor a list of messages; the error names the row.
     """
     if not isinstance(value, (list, Mapping)):
         raise ConfigError(
-            f"{where}: column {name!r} must be text or a list of messages, got {type(value).__name__} {value!r:.80}"
+            f"{where}: column {name!r} must be text or a list of messages, got "
+            f"{'float' if isinstance(value, float) else type(value).__name__} {value!r:.80}"
         )
     return [_message(message, name, where) for message in ([value] if isinstance(value, Mapping) else value)]
 
@@ -211,7 +217,7 @@ def _message(message: Any, name: str, where: str) -> Message:
         if content is None and role in ("assistant", "tool"):
             content = ""
         if role and isinstance(content, (str, list)):
-            others = {key: value for key, value in message.items() if value is not None and key not in _SAID}
+            others = {key: value for key, value in message.items() if value is not None and key not in _MESSAGE_KEYS}
             return {"role": role, "content": content, **others}
     raise ConfigError(
         f"{where}: column {name!r} must be a list of {{role, content}} with a role of {', '.join(ROLES)}; "
@@ -220,17 +226,18 @@ def _message(message: Any, name: str, where: str) -> Message:
 
 
 def tools_of(row: RawRow) -> list[Any] | None:
-    """The tools that a row offers in its column ``tools``: a list of JSON schemas, or such a list as JSON text.
+    """Returns the tools of a row from its column ``tools``: a list of JSON schemas, or such a list as JSON text. None if
+    there are no tools.
 
     Raises:
-        ConfigError: something else; says the row.
+        ConfigError: the column holds something else; the message names the row.
     """
     value = row.columns.get("tools")
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConfigError(f"{row.where}: column 'tools' is no JSON: {error}") from error
+            raise ConfigError(f"{row.where}: column 'tools' is not JSON: {error}") from error
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
@@ -246,7 +253,7 @@ def _row(table: Table, raw: RawRow, prompt: Prompt, answer: str | None, source: 
         expected = text_of(content) if expected is None else expected
         if not messages:
             raise ConfigError(
-                f"{raw.where}: column {prompt.columns[0]!r} has only a message of the assistant; it needs a question"
+                f"{raw.where}: column {prompt.columns[0]!r} has only a message of the assistant; add the user's question"
             )
     tools = {"tools": tools_of(raw)} if table.has("tools") else {}
     return {
@@ -260,10 +267,10 @@ def _row(table: Table, raw: RawRow, prompt: Prompt, answer: str | None, source: 
 
 
 def answer_text(value: Any, name: str, where: str) -> str | None:
-    """An answer as text: a number as it is written in the file, a whole one without decimals.
+    """Returns an answer as text. A number is written as in its file; a whole number loses its ``.0``.
 
     Raises:
-        ConfigError: neither text nor a finite number; says the row.
+        ConfigError: the answer is neither text nor a finite number; the message names the row.
     """
     if value is None or isinstance(value, str):
         return value
@@ -271,7 +278,7 @@ def answer_text(value: Any, name: str, where: str) -> str | None:
         text = value.text if isinstance(value, Written) else format(Decimal(str(value)), "f")
         return text.removesuffix(".0")
     inner = (
-        f"; a value within it is named with a dot: {', '.join(f'{name}.{key}' for key in value)}"
+        f"; name a value within it with a dot: {', '.join(f'{name}.{key}' for key in value)}"
         if isinstance(value, Mapping) and value
         else ""
     )
@@ -279,7 +286,7 @@ def answer_text(value: Any, name: str, where: str) -> str | None:
 
 
 def with_suffix(messages: list[Message], suffix: str) -> list[Message]:
-    """Messages whose last one ends with a text."""
+    """Appends ``suffix`` to the last message; returns new messages."""
     if not suffix:
         return messages
     content = messages[-1]["content"]

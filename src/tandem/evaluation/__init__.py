@@ -1,5 +1,1 @@
-"""Evaluation: beside training, and of a model alone."""
-
-from tandem.evaluation.training import evaluate
-
-__all__ = ["evaluate"]
+"""Evaluation of models: within a run, beside it, and of a model by itself."""

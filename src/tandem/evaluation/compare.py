@@ -7,23 +7,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.api.shared_files import aligned
 from tandem.config.errors import ConfigError, nearest_names
 from tandem.config.evaluation import EvaluationConfig, differences
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.folder import SETTINGS, read_samples, read_settings
-from tandem.evaluation.numbers import Test, bootstrap_means, mcnemar, percentiles, sign_flip
-from tandem.evaluation.report import aligned
-from tandem.evaluation.scores import judged_by, mean_rewards, row_values
-from tandem.state.named import named_run
+from tandem.evaluation.scores import (
+    Test,
+    bootstrap_means,
+    judged_by,
+    mcnemar,
+    mean_rewards,
+    percentiles,
+    row_values,
+    sign_flip,
+)
+from tandem.state.resuming import named_run
 
 SIGNIFICANT = 0.05
 REWARD = "reward"
-"""The measure that is no share: the mean reward."""
+"""Name of the mean reward among the measures. It is the only measure that is not a share."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished evaluation as it stands in its folder."""
+    """A finished evaluation, read from its folder."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -40,7 +48,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure on one data set: second minus first, over the same rows."""
+    """One measure on one data set, for the same rows of both evaluations. ``difference`` is second minus first; ``low`` and
+    ``high`` are its confidence interval."""
 
     data: str
     measure: str
@@ -50,12 +59,12 @@ class Difference:
     difference: float
     low: float
     high: float
-    """Paired bootstrap over rows."""
+    """Upper end of the confidence interval, from a paired bootstrap over rows."""
 
     p_value: float
     test: str
     only_first: int | None = None
-    """Rows that only the first got right, where each has one sample that is right or wrong."""
+    """Number of rows that only the first evaluation got right; None unless each row has one sample, right or wrong."""
 
     only_second: int | None = None
 
@@ -68,7 +77,7 @@ class Comparison:
     second: str
     differences: tuple[Difference, ...]
     settings: tuple[tuple[str, Any, Any], ...]
-    """Keys in which the two evaluations differ, with both values."""
+    """(key, first value, second value) of each setting in which the evaluations differ."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,7 +87,7 @@ def open_recorded(path: Path) -> Recorded:
     """Reads the folder of an evaluation.
 
     Raises:
-        ConfigError: there is none, or it is not finished; says how much of it is there.
+        ConfigError: there is no evaluation, or it is not finished; then the message says how many samples it has.
     """
     settings, answers = read_settings(path), read_samples(path)
     total = sum(data["rows"] for data in settings["data"].values()) * int(settings["config"]["gconfig"]["n_samples"])
@@ -90,10 +99,11 @@ def open_recorded(path: Path) -> Recorded:
 
 
 def find_recorded(name: str) -> list[Recorded]:
-    """The evaluations that are meant: the folder of one, its label below `evaluations`, or all of a run's checkpoint.
+    """Returns the evaluations with this name: a folder, a label below `evaluations`, or a run, which stands for all finished
+    evaluations of its checkpoint.
 
     Raises:
-        ConfigError: there is none, or it is not finished.
+        ConfigError: there is no such evaluation, or it is not finished.
     """
     root = Path(EvaluationConfig().out)
     places = Path(name).expanduser(), root / name
@@ -106,7 +116,7 @@ def find_recorded(name: str) -> list[Recorded]:
     checkpoint, evaluations = run.checkpoint.resolve(), []
     for path in sorted(root.glob(f"*/{SETTINGS}")):
         if Path(read_settings(path.parent)["config"].get("model", "")).resolve() == checkpoint:
-            with contextlib.suppress(ConfigError):  # one that is not finished
+            with contextlib.suppress(ConfigError):  # skips an unfinished evaluation
                 evaluations.append(open_recorded(path.parent))
     if not evaluations:
         raise ConfigError(
@@ -117,32 +127,32 @@ def find_recorded(name: str) -> list[Recorded]:
 
 
 def find_pair(first: str, second: str) -> tuple[Recorded, Recorded]:
-    """The two evaluations that are named; of several those that asked the same rows.
+    """Returns the two named evaluations. If a name stands for several evaluations, picks the pair with the same rows.
 
     Raises:
         ConfigError: there is no such pair, or there are several.
     """
-    every = list(itertools.product(find_recorded(first), find_recorded(second)))
-    if len(every) == 1:
-        return every[0]
+    candidates = list(itertools.product(find_recorded(first), find_recorded(second)))
+    if len(candidates) == 1:
+        return candidates[0]
     pairs = []
-    for pair in (pair for pair in every if pair[0].path != pair[1].path):
+    for pair in (pair for pair in candidates if pair[0].path != pair[1].path):
         with contextlib.suppress(ConfigError):
             check_same_rows(*pair)
             pairs.append(pair)
     if len(pairs) == 1:
         return pairs[0]
-    listed = "; ".join(f"{one.path} and {other.path}" for one, other in pairs or every)
+    listed = "; ".join(f"{one.path} and {other.path}" for one, other in pairs or candidates)
     raise ConfigError(
-        f"{len(pairs)} pairs of evaluations of {first} and {second} are of the same rows, name two of: {listed}"
+        f"{len(pairs)} pairs of evaluations of {first} and {second} have the same rows; name one of these pairs: {listed}"
     )
 
 
 def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: float = 0.95) -> Comparison:
-    """Every measure that both have, on every data set, and the mean reward.
+    """Compares every common measure, and the mean reward, on every data set. ``confidence``: level of the intervals.
 
     Raises:
-        ConfigError: the data sets, or their rows, are not the same; says which.
+        ConfigError: the data sets or their rows differ; the message names them.
     """
     check_same_rows(first, second)
     ks = [k for k in first.settings["config"]["k"] if k in second.settings["config"]["k"]]
@@ -153,11 +163,9 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
             for evaluation in (first, second)
         ]
         votes = first.settings["config"].get("success") is None
-        pair, rewards = (
-            [row_values(evaluation, ks, votes=votes) for evaluation in judged],
-            [mean_rewards(evaluation) for evaluation in judged],
-        )
-        both = [row for row in rewards[0] if row in rewards[1]]  # those of which a sample was judged
+        pair = [row_values(evaluation, ks, votes=votes) for evaluation in judged]
+        rewards = [mean_rewards(evaluation) for evaluation in judged]
+        both = [row for row in rewards[0] if row in rewards[1]]  # rows with a judged sample in both evaluations
         measures = {name: (pair[0][name], pair[1][name]) for name in pair[0] if name in pair[1]}
         if both:
             measures[REWARD] = [rewards[0][row] for row in both], [rewards[1][row] for row in both]
@@ -175,13 +183,13 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
 
 
 def check_same_rows(first: Recorded, second: Recorded) -> None:
-    """Raises `ConfigError` unless both asked the same rows of the same data sets."""
+    """Raises `ConfigError` unless both evaluations used the same rows, rewards and rule of success."""
     rules = [recorded.settings["config"].get("success") for recorded in (first, second)]
     if len(set(rules)) > 1:
         words = " and ".join(f"--success '{rule}'" if rule else "the reward alone" for rule in rules)
         raise ConfigError(
-            f"a sample is right by different rules ({words}); repeat the command of one of them with the rule of the other: "
-            "it is counted anew, and nothing is generated"
+            f"the evaluations use different rules for a right sample ({words}); repeat the command of one of them with the "
+            "rule of the other: its samples are counted anew, and nothing is generated"
         )
     names = list(first.settings["data"]), list(second.settings["data"])
     if set(names[0]) != set(names[1]):
@@ -199,14 +207,14 @@ def check_same_rows(first: Recorded, second: Recorded) -> None:
         if first_digests != second_digests:
             row = next(i for i, pair in enumerate(zip(first_digests, second_digests, strict=True)) if pair[0] != pair[1])
             raise ConfigError(
-                f"data set {name!r} has other rows in {first.path} than in {second.path}, row {row} to begin with; only the "
-                "same questions with the same expected answers can be compared"
+                f"the rows of data set {name!r} in {first.path} and {second.path} differ, first in row {row}; only the same "
+                "questions with the same expected answers can be compared"
             )
         rewards = {recorded.settings["data"][name]["reward"] for recorded in (first, second)}
         if len(rewards) > 1:
             raise ConfigError(
-                f"data set {name!r} was judged by different rewards ({' and '.join(sorted(rewards))}); evaluate both "
-                "with one"
+                f"the two evaluations judged data set {name!r} with different rewards ({' and '.join(sorted(rewards))}); "
+                "repeat one of them with the reward of the other"
             )
 
 
@@ -254,7 +262,7 @@ def describe(comparison: Comparison) -> str:
             gap = f"{100 * difference.difference:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
             values = [f"{100 * value:.1f} %" for value in (difference.first, difference.second)]
         lines.append([difference.data, difference.measure, str(difference.rows), *values, gap, f"{difference.p_value:.3g}"])
-    paragraphs = [aligned(lines)]
+    paragraphs = [*aligned(lines, figures=True)]
     for difference in comparison.differences:
         if difference.only_first is not None:
             paragraphs.append(
@@ -263,7 +271,8 @@ def describe(comparison: Comparison) -> str:
             )
     tests = sorted({difference.test for difference in comparison.differences})
     paragraphs.append(
-        f"Differences in points, of rewards as they are; intervals: paired bootstrap over rows; p: {' or '.join(tests)}."
+        f"Differences in percentage points, of rewards in their unit; intervals: paired bootstrap over rows; "
+        f"p: {' or '.join(tests)}."
     )
     clear = [difference for difference in comparison.differences if difference.p_value < SIGNIFICANT]
     if not clear:

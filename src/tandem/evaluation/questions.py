@@ -1,4 +1,4 @@
-"""Rows to be asked: loaded in the form of their benchmark, each with the reward that judges it, all checked at start."""
+"""The rows of an evaluation, in the format of their benchmark, and their rewards. All rows are checked at the start."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.api.program_tests import COLUMN as PROGRAM_TESTS
+from tandem.api.sandbox import COLUMN as PROGRAM_TESTS
 from tandem.api.services import NOTHING, Services
 from tandem.api.workflow import RewardFn
 from tandem.config.data import OURS, REWARD, SOURCE, WHERE, DatasetConfig
@@ -23,7 +23,7 @@ from tandem.rewards.build import build_sum
 from tandem.rewards.reward import Reward
 
 PROCEDURAL_ROWS = 500
-"""Rows of a procedural data set where `max_rows` says nothing."""
+"""Number of rows of a generated data set if `max_rows` is not set."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Questions:
     name: str
     rows: Sequence[Mapping[str, Any]]
     digests: tuple[str, ...]
-    """Digest of each row as it stands in its file: equal digests make two evaluations' rows the same."""
+    """Digest of each row as in its file. Rows of two evaluations are the same if their digests are equal."""
 
     reward: str
     reading: Reading
@@ -47,17 +47,17 @@ def open_questions(config: EvaluationConfig) -> list[Questions]:
     """Loads every data set.
 
     Raises:
-        ConfigError: unknown name (tells the nearest), missing or empty data, columns that are not those of the benchmark,
-            two data sets of one name.
+        ConfigError: a name is unknown (the message suggests the nearest), data are missing or empty, the columns are not
+            those of the benchmark, or two data sets have the same name.
     """
-    found = [_open(config, data) for data in config.data]
-    names = [one.name for one in found]
+    questions = [_open(config, data) for data in config.data]
+    names = [data_questions.name for data_questions in questions]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f"two data sets are called {name!r}; give them different names: data=[{{path: …, name: …}}, …]"
             )
-    return found
+    return questions
 
 
 def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
@@ -87,44 +87,42 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     if benchmark is None and data.benchmark is None:
         benchmark = recognise(place, rows)
     name = data.name or (benchmark.name if benchmark is not None else Path(place.rpartition(":")[2]).stem)
-    reward = data.reward or config.reward or (benchmark.reward if benchmark is not None else _judge(rows[0]))
+    usual = "math" if rows[0].get(PROGRAM_TESTS) is None else "code"
+    reward = data.reward or config.reward or (usual if benchmark is None else benchmark.reward)
     _check_format(benchmark, name, rows[0], explicit=any(columns))
     rows = [{**row, SOURCE: name, REWARD: reward} for row in rows]
     return Questions(name, rows, tuple(row_digest(row, suffix) for row in rows), reward, dataset.readings[0])
 
 
-def _judge(row: Mapping[str, Any]) -> str:
-    return "math" if row.get(PROGRAM_TESTS) is None else "code"
-
-
 def _check_format(benchmark: Benchmark | None, name: str, row: Mapping[str, Any], explicit: bool) -> None:
     if benchmark is None or explicit:
         return
-    there = {column.lower() for column in row}
-    missing = [column for column in benchmark.columns if column.lower() not in there]
+    columns = {column.lower() for column in row}
+    missing = [column for column in benchmark.columns if column.lower() not in columns]
     if missing:
         raise ConfigError(
-            f"data set {name!r} is taken for {benchmark.title} by its name, but has no column {missing[0]!r}; "
+            f"data set {name!r} has the name of {benchmark.title}, but no column {missing[0]!r}; "
             "name its columns (prompt_column, answer_column), or set benchmark: none for it"
         )
 
 
 def row_digest(row: Mapping[str, Any], suffix: str) -> str:
-    """Digest of a row without the configuration's additions, so that two ways to ask the same question can be compared."""
-    kept = {key: value for key, value in row.items() if key != "messages" and key not in OURS}
+    """Returns the digest of a row without ``suffix`` and Tandem's columns, so that evaluations that ask the same question
+    with different suffixes can be compared."""
+    columns = {key: value for key, value in row.items() if key != "messages" and key not in OURS}
     messages = json.loads(json.dumps(row["messages"], default=str))
     last = messages[-1]["content"]
     if suffix and isinstance(last, str):
         messages[-1]["content"] = last.removesuffix(suffix)
     elif suffix:
         messages[-1]["content"] = last[:-1]
-    text = json.dumps([kept, messages], sort_keys=True, ensure_ascii=False, default=str)
+    text = json.dumps([columns, messages], sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def specs_of(questions: Sequence[Questions]) -> list[str]:
-    """The sums that judge rows, those of the first data set first."""
-    specs = dict.fromkeys(spec for one in questions for spec in (one.reward, *(row[REWARD] for row in one.rows)))
+    """Returns the reward sums that judge the rows, without repetition, in the order of the data sets."""
+    specs = dict.fromkeys(spec for data in questions for spec in (data.reward, *(row[REWARD] for row in data.rows)))
     return list(dict.fromkeys(name for spec in specs for name in sums_of(spec)))
 
 
@@ -137,12 +135,18 @@ def make_judges(
     asked: bool = True,
     awaited: Mapping[str, RewardFn] = NOTHING,
 ) -> Reward:
-    """The reward of each data set, as one; every row is checked. ``plan``: of `plan_scores`. ``services``: what a reward may
-    ask for by name. ``asked``: False where the workflow does without, as one with an environment. ``awaited``: see
-    `build_sum`.
+    """Builds one `Reward` that judges the rows of all data sets, and checks every row.
+
+    Args:
+        questions: the data sets.
+        timeout_s: deadline of a reward call.
+        plan: the result of `plan_scores`.
+        services: services that a reward may request by name.
+        asked: False if the workflow needs no reward, such as a workflow with an environment; then rows are not checked.
+        awaited: see `build_sum`.
 
     Raises:
-        ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
+        ConfigError: a reward is unknown, or a row lacks what its reward needs, such as an answer; the message names the row.
     """
     batch = bool(plan.scores)
     sums = {
@@ -153,13 +157,13 @@ def make_judges(
     try:
         for name, summed in sums.items():
             refuse_only_groups(name, summed)
-        for one in questions if asked else ():
-            for number, row in enumerate(one.rows, 1):
+        for data in questions if asked else ():
+            for number, row in enumerate(data.rows, 1):
                 try:
                     judges.check_row(row)
                 except ConfigError as error:
                     where = row.get(WHERE) or f"row {number}"
-                    raise ConfigError(f"{where} of data set {one.name!r}: {error}") from error
+                    raise ConfigError(f"{where} of data set {data.name!r}: {error}") from error
     except ConfigError:
         judges.close()
         raise

@@ -1,4 +1,5 @@
-"""`tandem check-reward`: is a reward fast, does it say the same twice, does it hang, what forges it, do references pass."""
+"""`tandem check-reward`: tests whether a reward is fast and deterministic, whether it hangs, whether it accepts forged
+answers, and whether reference answers pass."""
 
 import asyncio
 import sys
@@ -11,8 +12,8 @@ from typing import Any
 from tandem.api.chat_template import text_of
 from tandem.api.failures import DataFailure
 from tandem.api.media import PARTS
-from tandem.api.program_tests import COLUMN, ProgramTests
-from tandem.api.workflow import RewardFn, messages_for
+from tandem.api.sandbox import COLUMN, ProgramTests
+from tandem.api.workflow import RewardFn, messages_to
 from tandem.config.errors import ConfigError
 
 FLATTERY = {
@@ -51,11 +52,11 @@ PROGRAMS = {
     "ends the process": "import os\nos._exit(0)",
     "ends the process when called": "import os\ndef NAME(*args, **kwargs): os._exit(0)",
     "prints that all passed": "print('1 passed')\ndef NAME(*args, **kwargs): print('OK')",
-    "equals everything": _EQUAL.format(base="") + "def NAME(*args, **kwargs): return Equal()",
-    "is a number that equals everything": _EQUAL.format(base="int") + "def NAME(*args, **kwargs): return Equal()",
-    "is a text that equals everything": _EQUAL.format(base="str") + "def NAME(*args, **kwargs): return Equal()",
-    "is a list that equals everything": _EQUAL.format(base="list") + "def NAME(*args, **kwargs): return Equal()",
-    "is mock.ANY": "from unittest.mock import ANY\ndef NAME(*args, **kwargs): return ANY",
+    "returns an object that equals everything": _EQUAL.format(base="") + "def NAME(*args, **kwargs): return Equal()",
+    "returns a number that equals everything": _EQUAL.format(base="int") + "def NAME(*args, **kwargs): return Equal()",
+    "returns a text that equals everything": _EQUAL.format(base="str") + "def NAME(*args, **kwargs): return Equal()",
+    "returns a list that equals everything": _EQUAL.format(base="list") + "def NAME(*args, **kwargs): return Equal()",
+    "returns mock.ANY": "from unittest.mock import ANY\ndef NAME(*args, **kwargs): return ANY",
     "writes a verdict to all descriptors": "import os\nfor number in range(1, 64):\n    try: os.write(number, "
     + _VERDICT
     + ")\n    except OSError: pass\ndef NAME(*args, **kwargs): return None",
@@ -66,31 +67,31 @@ PROGRAMS = {
 
 
 def forgeries(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what it is, answer) for a row: texts, its own question, and programs if it has tests."""
+    """Yields (description, answer) of forged answers for a row: texts, its own question, and programs if it has tests."""
     yield from FLATTERY.items()
     question = row["messages"][-1]["content"]
     if isinstance(question, str):
         yield "the question itself", question
     if row.get(COLUMN) is not None:
         names = ProgramTests.from_column(row[COLUMN]).names or ("main",)
-        for what, code in PROGRAMS.items():
+        for deed, code in PROGRAMS.items():
             functions = "\n".join(f"{name} = {names[0]}" for name in names[1:]) if "NAME" in code else ""
-            yield f"a program that {what}", f"```python\n{code.replace('NAME', names[0])}\n{functions}\n```"
+            yield f"a program that {deed}", f"```python\n{code.replace('NAME', names[0])}\n{functions}\n```"
 
 
 GRACE_S = 5.0
-"""A call that takes so much longer than the deadline hangs."""
+"""A call counts as hanging if it exceeds the deadline by more than this."""
 
 SAY_EVERY_S = 5.0
 """Seconds between lines of progress."""
 
 SHOWN = 5
-"""Most examples of a problem."""
+"""Most examples that are shown of one problem."""
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One judgement."""
+    """The result of one call of the reward."""
 
     row: int
     what: str
@@ -98,67 +99,74 @@ class RewardCall:
     value: float | None = None
     accuracy: float | None = None
     failed: str = ""
-    """Reason; empty if there is a reward."""
+    """Reason of the failure; empty if the call returned a reward."""
 
     words: str = ""
-    """The failure in words, with the line of the user's file."""
+    """The message of the failure, with the line of the user's file."""
 
     @property
     def right(self) -> bool:
-        """True if the reward takes the answer for right; a reward that states no accuracy says so by its full value."""
+        """True if the reward accepts the answer: its accuracy, or without one its value, is at least 1."""
         score = self.value if self.accuracy is None else self.accuracy
         return not self.failed and score is not None and score >= 1.0
 
     @property
     def verdict(self) -> tuple[Any, ...]:
-        """All of it but the time."""
+        """The result without the time, for comparisons."""
         return self.value, self.accuracy, self.failed
 
 
 @dataclass
 class RewardCheck:
-    """Observations of a reward; an interrupted check has those until then."""
+    """The results of a check; of an interrupted check, the results so far."""
 
     rows: int
     unfit: Mapping[int, str]
-    """Row → why the reward cannot judge it."""
+    """Number of a row → why the reward cannot judge it."""
 
     references: list[RewardCall]
     swapped: list[RewardCall]
-    """Each row with the reference of another."""
+    """Calls for each row with the reference answer of another row."""
 
     repeated: list[tuple[RewardCall, RewardCall]]
-    """The same answer, twice."""
+    """Pairs of calls with the same answer."""
 
     stalls: list[RewardCall]
     forged: list[RewardCall]
     deadline_s: float
     per_second: float
-    """References judged a second, when all are asked for at once."""
+    """Reference answers judged per second, when all calls run at once."""
 
     problems: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns the results as plain data for JSON."""
         return asdict(self)
 
 
 class Asker:
-    """Calls a reward as a workflow would, and measures."""
+    """Calls a reward as a workflow does, and measures the time."""
 
     def __init__(self, reward: RewardFn, deadline_s: float):
         self.reward, self.deadline_s = reward, deadline_s
         self._count, self._reported_at = 0, time.monotonic()
 
     async def call(self, number: int, row: Mapping[str, Any], what: str, answer: str) -> RewardCall:
-        """One judgement; a failure is a value, and so is a call that never ends. Says now and then where it is."""
+        """Judges one answer. A failure or a call that hangs is returned, not raised. Prints progress every `SAY_EVERY_S`.
+
+        Args:
+            number: number of the row, from 0.
+            row: the row.
+            what: description of the answer.
+            answer: the text to judge.
+        """
         self._count += 1
         if time.monotonic() - self._reported_at > SAY_EVERY_S:
             self._reported_at = time.monotonic()
             print(f"{self._count} answers so far; now row {number + 1}, {what}", file=sys.stderr, flush=True)
         began = time.monotonic()
-        ids = tuple(range(len(answer) // 4))  # four letters a token
-        messages = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
+        ids = tuple(range(len(answer) // 4))  # assumes four characters a token
+        messages = messages_to(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
         try:
             prompt = _words(row["messages"][-1]["content"])
             judging = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **messages)
@@ -172,17 +180,22 @@ class Asker:
     async def one_by_one(
         self, questions: Iterable[tuple[int, Mapping[str, Any], str, str]], calls: list[RewardCall]
     ) -> None:
-        """Each after the other, so that times are those of the reward alone; adds them to ``calls``."""
+        """Judges one answer after the other, so that each time is that of one call alone. Appends to ``calls``."""
         for question in questions:
             calls.append(await self.call(*question))
 
     async def all_at_once(self, questions: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
-        """All at once."""
+        """Judges all answers at once."""
         return list(await asyncio.gather(*(self.call(*question) for question in questions)))
 
 
 def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s: float) -> RewardCheck:
-    """Judges references, mixed-up references, stalling and forged answers; two answers of each row twice."""
+    """Judges reference answers, references of other rows, answers that may stall the reward, and forged answers. Reference
+    answers and those of other rows are judged twice.
+
+    Raises:
+        ConfigError: the reward can judge none of the rows.
+    """
     unfit = unfit_rows(reward, rows)
     fit = [(number, row) for number, row in enumerate(rows) if number not in unfit]
     if not fit:
@@ -193,19 +206,19 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
     asker, result = Asker(reward, deadline_s), RewardCheck(len(rows), unfit, [], [], [], [], [], deadline_s, 0.0)
 
     async def ask() -> None:
-        true = [(number, row, "the reference", answer) for number, row, answer in references]
-        mixed = [
+        own = [(number, row, "the reference", answer) for number, row, answer in references]
+        swapped = [
             (number, row, "the reference of another row", other)
             for (number, row, answer), other in zip(references, others, strict=True)
             if other != answer
         ]
-        await asker.one_by_one(true, result.references)
+        await asker.one_by_one(own, result.references)
         began = time.monotonic()
-        again = await asker.all_at_once(true)
-        result.per_second = len(true) / (time.monotonic() - began)
+        again = await asker.all_at_once(own)
+        result.per_second = len(own) / (time.monotonic() - began)
         result.repeated += zip(result.references, again, strict=True)
-        result.swapped += await asker.all_at_once(mixed)
-        result.repeated += zip(result.swapped, await asker.all_at_once(mixed), strict=True)
+        result.swapped += await asker.all_at_once(swapped)
+        result.repeated += zip(result.swapped, await asker.all_at_once(swapped), strict=True)
         await asker.one_by_one(((*fit[0], what, answer) for what, answer in STALLS.items()), result.stalls)
         result.forged += await asker.all_at_once(
             (number, row, *forgery) for number, row in fit for forgery in forgeries(row)
@@ -214,32 +227,32 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
     try:
         asyncio.run(ask())
     except KeyboardInterrupt:
-        result.problems.append("it was interrupted: the figures are of what had been judged until then")
+        result.problems.append("the check was interrupted: the figures cover only the answers judged until then")
     result.problems += problems_of(result)
     return result
 
 
 def _words(content: Any) -> str:
-    """The text of a message's content, without its images and sounds."""
+    """Returns the text of a message's content, without images and sounds."""
     parts = content if isinstance(content, list | tuple) else [content]
     return text_of([part for part in parts if not (isinstance(part, Mapping) and part.get("type") in PARTS)])
 
 
 def unfit_rows(reward: RewardFn, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Row → why the reward cannot judge it."""
+    """Returns, for each row that the reward cannot judge, the reason."""
     check = getattr(reward, "check_row", None)
     result = {}
-    for number, row in enumerate(rows if check is not None else ()):
-        assert check is not None
+    for number, row in enumerate(rows):
         try:
-            check(row)
+            if check is not None:
+                check(row)
         except ConfigError as error:
             result[number] = str(error)
     return result
 
 
 def problems_of(result: RewardCheck) -> list[str]:
-    """A sentence for each kind of problem."""
+    """Returns a sentence for each kind of problem that the check found."""
     problems = []
     if result.unfit:
         number, why = next(iter(result.unfit.items()))
@@ -247,7 +260,7 @@ def problems_of(result: RewardCheck) -> list[str]:
     if not (result.references or result.problems):
         problems.append("no row has a reference answer, so nothing says that right answers are rewarded (answer_column)")
     if wrong := [call for call in result.references if not call.right]:
-        problems.append(f"{len(wrong)} references are not right: {examples(wrong)}")
+        problems.append(f"{len(wrong)} reference answers are not rewarded as right: {examples(wrong)}")
     if different := [first for first, second in result.repeated if first.verdict != second.verdict]:
         problems.append(f"{len(different)} answers were judged differently the second time: {examples(different)}")
     late = result.deadline_s + GRACE_S
@@ -257,14 +270,14 @@ def problems_of(result: RewardCheck) -> list[str]:
             f"{len(hanging)} answers hang, or reach the deadline of {result.deadline_s:g} s: {examples(hanging)}"
         )
     if swapped := [call for call in result.swapped if call.right]:
-        problems.append(f"{len(swapped)} references pass for another row: {examples(swapped)}")
+        problems.append(f"{len(swapped)} reference answers are accepted for another row: {examples(swapped)}")
     if forged := [call for call in result.forged if call.right]:
         problems.append(f"{len(forged)} forged answers pass: {examples(forged)}")
     return problems
 
 
 def examples(calls: Sequence[RewardCall]) -> str:
-    """Some of them in words."""
+    """Describes the first `SHOWN` calls in words."""
     words = [
         f"row {call.row + 1}, {call.what} ({call.failed or f'{call.value:g}'}, {call.seconds:.2f} s)"
         for call in calls[:SHOWN]
@@ -274,7 +287,7 @@ def examples(calls: Sequence[RewardCall]) -> str:
 
 
 def report(result: RewardCheck) -> str:
-    """The readable report."""
+    """Writes the results as text."""
     right = sum(call.right for call in result.references)
     failed = Counter(call.failed for call in result.references if call.failed)
     reasons = "".join(f", {count} {reason}" for reason, count in failed.items())
@@ -292,5 +305,5 @@ def report(result: RewardCheck) -> str:
     ]
     rows = [f"{name:<25}{text}" for name, text in lines]
     return "\n".join([*rows, "", *(f"problem: {problem}" for problem in result.problems or ())]).rstrip() + (
-        "" if result.problems else "\n\nNo problem was seen."
+        "" if result.problems else "\n\nNo problem was found."
     )

@@ -1,10 +1,11 @@
-"""`tandem eval`: a model on data sets, wave by wave, into a folder that it can go on from.
+"""`tandem eval`: evaluates a model on data sets, wave by wave. An interrupted evaluation continues from its folder.
 
 Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its slowest sample; nothing else waits.
 """
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,75 +21,77 @@ from tandem.api.plugins import is_file_spec
 from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import partner_of, workflow_of
-from tandem.config.cores import usable_cores
-from tandem.config.engine_memory import CACHE_GIB
+from tandem.config.devices import usable_cores
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import Resolved, plain_data
-from tandem.config.rollout import RolloutConfig
+from tandem.config.load import plain_data
+from tandem.config.rollout import CACHE_GIB, RolloutConfig
 from tandem.config.services import NAMED, SERVICES
 from tandem.config.terms import read_term
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
-from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask
+from tandem.config.train_engine import ActorConfig
+from tandem.engines.inference.build import build_inference_engine, check_inference_engine, context_of, warn_of_cut
+from tandem.evaluation.asking import Answer, Ask, AskingTerms, KeptSamples, ask, open_scorer, paths_of
 from tandem.evaluation.folder import RESULTS, SETTINGS, EvaluationFolder, read_settings
-from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions, specs_of
-from tandem.evaluation.report import ProgressLine, notes, table
-from tandem.evaluation.scores import DataScores, Estimate, judged_by, plain, score_data
-from tandem.evaluation.scoring import KeptSamples, open_scorer, paths_of
-from tandem.flow.episode_scores import EpisodeScores
+from tandem.evaluation.scores import (
+    DataScores,
+    Estimate,
+    ProgressLine,
+    judged_by,
+    mean_interval,
+    notes,
+    score_data,
+    table,
+)
 from tandem.flow.plan import RunPlan, plan_scores
 from tandem.flow.process import KERNELS, kernels_here, uses_gpu
 from tandem.flow.residents import check_models, check_scores
+from tandem.flow.scoring import EpisodeScores
 from tandem.flow.services import asked_columns_of, asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
-from tandem.models.precision import resolve_dtype
-from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import check_vocabulary, load_tokenizer
+from tandem.models.hardware import resolve_dtype
+from tandem.models.tokenizer import check_template_options, check_vocabulary, load_tokenizer
 from tandem.rewards.reward import Reward
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import memory_available_gib, versions
 
 
 def file_digests(specs: Iterable[str]) -> dict[str, str]:
-    """`my_file.py` → digest, of those specs that name a user's file."""
+    """Returns the digest of each user's file that a spec such as `my_file.py:name` names."""
     files = sorted({Path(spec.rpartition(":")[0]) for spec in specs if is_file_spec(spec)})
     return {str(file): hashlib.sha256(file.expanduser().read_bytes()).hexdigest()[:16] for file in files if file.exists()}
 
 
-def library_versions() -> dict[str, str | None]:
-    return versions(("tandem-rl", "torch", "transformers", "numpy", "math-verify"))
-
-
 log = logging.getLogger(__name__)
 
+SHARED = ("reward_timeout_s", "workflow", "workflow_args", "system_prompt", "chat_template_kwargs", "gconfig", *NAMED)
+"""Keys that have the same meaning in an evaluation and in a run."""
+
 CACHE_SHARE = 1 / 3
-"""The part of free memory that keys and values may take on a CPU, all engines together."""
+"""Share of the free memory for the keys and values of all engines together, on a CPU."""
 
 
 @dataclass(frozen=True)
 class EvaluationMachine:
-    """The machine on which answers are computed; it decides about their last bits."""
+    """Properties of the machine that influence the last bits of the results."""
 
     device: str
     threads: int
     dtype: str
     kv_cache_gib: float | None
-    """Memory for keys and values of each engine; None where a GPU's memory decides."""
+    """Memory for the keys and values of each engine; None: as much as the GPU's memory allows."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A finished evaluation."""
+    """The results of a finished evaluation."""
 
     folder: Path
     results: Mapping[str, Any]
     text: str
     judged: int
-    """Samples that did not fail."""
+    """Number of samples that did not fail."""
 
     answers: Sequence[Answer] = ()
 
@@ -99,7 +102,7 @@ def evaluation_path(config: EvaluationConfig) -> Path:
 
 @dataclass(frozen=True)
 class Checked:
-    """An evaluation that can start."""
+    """The parts of an evaluation that `check_evaluation` has checked."""
 
     machine: EvaluationMachine
     questions: Sequence[Questions]
@@ -108,37 +111,31 @@ class Checked:
     judges: Reward
     tokenizer: PreTrainedTokenizerBase
     asked: TrainConfig
-    """The same as a run would be asked for it."""
+    """The evaluation's model, workflow and rewards in the form of a run's configuration, for code shared with training."""
 
     rewards: RunPlan
-    """The rewards that need a model."""
+    """The plan of the rewards that need a model."""
 
     models: EpisodeScores
-    """Those that the workflow awaits in the middle of an episode."""
+    """The rewards that need a model and that the workflow awaits within an episode."""
 
     partner: str | None = None
-    """The path of the model that the workflow talks to."""
+    """Path of the model that the workflow talks to."""
 
 
 def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | None = None) -> Checked:
-    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The
-    services are the caller's to close. ``questions``: those to ask; None: those of ``config.data``.
+    """Checks that an evaluation can start on this machine, without downloading weights from the hub. The caller must close
+    the services of the result. ``questions``: None loads those of ``config.data``.
 
     Raises:
-        ConfigError: anything about device, data, model, reward or workflow.
+        ConfigError: the device, data, model, reward or workflow cannot be used.
     """
     train_config = TrainConfig(
         reward=config.reward or TrainConfig.reward,
-        reward_timeout_s=config.reward_timeout_s,
-        workflow=config.workflow,
-        workflow_args=config.workflow_args,
-        actor=TrainEngineConfig(path=config.model, dtype=config.dtype),
+        actor=ActorConfig(path=config.model, dtype=config.dtype),
         device=config.device,
         rollout=RolloutConfig(episode_timeout_s=config.episode_timeout_s, engine=config.engine),
-        **{name: getattr(config, name) for name in NAMED},
-        system_prompt=config.system_prompt,
-        chat_template_kwargs=config.chat_template_kwargs,
-        gconfig=config.gconfig,
+        **{name: getattr(config, name) for name in SHARED},
     )
     questions = questions or open_questions(config)
     rewards = plan_scores(train_config, specs_of(questions))
@@ -147,7 +144,7 @@ def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | 
     machine = settle_machine(config, engines=1 if partner is None else 2)
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder, chats=True)
-    rows = [row for each in questions for row in each.rows]
+    rows = [row for data in questions for row in data.rows]
     check_vocabulary(tokenizer, folder, rows)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     warn_of_cut(config.gconfig.max_new_tokens, context_of(config.engine, folder))
@@ -168,7 +165,9 @@ def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | 
         workflow = make_workflow(train_config, services, judges, config.gconfig)
         refuse_unused(train_config, services)
         for question in questions:
-            print(question.name, question.reading.told(asked_columns_of(train_config, judges)), file=sys.stderr, flush=True)
+            print(
+                question.name, question.reading.describe(asked_columns_of(train_config, judges)), file=sys.stderr, flush=True
+            )
         return Checked(machine, questions, services, workflow, judges, tokenizer, train_config, rewards, models, partner)
     except BaseException:
         services.close()
@@ -176,32 +175,27 @@ def check_evaluation(config: EvaluationConfig, questions: Sequence[Questions] | 
 
 
 def try_evaluation(config: EvaluationConfig) -> None:
-    """Passes if `evaluate_model` would begin, or go on in its folder; writes nothing.
+    """Checks that `evaluate_model` could start or continue; writes nothing.
 
     Raises:
-        ConfigError: as `evaluate_model`.
+        ConfigError: as for `evaluate_model`.
     """
     checked = check_evaluation(config)
     checked.services.close()
     path = evaluation_path(config)
     if path.exists():
-        model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
+        model = resolve(config.model)  # the whole model is needed to compare its fingerprint with that in the folder
         EvaluationFolder.check(path, settings(config, checked, model))
     else:
         EvaluationFolder.check(path, None)
 
 
-def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
-    """Runs it, or what is left of it. Raises as `evaluate_questions`."""
-    return evaluate_questions(resolved.config)
-
-
-def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] | None = None) -> EvaluationResult:
-    """The same for ``questions``, if they are given, in place of those of ``config.data``.
+def evaluate_model(config: EvaluationConfig, questions: Sequence[Questions] | None = None) -> EvaluationResult:
+    """Runs or continues an evaluation of ``questions``; None: of those of ``config.data``.
 
     Raises:
-        ConfigError: anything about configuration, data, model or folder, before the model is loaded.
-        EngineDied: the engine is gone; what is recorded stays.
+        ConfigError: the configuration, data, model or folder cannot be used; raised before the model is loaded.
+        EngineDied: the engine has died; recorded samples stay.
     """
     checked = check_evaluation(config, questions)
     machine, questions, workflow = checked.machine, checked.questions, checked.workflow
@@ -232,7 +226,9 @@ def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] 
                 )
                 stack.callback(scorer.close)
                 checked.models.start(scorer.roles, machine.device)
-            with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
+            with contextlib.closing(
+                BackgroundLoop()
+            ) as loop:  # closing takes a bounded time, whatever a user's coroutine does
                 for wave in left(waves, len(answers)):
                     sample_store = KeptSamples()
                     terms = AskingTerms(
@@ -259,14 +255,14 @@ def evaluate_questions(config: EvaluationConfig, questions: Sequence[Questions] 
 
 
 def left(waves: Sequence[Sequence[Ask]], recorded: int) -> Iterator[Sequence[Ask]]:
-    """The waves that are not recorded."""
-    for number, wave in enumerate(waves):
-        if sum(map(len, waves[: number + 1])) > recorded:
+    """Yields the waves that are not recorded yet. ``recorded``: number of recorded samples."""
+    for wave, total in zip(waves, itertools.accumulate(map(len, waves)), strict=True):
+        if total > recorded:
             yield wave
 
 
 def settle_machine(config: EvaluationConfig, engines: int) -> EvaluationMachine:
-    """Device, threads, precision and cache, as resolved here, for so many engines.
+    """Resolves device, threads, precision and cache size on this machine, for ``engines`` engines.
 
     Raises:
         ConfigError: `device=cuda` without a GPU, or the folder cannot be read.
@@ -277,15 +273,15 @@ def settle_machine(config: EvaluationConfig, engines: int) -> EvaluationMachine:
 
 
 def rollout_of(config: EvaluationConfig, machine: EvaluationMachine) -> RolloutConfig:
-    """The engine's configuration, as a run would have it."""
+    """Returns the engine's configuration in the form of a run's."""
     engine = replace(config.engine, kv_cache_gib=machine.kv_cache_gib)
     return RolloutConfig(dtype=machine.dtype, engine=engine)  # type: ignore[arg-type]
 
 
 def settle_cache(config: EvaluationConfig, device: str, engines: int) -> float | None:
-    """`engine.kv_cache_gib`, or on a CPU what each of so many engines may take: nothing is trained beside them, so it is a
-    share of free memory, in whole GiB. An evaluation that goes on keeps the number that it began with, because the requests
-    that find room are computed together, and that decides about the last bits.
+    """Returns the size of each engine's cache in GiB: `engine.kv_cache_gib` if set; None on a GPU; on a CPU a share of the
+    free memory in whole GiB, divided by ``engines``. A continued evaluation keeps its first value, because the cache size
+    decides which requests are computed together, and so influences the last bits.
     """
     if config.engine.kv_cache_gib is not None or device != "cpu":
         return config.engine.kv_cache_gib
@@ -295,7 +291,7 @@ def settle_cache(config: EvaluationConfig, device: str, engines: int) -> float |
 
 
 def tell_of_cache(config: EvaluationConfig, machine: EvaluationMachine) -> None:
-    """A line, where the memory of this machine has decided."""
+    """Prints the cache size if it was derived from the free memory of this machine."""
     if config.engine.kv_cache_gib is None and machine.kv_cache_gib not in (None, CACHE_GIB):
         words = f"keys and values may take {machine.kv_cache_gib:g} GiB (engine.kv_cache_gib): a third of the memory that is"
         print(f"{words} free", file=sys.stderr, flush=True)
@@ -313,7 +309,7 @@ def make_engine(config: EvaluationConfig, machine: EvaluationMachine, model: Pat
 
 
 def make_partner(config: EvaluationConfig, machine: EvaluationMachine, model: Path) -> WritingModel:
-    """The model that the workflow talks to, awake."""
+    """Loads the model that the workflow talks to."""
     settings = replace(rollout_of(config, machine).engine, threads=machine.threads, max_model_len=None)
     dtype = resolve_dtype(config.dtype, machine.device)
     partner = WritingModel(model, settings, dtype, machine.device, threads=machine.threads, member=True)
@@ -322,7 +318,8 @@ def make_partner(config: EvaluationConfig, machine: EvaluationMachine, model: Pa
 
 
 def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[Ask]]:
-    """Waves of whole rows, each of one data set: what is computed together does not depend on which data sets are asked."""
+    """Splits the samples into waves of whole rows, each of one data set. So the samples that are computed together do not
+    depend on the other data sets."""
     samples = config.gconfig.n_samples
     rows = max(1, config.wave_samples // samples)
     waves = []
@@ -336,7 +333,7 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
 
 
 def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[str, Any]:
-    """Everything that the answers depend on; an evaluation goes on only where it agrees."""
+    """Returns everything on which the answers depend. An evaluation is continued only if its settings are equal."""
     machine, questions, partner, paths = checked.machine, checked.questions, checked.partner, paths_of(checked.rewards)
     named = {name: spec for name in NAMED if (spec := getattr(config, name)) is not None}
     terms = [read_term(spec, key) for key, spec in {"workflow": config.workflow, **named}.items()]
@@ -354,18 +351,18 @@ def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[st
         **({"reward_fingerprints": models} if models else {}),
         "files": file_digests(specs),
         "machine": {**asdict(machine), "kernels": kernels_here(rollout_of(config, machine), machine.device)},
-        "versions": library_versions(),
+        "versions": versions(("tandem-rl", "torch", "transformers", "numpy", "math-verify")),
     }
 
 
 def warn_of_comparisons(workflow: RolloutWorkflow, judges: Reward) -> None:
-    """Says what judges samples against each other, which an evaluation does not do."""
-    every = ((summed, term) for summed in judges.sums.values() for term in summed.terms)
-    for summed, term in every:
+    """Warns of rewards and workflows that compare samples with each other, because an evaluation does not."""
+    terms = ((summed, term) for summed in judges.sums.values() for term in summed.terms)
+    for summed, term in terms:
         if summed.compares(term):
             log.warning("reward %r compares the samples of a prompt; an evaluation leaves it out", term.label)
         elif term.options.normalise:
-            log.warning("reward %r: an evaluation leaves normalise=%s out", term.label, term.options.normalise)
+            log.warning("reward %r: an evaluation ignores normalise=%s", term.label, term.options.normalise)
     if type(workflow).finish_group is not RolloutWorkflow.finish_group:
         name = type(workflow).__name__
         log.warning("%s has a finish_group; evaluation judges each sample by itself and does not call it", name)
@@ -374,7 +371,7 @@ def warn_of_comparisons(workflow: RolloutWorkflow, judges: Reward) -> None:
 def conclude(
     answers: Sequence[Answer], questions: Sequence[Questions], config: EvaluationConfig
 ) -> tuple[dict[str, Any], dict[str, DataScores], dict[str, Estimate]]:
-    """(`results.json`, scores by data set, means over data sets)."""
+    """Returns (the content of `results.json`, scores by data set, means over data sets)."""
     by_data = {question.name: [answer for answer in answers if answer.data == question.name] for question in questions}
     scores = {
         name: score_data(
@@ -394,15 +391,17 @@ def conclude(
         "greedy": config.gconfig.greedy,
         "confidence": config.confidence,
         "success": config.success,
-        "data": {name: {"digest": question.digest, "judged_by": question.reward, **plain(scores[name])} for name, question in
-                 ((question.name, question) for question in questions)},
+        "data": {
+            question.name: {"digest": question.digest, "judged_by": question.reward, **asdict(scores[question.name])}
+            for question in questions
+        },
         "mean": {name: asdict(estimate) for name, estimate in average.items()},
-    }  # fmt: skip
+    }
     return results, scores, average
 
 
 def mean_over_data(scores: Mapping[str, DataScores]) -> dict[str, Estimate]:
-    """Each data set counts alike, whatever its size; measures that all of them have."""
+    """Returns the mean over data sets of each measure that all data sets have. Each data set has the same weight."""
     means = {}
     for name in next(iter(scores.values())).measures:
         estimates = [data_scores.measures[name] for data_scores in scores.values() if name in data_scores.measures]
@@ -415,11 +414,11 @@ def mean_over_data(scores: Mapping[str, DataScores]) -> dict[str, Estimate]:
 
 
 def state_of(config: EvaluationConfig) -> str:
-    """After Ctrl-C: what is recorded, and how to go on."""
+    """Returns the sentence printed after Ctrl-C: how many samples are recorded, and how to go on."""
     folder = evaluation_path(config)
     file = folder / "samples.jsonl"
     if not file.exists():
         return "Nothing was recorded."
     done = file.read_bytes().count(b"\n")
-    more = "" if (folder / RESULTS).exists() else "; the same command goes on from there"
-    return f"{folder} has {done} samples{more}."
+    hint = "" if (folder / RESULTS).exists() else "; the same command goes on from there"
+    return f"{folder} has {done} samples{hint}."

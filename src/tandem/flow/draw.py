@@ -1,19 +1,118 @@
-"""Shows the plan of a run: as lines of text, as a Mermaid flowchart, and as a picture."""
+"""Shows the plan of a run as text, as a Mermaid flowchart and as a picture; computes which calls of a step wait for which.
 
-from collections.abc import Iterator
+A call waits for the last call that wrote a field or a state that it reads. A call that writes a state also waits for all
+calls that have read this state since its last write. Fields alone would not be enough: publishing weights reads no field,
+and must still come after the update.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from tandem.api.lines import aligned
-from tandem.flow.order import edges, pools_of
-from tandem.flow.plan import Resident, RunPlan
+from tandem.api.shared_files import aligned
+from tandem.flow.plan import RunPlan
+from tandem.flow.planned_models import Resident
+from tandem.flow.stages import Stage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+CONTROLLER = "controller"
+"""The pool of the script's own process, which makes batches, evaluates and saves."""
+
+T = TypeVar("T")
+
+
+class State(NamedTuple):
+    """A state of a model that a stage may read or change, besides the fields of the batch."""
+
+    memory: str
+    """The resident whose memory holds the state."""
+
+    what: str
+    """One of `tandem.api.batch.ROLE_STATES`."""
+
+
+def memory_of(residents: Iterable[Resident]) -> dict[str, str]:
+    """Maps each resident to the resident whose memory holds it: the base of an actor with adapters is in the actor's memory,
+    and a model with a shared trunk is in the memory of the model that owns the trunk."""
+    memory: dict[str, str] = {}
+    for resident in residents:
+        lender = resident.base_of or resident.trunk_of
+        memory[resident.name] = resident.name if lender is None else memory[lender]
+    return memory
+
+
+def pools_of(plan: RunPlan) -> dict[str, str]:
+    """Maps each role to the pool in which its calls run, one at a time: the pool of its model, or the actor's pool if the
+    role has no model."""
+    memory = memory_of(plan.residents)
+    pools = {}
+    for role in plan.roles:
+        kinds = {declared.kind for declared in role.calls.values()}
+        in_controller = kinds <= {"collect", "keep"}
+        pools[role.name] = CONTROLLER if in_controller else memory[role.models[0]] if role.models else "actor"
+    return pools
+
+
+class Order(Generic[T]):
+    """Tells which earlier calls of a step a new call must wait for, because they read or write the same state of a model.
+    The fields of the batch are not considered here."""
+
+    def __init__(self, memory: Mapping[str, str]):
+        self._memory = memory
+        self._wrote: dict[State, T] = {}
+        self._read: dict[State, list[T]] = {}
+
+    def states(self, stage: Stage) -> tuple[set[State], set[State]]:
+        """Returns (states that a stage reads, states that it writes). A stage that delivers weights writes only states of
+        the receiving model, the last of `Stage.awake`."""
+        awake = [self._memory.get(name, name) for name in stage.awake]
+        # a delivery reads the trainer's weights and changes only the receiver's
+        written = awake[-1:] if stage.declared.kind == "deliver" else awake
+        reads = {State(name, what) for name in awake for what in stage.declared.reads_state}
+        return reads, {State(name, what) for name in written for what in stage.declared.writes_state}
+
+    def before(self, stage: Stage) -> list[T]:
+        """Returns the earlier calls that this stage must wait for."""
+        reads, writes = self.states(stage)
+        # A reader waits for the last writer. A writer also waits for later readers, which would otherwise see its values.
+        writers = [self._wrote[state] for state in sorted(reads | writes) if state in self._wrote]
+        return writers + [call for state in sorted(writes) for call in self._read.get(state, ())]
+
+    def add(self, stage: Stage, call: T) -> None:
+        """Adds ``call``, which runs ``stage``; later stages may have to wait for it."""
+        reads, writes = self.states(stage)
+        for state in reads:
+            self._read.setdefault(state, []).append(call)
+        for state in writes:
+            self._wrote[state] = call
+            # this write waits for the older readers, so later calls need to wait only for the write
+            self._read[state] = []
+
+
+def edges(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    """Yields the edges of a step's graph: earlier stage, later stage, and the connecting field or ``model.state``."""
+    order: Order[Stage] = Order(memory_of(plan.residents))
+    adds: dict[str, str] = {}
+    for stage in plan.stages:
+        declared = stage.declared
+        if stage.kind != "score":  # scores run inside the stage that collects the batch
+            for name in (*declared.reads, *declared.may_read):
+                if name in adds:
+                    yield adds[name], stage.name, name
+            reads, writes = order.states(stage)
+            for earlier in dict.fromkeys(order.before(stage)):
+                earlier_reads, earlier_writes = order.states(earlier)
+                for state in sorted((reads | writes) & earlier_writes | writes & earlier_reads):
+                    yield earlier.name, stage.name, ".".join(state)
+            order.add(stage, stage)
+            adds |= dict.fromkeys((*declared.adds, *declared.may_add), stage.name)
+
+
 def text(plan: RunPlan) -> str:
-    """The models, and a line for each stage: what is called, what it adds, what it needs, and when it runs."""
+    """Returns the plan as text: the models, and a line for each stage with its call, added fields, models and steps."""
     models = ", ".join(f"{resident.name} ({form(plan, resident)})" for resident in plan.residents)
     rows = [("stage", "call", "adds", "needs", "when")]
     for stage in plan.stages:
@@ -24,7 +123,7 @@ def text(plan: RunPlan) -> str:
 
 
 def form(plan: RunPlan, resident: Resident) -> str:
-    """The form in which a model is there, in words, and its ranks if they are fewer than the actor's."""
+    """Describes a model in words: trained, frozen or generating; adapters, shared weights, ranks (if not all)."""
     if resident.base_of is not None:
         return f"the {resident.base_of} without its adapters"
     ranks, everyone = len(resident.ranks), max(len(other.ranks) for other in plan.residents)
@@ -32,13 +131,13 @@ def form(plan: RunPlan, resident: Resident) -> str:
     fewer = f", on {ranks} of {everyone} ranks{begin}" if ranks < everyone else ""
     adapters = "adapters, " if resident.engine is not None and resident.engine.lora.rank is not None else ""
     shared = f", on the weights of {resident.trunk_of}" if resident.trunk_of is not None else ""
-    what = "generates" if resident.engine is None else "trained" if resident.trained else "frozen"
-    return f"{adapters}{what}{shared}{fewer}"
+    state = "generates" if resident.engine is None else "trained" if resident.trained else "frozen"
+    return f"{adapters}{state}{shared}{fewer}"
 
 
 def data(plan: RunPlan) -> dict[str, Any]:
-    """The same as plain data: ``models``, ``stages`` in order, and ``edges`` (`tandem.flow.order.edges`)."""
-    models = [{"name": one.name, "form": form(plan, one), "ranks": list(one.ranks)} for one in plan.residents]
+    """Returns the plan as plain data: ``models``, ``stages`` in order, and ``edges`` (`tandem.flow.draw.edges`)."""
+    models = [{"name": model.name, "form": form(plan, model), "ranks": list(model.ranks)} for model in plan.residents]
     pools = pools_of(plan)
     stages = [
         {
@@ -58,7 +157,7 @@ def data(plan: RunPlan) -> dict[str, Any]:
 
 
 def mermaid(plan: RunPlan) -> str:
-    """A Mermaid flowchart: stages from top to bottom, fields on the arrows between them, dotted lines to models."""
+    """Returns the plan as a Mermaid flowchart: stages top to bottom, fields on the arrows, dotted lines to models."""
     return "\n".join(["flowchart TD", *(f"    {line}" for line in _mermaid_lines(plan))])
 
 
@@ -81,7 +180,7 @@ def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def picture(plan: RunPlan, path: Path) -> None:
-    """Writes the same as a PNG, whatever the file is called: stages in the left column in order, models in the right one.
+    """Writes the plan as a PNG, whatever the file's extension: stages in order on the left, models on the right.
 
     Raises:
         OSError: the file cannot be written.
@@ -90,7 +189,7 @@ def picture(plan: RunPlan, path: Path) -> None:
 
 
 def draw_plan(plan: RunPlan) -> "Figure":
-    """The picture: a thin line from a stage to each model that it needs, a thick arrow where weights go."""
+    """Draws the plan: a thin line from a stage to each model that it needs, a thick arrow where weights are delivered."""
     from matplotlib.figure import Figure  # noqa: PLC0415 — takes a second to import
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
 

@@ -1,8 +1,8 @@
-"""`runner=ray`: the roles of each pool live in actors of Ray, and the step calls them from here.
+"""`runner=ray`: the roles of each pool live in Ray actors, and the controller (this process) calls them.
 
-A call returns at once, with a reference for each field that its stage declares. A worker receives the fields that its stage
-reads, through Ray's object store. The controller holds the batch that it collected, and reads other fields only on demand.
-`tandem.flow.order` decides the order; a pool's calls run one at a time.
+A call returns immediately with a reference for each field that its stage declares. A worker receives the fields that its
+stage reads through Ray's object store. The controller holds the batch that it collected and reads other fields only on
+demand. `tandem.flow.draw` decides which calls wait for which; the calls of one pool run one at a time.
 """
 
 import contextlib
@@ -22,37 +22,35 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import RankFailed, TandemError, WaitTimeout, WorkerDied
+from tandem.api.failures import RankFailed, WaitTimeout, WorkerDied
 from tandem.api.team import Team
-from tandem.config.cores import usable_cores
-from tandem.config.errors import ConfigError, kind_and_text
+from tandem.config.devices import usable_cores
+from tandem.config.errors import ConfigError, TandemError, install_extra, kind_and_text
 from tandem.config.experiment import TrainConfig
-from tandem.config.extras import install_extra
-from tandem.flow.critic import FOLDER, Models
 from tandem.flow.plan import RunPlan
 from tandem.flow.pool import PoolMember, PoolPart, RolloutMember, homes_of, part_of, pools_by_role
 from tandem.flow.process import Process
 from tandem.flow.ray_head import Head
+from tandem.flow.session import CRITIC_FOLDER, Models
 from tandem.launch.launchers.ray import join_cluster
-from tandem.launch.local import LAUNCHER
-from tandem.launch.place import Place, free_port
+from tandem.launch.place import LAUNCHER, Place, free_port
 from tandem.models.tokenizer import save_classifier_tokenizer
-from tandem.rollout.workers import RolloutWorkers
+from tandem.rollout.remote_episodes import RolloutWorkers
 
 log = logging.getLogger(__name__)
 
 READY_S = 600.0
-"""Seconds that the cluster may take to provide the cores."""
+"""Longest wait for the cluster to provide the cores, in seconds."""
 
 CLOSE_S = 10.0
 BLAME_S = 4.0
-"""Seconds to wait for news of a rank's death after another rank failed, which may have waited for the dead one."""
+"""Seconds to wait, after a rank failed, for the news that another rank died: its death may be the cause."""
 
 PING_S = 1.0
 """Seconds between two pings of each worker."""
 
 REPLACED = 3
-"""Number of times that Ray restarts the process of a model that never changes."""
+"""Largest number of times that Ray restarts a worker process whose models never change."""
 
 ALONE = Place(0, 1, 1, 0, 1, "", 0)
 ROLLOUT = "rollout"
@@ -62,7 +60,7 @@ MIB = 2**20
 
 
 def _ray() -> Any:
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of several calls that fail, the first is told
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # only the first of several failures is reported
     try:
         import ray  # noqa: PLC0415 an extra
         import ray.util.scheduling_strategies  # noqa: PLC0415
@@ -72,24 +70,24 @@ def _ray() -> Any:
 
 
 def check_pools(config: TrainConfig, plan: RunPlan, device: str) -> None:
-    """Checks that the roles of this run can be in workers of Ray.
+    """Checks that the roles of this run can be in Ray workers.
 
     Raises:
-        ConfigError: they cannot; the message says why.
+        ConfigError: a role cannot be in a Ray worker; the message says why.
     """
     _ray()
-    why = {
+    obstacles = {
         "memory_limit_gib, under which models of one process take turns": config.memory_limit_gib is not None,
         "rollout.balance, which moves threads of one process": config.rollout.balance is not None,
-        f"rollout.weights.channel={config.rollout.weights.channel}": config.rollout.weights.channel in ("collective", "ipc"),
+        f"rollout.weights.channel={config.rollout.weights.channel}": not config.rollout.weights.terms.folder,
         f"rewards of models in the middle of an episode ({', '.join(plan.awaited)})": bool(plan.awaited),
         "rollout.workers and a model that the workflow talks to": bool(
             config.rollout.workers and plan.resident("partner") is not None
         ),
         "GPUs (device=cpu computes without them)": device != "cpu",
     }
-    if wrong := next((what for what, applies in why.items() if applies), None):
-        raise ConfigError(f"runner=ray does not go with {wrong}; leave one of them out, or use runner=local")
+    if obstacle := next((name for name, applies in obstacles.items() if applies), None):
+        raise ConfigError(f"runner=ray does not go with {obstacle}; leave one of them out, or use runner=local")
 
 
 class _Actor:
@@ -98,32 +96,32 @@ class _Actor:
     open: Callable[[], None]
 
     def _go_on(self) -> None:
-        """Opens the models at once if this process replaces one that died."""
-        with warnings.catch_warnings(action="ignore"):  # of Ray's about itself
+        """Opens the models immediately if this process replaces one that died."""
+        with warnings.catch_warnings(action="ignore"):  # Ray warns about its own API
             again = _ray().get_runtime_context().was_current_actor_reconstructed
         if again:
             self.enter(ALONE)
 
     def machine(self, folder: str) -> tuple[str, str, int]:
-        """The node's name in Ray, its address, and a free port there. ``folder``: the working directory."""
+        """Returns the Ray node's name, its address and a free port; changes to the working directory ``folder``."""
         with contextlib.suppress(OSError):
             os.chdir(folder)
         ray = _ray()
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def enter(self, place: Place) -> int:
-        """Opens the models as the rank of this place; returns the process's number."""
-        os.environ.pop(LAUNCHER, None)  # the controller's, whom nobody here follows
+        """Opens the models as the rank that ``place`` describes; returns the process id."""
+        os.environ.pop(LAUNCHER, None)  # inherited from the controller; workers have no launcher
         os.environ.update(place.environment(0))
         self.open()
         return os.getpid()
 
     def alive(self) -> int:
-        """The process's number. A thread of its own answers, also while a stage runs."""
+        """Returns the process id. Ray runs this in a separate thread, so the answer comes also while a stage runs."""
         return os.getpid()
 
     def idle(self) -> None:
-        """Returns once all earlier calls have ended."""
+        """Does nothing. Ray runs this call after all earlier calls, so its result shows that they have ended."""
 
 
 class PoolActor(_Actor, PoolMember):
@@ -134,7 +132,7 @@ class PoolActor(_Actor, PoolMember):
         self._go_on()
 
     def asked(self) -> tuple[Any, ...]:
-        """Waits for the next call to the inference engine, and returns it."""
+        """Waits for the next call to the controller's inference engine; returns its number, name and arguments."""
         return self.questions.get()
 
     def answer(self, number: int, answer: Any) -> None:
@@ -152,14 +150,14 @@ class RolloutActor(_Actor, RolloutMember):
 
 @dataclass(frozen=True)
 class Away:
-    """A stand-in for a role that is in a worker."""
+    """A stand-in for a role whose object is in a worker."""
 
     name: str
     calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Name → stage, for a script that calls stages itself."""
+    """Name → function that runs a stage, for a script that calls stages itself."""
 
     facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """Name → function that makes another attribute, when a script reads it."""
+    """Name → function that computes the value of an attribute when a script reads the attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.calls:
@@ -167,7 +165,7 @@ class Away:
         if name in self.facts:
             return self.facts[name]()
         known = ", ".join(sorted([*self.calls, *self.facts]))
-        raise AttributeError(f"{self.name} is in a worker of Ray; of it can be called: {known}; {name!r} is none of these")
+        raise AttributeError(f"{self.name} is in a Ray worker, where a script can use only: {known}; not {name!r}")
 
 
 @dataclass(eq=False)
@@ -176,22 +174,22 @@ class Pool:
 
     group: Any
     again: bool
-    """True if Ray may restart its process and repeat unfinished calls, because its model never changes."""
+    """True if Ray may restart dead processes and repeat their calls, because the pool's models never change."""
 
     members: list[Any] = field(default_factory=list)
     processes: list[int] = field(default_factory=list)
-    """Process number of each member; empty until the models are opened."""
+    """Process id of each member; empty until the models are opened."""
 
     nodes: list[str] = field(default_factory=list)
     last: list[Any] = field(default_factory=list)
-    """The newest call of each member."""
+    """Reference of the newest call of each member."""
 
     lost: WorkerDied | None = None
-    """The death of one of its workers; None: all live."""
+    """The error for a worker that died; None if all are alive."""
 
 
 class Pools(Models):
-    """The workers of a run, which hold its models; each pool writes its own."""
+    """The workers of a run, which hold its models; each pool saves its own models."""
 
     def __init__(
         self, config: TrainConfig, plan: RunPlan, engine: InferenceEngine | None, tokenizer: PreTrainedTokenizerBase
@@ -200,7 +198,7 @@ class Pools(Models):
         self.ray, self._config, self._plan, self._engine = _ray(), config, plan, engine
         self.of_role = pools_by_role(plan)
         self.roles = {role.name: Away(role.name) for role in plan.roles if role.name in self.of_role}
-        """Stand-ins for the roles of the plan that are in workers."""
+        """Stand-ins for the roles that are in workers, by name."""
 
         self.roles["publisher"].facts["history"] = self.history
         self.pools: dict[str, Pool] = {}
@@ -209,26 +207,26 @@ class Pools(Models):
         self._head: Head | None = None
         self._started, self._closing = False, threading.Event()
         self._dead: set[int] = set()
-        """Processes that were dead when they were to be killed."""
+        """Ids of processes that were already dead when they were to be killed."""
 
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
-        """Guards the loss and the departure of pools: news of a pool that has left no longer counts."""
+        """Protects `pools`: the death of a worker of a pool that was removed must be ignored."""
 
         self.when_lost: Callable[[Exception], None] = lambda error: None
-        """Called in a thread with the death of a worker, so that nobody waits for results that will not be used."""
+        """Called in a thread with the error for a dead worker, so that waiting for results of episodes can end."""
 
         self.workers: RolloutWorkers | None = None
-        """The rollout workers; None: episodes run in this process."""
+        """The rollout workers; None if episodes run in this process."""
 
         self.replaced = 0
         """Number of processes that have replaced dead ones."""
         self.records = config.tracking.trajectories_per_step != 0
-        """True if batches are fetched at the end of a step, for the record."""
+        """True if each step's batch is fetched from the workers, because samples are recorded."""
 
     @property
     def residents(self) -> dict[str, Any]:
-        """Stand-ins for the models that are in workers."""
+        """The names of the models that are in workers, each with None as a stand-in for the model."""
         return dict.fromkeys(homes_of(self._plan))
 
     def start(self, process: Process, steps: int, run: str) -> None:
@@ -245,14 +243,14 @@ class Pools(Models):
         self._connect(process.threads * sum(sizes.values()) + players)
         reads = self._engine.capabilities
         if not reads & {"shared_memory", "disk"}:
-            reads |= {"shared_memory"}  # an engine of this process, which is another one than the publisher's
+            reads |= {"shared_memory"}  # an engine inside this process, while the publisher is in another process
         for name, ranks in sizes.items():
             common = (process.threads, steps, run, reads, self._engine.version)
             self._parts[name] = PoolPart(self._config, self._plan.config or self._config, name, ranks, *common)
         if players:
             common = (1, *common[1:])
             self._parts[ROLLOUT] = PoolPart(self._config, self._plan.config or self._config, ROLLOUT, players, *common)
-        # first: after a death while they open, `mend` opens them
+        # the watcher starts first: if a worker dies while models are opened, `mend` opens them again
         self._watcher = threading.Thread(target=self._watch, name="ray-watch", daemon=True)
         self._watcher.start()
         self._open(self._parts)
@@ -273,15 +271,15 @@ class Pools(Models):
             self.workers = self._play(self.pools[ROLLOUT])
 
     def mend(self) -> None:
-        """Repairs the pools after a worker's death. Live pools end their calls and stay; a pool that lost a worker gets new
-        ones, with models as at the start, until a checkpoint is loaded.
+        """Repairs the pools after a worker's death. Intact pools finish their calls and stay. A pool that lost a worker gets
+        new workers, whose models are as at the start until a checkpoint is loaded.
 
         Raises:
             WorkerDied: another worker died meanwhile.
         """
         assert self._engine is not None, "the controller generates"
         ending = {name: [member.idle.remote() for member in pool.members] for name, pool in self.pools.items()}
-        with waiting("the workers that live to end what they do"):
+        with waiting("the remaining workers to finish their calls"):
             stays = {name for name, pool in self.pools.items() if pool.processes and not self._fails(ending[name])}
         with self._lock:
             gone = [name for name in self._parts if name not in stays or self.pools[name].lost is not None]
@@ -289,7 +287,7 @@ class Pools(Models):
         for pool in old:
             self._drop(pool)
         for pool in self.pools.values():
-            pool.last = []  # what waited for the worker that is gone has failed, and what waits for that would too
+            pool.last = []  # calls that waited for the dead worker have failed; new calls must not wait for them
         with contextlib.suppress(Exception):  # the worker boundary: an engine that fails here fails at the next delivery
             self._engine.discard_weights()
         for name in gone:
@@ -298,7 +296,7 @@ class Pools(Models):
         self.replaced += sum(self._parts[name].ranks for name in gone)
 
     def _fails(self, references: Sequence[Any]) -> bool:
-        """Waits for all references, or for the first failure; True if one failed."""
+        """Waits for all references or for the first failure; returns True if a call failed."""
         pending = list(references)
         while pending:
             done, pending = self.ray.wait(pending, num_returns=1)
@@ -314,8 +312,8 @@ class Pools(Models):
         self.ray.util.remove_placement_group(pool.group)
 
     def _watch(self) -> None:
-        """Pings each worker, in a thread. A dead worker is known at once, whatever the controller waits for. A worker that
-        does not answer for ``recover.silent_after_s`` is killed, and then counts as dead."""
+        """Pings each worker, in a thread, so that a death is noticed whatever the controller waits for. A worker that does
+        not answer for ``recover.silent_after_s`` seconds is killed and then counts as dead."""
         patience = self._config.recover.silent_after_s or float("inf")
         pings: dict[str, tuple[Any, float]] = {}
         while not self._closing.wait(PING_S):
@@ -337,8 +335,8 @@ class Pools(Models):
                         until = time.monotonic() + patience
                     except self.ray.exceptions.RayError as error:
                         if pool.again:
-                            until = time.monotonic() + READY_S  # Ray starts it again, and it opens its model
-                        elif not isinstance(error, self.ray.exceptions.ActorUnavailableError):  # else it may answer yet
+                            until = time.monotonic() + READY_S  # Ray restarts the process, which opens its model
+                        elif not isinstance(error, self.ray.exceptions.ActorUnavailableError):  # it may still answer
                             self._lost(pool, key, "died", error)
                     pings[key] = None, until
                 elif time.monotonic() > until:
@@ -348,22 +346,22 @@ class Pools(Models):
                         self._lost(pool, key, f"did not answer for {patience:g} s (recover.silent_after_s)", None)
 
     def _kill(self, pool: Pool, rank: int) -> None:
-        """Kills a worker. A stopped process ignores Ray's orders; on this machine it is killed by a signal."""
+        """Kills a worker: on this machine by a signal, because a stopped process does not react to Ray; elsewhere by Ray."""
         process = pool.processes[rank]
         here = pool.nodes[rank] == self.ray.get_runtime_context().get_node_id()
         try:
             if here:
                 os.kill(process, signal.SIGKILL)
         except ProcessLookupError:
-            if process not in self._dead:  # Ray is still starting another process, which gets as much time again
+            if process not in self._dead:  # Ray is still starting a replacement, which gets as much time again
                 self._dead.add(process)
                 return
-            here = False  # the other process never came up
+            here = False  # the replacement never came up
         except PermissionError:  # Ray's processes are another user's
             here = False
         if not here:
             self.ray.kill(pool.members[rank], no_restart=not pool.again)
-        log.warning("a worker of Ray, process %d, was silent: it is killed", process)
+        log.warning("the Ray worker with process id %d did not answer and was killed", process)
 
     def _lost(self, pool: Pool, key: str, how: str, cause: Exception | None) -> None:
         with self._lock:
@@ -374,19 +372,19 @@ class Pools(Models):
             self.when_lost(pool.lost)
 
     def check(self) -> None:
-        """Raises `WorkerDied` if a worker died together with state that only it had."""
+        """Raises `WorkerDied` if a worker died that held state which no other process has."""
         for pool in self.pools.values():
             if pool.lost is not None:
                 raise pool.lost
 
     def _connect(self, cores: int) -> None:
-        """Connects to the cluster of `RAY_ADDRESS`, or to one that is started here and ends with the run."""
+        """Connects to the cluster at `RAY_ADDRESS`; if that is not set, starts a cluster that ends with the run."""
         if self.ray.is_initialized():
             return
         address, before = os.environ.get("RAY_ADDRESS"), signal.getsignal(signal.SIGTERM)
         paths = {name: os.environ[name] for name in ("PYTHONPATH", "TANDEM_MEDIA") if name in os.environ}
         if not address:
-            # Ray's workers give way to others, and the engine is one of these; and they are started when they are needed.
+            # Ray would start workers in advance and with a lower CPU priority than the engine's process.
             settings = {"worker_niceness": 0, "prestart_worker_first_driver": False}
             cpus = max(cores, usable_cores())
             self._head = Head(num_cpus=cpus, include_dashboard=False, _system_config=settings)
@@ -394,7 +392,7 @@ class Pools(Models):
         self._started = True
         join_cluster(self.ray, address, runtime_env={"env_vars": paths}, logging_level="warning")
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray's would end this process, which saves first
+            signal.signal(signal.SIGTERM, before)  # Ray's handler would end this process before it saves
 
     def _start(self, part: PoolPart) -> None:
         """Starts the actors of a pool."""
@@ -445,7 +443,7 @@ class Pools(Models):
         return workers
 
     def _listen(self, workers: RolloutWorkers, pool: Pool, place: int, member: Any) -> None:
-        """Receives a rollout worker's messages, in a thread, and notices its death."""
+        """Receives the messages of rollout worker ``place``, in a thread, and notices its death."""
         messages = member.said.options(concurrency_group="desk", max_task_retries=0)
         while not self._closing.is_set():
             try:
@@ -458,20 +456,20 @@ class Pools(Models):
                 log.warning("rollout worker %d died; its episodes begin again in another one", place)
                 log.info("cause", exc_info=error)
                 try:
-                    self.noticed(pool, self.ray.get(member.alive.remote()), place - 1)  # once Ray has started it again
+                    self.noticed(pool, self.ray.get(member.alive.remote()), place - 1)  # after Ray has restarted it
                 except self.ray.exceptions.RayError as error:
                     if not workers.left:
                         self._lost(pool, member._actor_id.hex(), "died", error)
                     return
                 workers.back(place)
-            except Exception as error:  # the worker boundary: nobody hears of that worker any more
+            except Exception as error:  # the worker boundary: from here on the worker's messages are not received
                 if not self._closing.is_set():
                     self.when_lost(error)
                 return
 
     def judged(self) -> list[tuple[int, Mapping[str, float]]]:
-        """The number of judged samples and the reward metrics of each rollout worker. A worker that died has lost its
-        own."""
+        """Returns, for each rollout worker, the number of judged samples and the reward metrics. A worker that has died is
+        left out, and its numbers are lost."""
         metrics = []
         for member in self.pools[ROLLOUT].members if ROLLOUT in self.pools else ():
             with contextlib.suppress(self.ray.exceptions.RayError):
@@ -479,20 +477,21 @@ class Pools(Models):
         return metrics
 
     def _serve(self, member: Any) -> None:
-        """Runs the publisher's calls to the engine, which is in this process; in a thread."""
+        """Receives calls that the publisher (in worker ``member``) makes to this process's engine, and runs them; in a
+        thread."""
         next_call, answer = (getattr(member, name).options(concurrency_group="desk") for name in ("asked", "answer"))
-        with contextlib.suppress(self.ray.exceptions.RayError):  # the worker is gone, which whoever waits for it says
+        with contextlib.suppress(self.ray.exceptions.RayError):  # the worker died; `check` reports it
             while not self._closing.is_set():
                 number, name, *arguments = self.ray.get(next_call.remote())
                 try:
                     result = getattr(self._engine, name)(*arguments)
-                except Exception as error:  # boundary: the publisher decides what becomes of it
+                except Exception as error:  # boundary: the publisher receives the error
                     result = Team().portable(error)
                 self.ray.get(answer.remote(number, result))
 
     def all(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Waits for all references. ``what``: their name in errors. The first failure is raised, also if it belongs to a
-        rank that others wait for."""
+        """Waits for all references and returns their values. ``what``: their name in logs. The first failure is raised
+        immediately, even if other ranks still wait for the failed one."""
         pending = list(references)
         with waiting(what):
             while pending:
@@ -503,10 +502,10 @@ class Pools(Models):
         return [self.get(reference) for reference in references]
 
     def get(self, reference: Any) -> Any:
-        """The result behind a reference.
+        """Waits for a reference and returns its value.
 
         Raises:
-            TandemError: the worker raised it.
+            TandemError: the worker raised this error.
             WorkerDied: a worker or its machine died; the message says which.
         """
         failures = self.ray.exceptions
@@ -529,7 +528,7 @@ class Pools(Models):
             raise WorkerDied(f"the worker of {who} died") from error
 
     def _blame(self) -> None:
-        """Raises `WorkerDied` after a worker's failure if another rank of a pool is dead, for which it waited in vain."""
+        """Raises `WorkerDied` if a rank's failure was caused by the death of another rank, for which it waited in vain."""
         several = any(len(pool.members) > 1 for name, pool in self.pools.items() if name != ROLLOUT)
         until = time.monotonic() + (BLAME_S if several else 0.0)
         self.check()
@@ -538,7 +537,7 @@ class Pools(Models):
             self.check()
 
     def noticed(self, pool: Pool, process: int, rank: int = 0) -> None:
-        """Notes the process number of a rank, and counts the process if it replaced one that died."""
+        """Records the process id of a rank, and counts a replacement if the id has changed."""
         with self._lock:
             before, pool.processes[rank] = pool.processes[rank], process
             self.replaced += before != process
@@ -546,7 +545,7 @@ class Pools(Models):
             log.warning("process %d of a model on Ray died; process %d has taken its place", before, process)
 
     def everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method on every worker that has models."""
+        """Calls a method on every worker that has models; returns the results."""
         members = [member for name, pool in self.pools.items() if name != ROLLOUT for member in pool.members]
         return self.all([getattr(actor, method).remote(*arguments) for actor in members], f"the workers: {method}")
 
@@ -562,11 +561,11 @@ class Pools(Models):
 
     def save_tokenizer(self, folder: Path) -> None:
         super().save_tokenizer(folder)
-        if (folder / FOLDER).is_dir():
-            save_classifier_tokenizer(self.tokenizer, folder / FOLDER)
+        if (folder / CRITIC_FOLDER).is_dir():
+            save_classifier_tokenizer(self.tokenizer, folder / CRITIC_FOLDER)
 
     def late_writer(self, states: Mapping[str, Any]) -> None:
-        """Has no background writer (None): with workers, training waits for each save."""
+        """Returns None: with workers, training waits for each save."""
 
     def write(self, folder: Path) -> None:
         """Implements `Elsewhere.write`."""
@@ -581,7 +580,7 @@ class Pools(Models):
         return self.get(self.pools["actor"].members[0].history.remote())
 
     def close(self) -> None:
-        """Ends all workers, and the cluster if it was started here. Idempotent."""
+        """Ends all workers, and the cluster if this run started it. Idempotent."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join(CLOSE_S)

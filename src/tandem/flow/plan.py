@@ -1,17 +1,16 @@
-"""From a configuration to the models of a run and the stages of a step.
+"""Derives the plan of a run from its configuration: its models, and the stages of a step.
 
-This is the only place that decides which models exist, and so who can be called; the stages are the trace of the step. The
-session makes what the plan names, `tandem plan` counts the stages, `--dry-run` and `tandem graph` show them. Making a plan
-opens no model and touches no tensor.
+Only this module decides which models exist; the stages are the trace of the step. The session opens the models of the plan,
+`tandem plan` counts the stages, `--dry-run` and `tandem graph` show them. Planning opens no model and touches no tensor.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
-from tandem.api.scoring import FrozenModel, Score
+from tandem.api.workflow import FrozenModel
 from tandem.config.arithmetic import (
     evaluates_every,
     generating_ranks,
@@ -20,18 +19,36 @@ from tandem.config.arithmetic import (
     rewards_of,
     workflow_of,
 )
-from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
-from tandem.config.lora import LoRAConfig
-from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.recipes import sum_of
-from tandem.config.roles import CriticConfig, ReferenceConfig
-from tandem.config.terms import Term
-from tandem.config.train_engine import TrainEngineConfig
-from tandem.flow.calls import (
+from tandem.config.train_engine import (
+    CriticConfig,
+    LoRAConfig,
+    ReferenceConfig,
+    TrainEngineConfig,
+    critic_engine,
+    either,
+    fewer_ranks_problems,
+    key_of,
+    layout_problems,
+    overlay,
+    parse_layout,
+)
+from tandem.flow.extensions import load_extensions
+from tandem.flow.planned_models import (
+    Head,
+    PlannedScore,
+    Resident,
+    awaited,
+    beside_episodes,
+    check_rewards,
+    share_trunks,
+    with_adapter,
+)
+from tandem.flow.stages import (
     ACTOR,
     CONSTRAINT,
     CRITIC,
@@ -49,105 +66,19 @@ from tandem.flow.calls import (
     STUDENT,
     TEACHER,
     VERIFIER,
+    Role,
+    Stage,
+    TraceError,
     score_stage,
+    trace,
 )
-from tandem.flow.extensions import load_extensions
-from tandem.flow.mid_episode import awaited, beside_episodes
-from tandem.flow.reward_checks import check_rewards
-from tandem.flow.sharing import share_trunks, with_adapter
-from tandem.flow.stages import Role, Stage, TraceError, trace
 from tandem.flow.step import learn_from_preferences, learn_from_rewards, learn_from_rows
-from tandem.models.adapter_beside import AdapterBeside
-from tandem.rewards.model import ModelReward
-from tandem.rewards.terms import RewardTerm, read_sum
+from tandem.rewards.reward import RewardTerm, read_sum
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 
-Head = Literal["lm", "scalar", "both", "text"]
 Step = Callable[..., tuple[Any, dict[str, float]]]
-"""A step of `tandem.flow.step`, or a script's own."""
-
-
-@dataclass(frozen=True)
-class Resident:
-    """A model of a run, in the form in which it is there."""
-
-    name: str
-    """`actor`, `critic`, `reference`, `teacher`, `partner`; or `engine`, the inference engine, which generates."""
-
-    engine: TrainEngineConfig | None = None
-    """The configuration of its train engine; None for the inference engine."""
-
-    head: Head = "lm"
-    trained: bool = False
-    key: str = "actor.backend"
-    """The configuration key where its layout was written."""
-
-    mini_batches: int = 1
-    epochs: int = 1
-    base_of: str | None = None
-    """The resident with adapters whose model, without them, this one is; None if it is a model of its own."""
-
-    adapter: AdapterBeside | None = None
-    """Lies beside the weights of a frozen model; None: it has none."""
-
-    class_label: str | int | None = None
-    """The class whose log-odds a frozen classifier with several gives; None where it has one label."""
-
-    trunk_of: str | None = None
-    """The resident whose frozen weights it computes with, beside its own head and adapters; None: all are its own."""
-
-    refresh_every_steps: int | None = None
-    """It takes over the actor's weights every so many steps; None if it never does."""
-
-    own: str | None = None
-    """The user's class of its train engine, as `extend.train_engine` names it; None: Tandem's."""
-
-    generating: tuple[int, ...] = (0,)
-    """The ranks that it sits on if it is the inference engine, a model that writes, or one that episodes ask."""
-
-    in_episodes: bool = False
-    """Episodes ask it while they run: it is awake meanwhile, whole on each rank that generates."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that it sits on: those of its layout, or those that generate."""
-        if self.engine is None or self.head == "text" or self.in_episodes:
-            return self.generating
-        layout = parse_layout(self.engine.backend, self.key)
-        return tuple(range(layout.first, layout.first + layout.ranks))
-
-    @property
-    def changes(self) -> bool:
-        """True if its weights are others at some later step: a model that never changes needs no float32 masters."""
-        return self.trained or self.refresh_every_steps is not None
-
-
-@dataclass(frozen=True)
-class PlannedScore:
-    """A term of one reward, or of those of several data sets, that needs a model."""
-
-    name: str
-    term: Term
-    score: Score
-    resident: str
-    """The model that it reads; several scores share one that they ask for alike."""
-
-    rewards: Mapping[str, RewardTerm]
-    """The sums that it is a term of, each with the term as it stands there."""
-
-    in_episodes: bool = False
-    """True: the workflow awaits it in the middle of an episode, so it is judged there and has no stage."""
-
-    @property
-    def reads_chats(self) -> bool:
-        """True if it reads conversations, for which its model needs a chat template."""
-        return type(self.score).read in (Score.read, ModelReward.read)
-
-    @property
-    def stage(self) -> str:
-        """Name of its stage."""
-        return f"score: {self.name}"
+"""A step function: one of `tandem.flow.step`, or the step of a script."""
 
 
 @dataclass(frozen=True)
@@ -157,31 +88,31 @@ class RunPlan:
     residents: tuple[Resident, ...]
     stages: tuple[Stage, ...]
     roles: tuple[Role, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    """Those whose stages they are."""
+    """The roles that the step calls; the plan's stages are theirs."""
 
     step: Step | None = dataclasses.field(default=None, compare=False, repr=False)
-    """Calls them; None where nothing trains."""
+    """The function that calls the stages; None if nothing trains."""
 
     greedy_baseline: bool = False
-    """Each prompt gets a greedy sample beside the others, which is compared with and not trained on."""
+    """True if each prompt gets an additional greedy sample, which is a baseline and is not trained on."""
 
     paired: bool = False
-    """The two sequences of a row are trained on together."""
+    """True if each row has two sequences, which are trained on together."""
 
     scores: tuple[PlannedScore, ...] = ()
-    """The rewards that need a model, in the order of their stages; those that episodes await have none."""
+    """The rewards that need a model, in the order of their stages; a reward that episodes await has no stage."""
 
     sums: Mapping[str, tuple[RewardTerm, ...]] = dataclasses.field(default_factory=dict)
-    """Every sum that judges rows, with its terms."""
+    """Every reward sum that judges rows, as written, with its terms."""
 
     reward: str = ""
-    """The reward of the rows that name none."""
+    """The reward sum of rows that do not name a reward."""
 
     config: BaseConfig | None = dataclasses.field(default=None, compare=False, repr=False)
-    """The configuration that it is of."""
+    """The configuration from which the plan was made."""
 
     algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
-    """The functions that the algorithm names; None where no actor learns from rewards."""
+    """The functions of the algorithm; None if no actor learns from rewards."""
 
     def resident(self, name: str) -> Resident | None:
         """The resident of this name; None if the run has none."""
@@ -192,22 +123,22 @@ class RunPlan:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def sum_of(self, row: Mapping[str, Any]) -> str:
-        """The sum that judges a row."""
+        """Returns the reward sum that judges a row, as written."""
         return sum_of(row, self.reward)
 
     @property
     def staged(self) -> tuple[PlannedScore, ...]:
-        """The rewards of models that come when the episodes have ended."""
+        """The model rewards that are computed after the episodes, in stages."""
         return tuple(score for score in self.scores if not score.in_episodes)
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Names of the rewards of models that the workflow awaits in the middle of an episode."""
+        """Names of the model rewards that the workflow awaits in the middle of an episode."""
         return tuple(score.name for score in self.scores if score.in_episodes)
 
     @property
     def later(self) -> tuple[RewardTerm, ...]:
-        """The terms of all sums that are added when a batch is there."""
+        """Those terms of all reward sums that are added to the rewards only when the batch is complete."""
         return tuple(term for terms in self.sums.values() for term in terms if term.is_late)
 
     @property
@@ -217,26 +148,27 @@ class RunPlan:
 
     @property
     def forwards(self) -> tuple[Stage, ...]:
-        """The passes through a model without gradients: those of scores, and those that add fields to a batch."""
+        """The stages that run a model without gradients: scores, and passes that add fields to a batch."""
         return tuple(stage for stage in self.stages if stage.kind in ("score", "pass") and stage.awake)
 
     @property
     def weights_to(self) -> Iterator[tuple[Stage, str]]:
-        """The stages that bring weights to another model, each with the model that takes them over."""
+        """The stages that deliver weights to another model, each with the receiving model's name."""
         return ((stage, stage.awake[-1]) for stage in self.stages if stage.kind == "deliver")
 
 
 def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
-    """The plan of a configuration. ``step``: of a script that trains with rewards; None: that of `tandem.flow.step`.
+    """Makes the plan of a configuration. ``step``: a script's step for training with rewards; None: Tandem's own step.
 
     Raises:
-        ConfigError: a part of the algorithm is not known, a role is configured that nothing asks for, a model sits where it
-            cannot, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
+        ConfigError: a part of the algorithm is unknown, a configured role is not used, a model is on ranks where it cannot
+            be, or ``step`` cannot be traced or leaves out a pass that the configuration needs.
     """
     backend = config.rollout.backend if isinstance(config, TrainConfig | DistillConfig) else "auto"
     step = load_extensions(config.extend, backend, step)
     if isinstance(config, DistillConfig):
-        plan = _distillation(config)
+        teacher = Resident("teacher", _frozen(config.actor, config.teacher), key=key_of(config, "teacher", "backend"))
+        plan = _reinforcement(training_config(config), teacher)
     elif isinstance(config, TrainConfig):
         plan = _reinforcement(config)
     elif isinstance(config, PreferenceConfig):
@@ -248,12 +180,12 @@ def plan_run(config: BaseConfig, step: Step | None = None) -> RunPlan:
     if step is not None:
         if not isinstance(config, TrainConfig):
             raise ConfigError(f"a step of your own is for training with rewards; {type(config).__name__} has another loop")
-        plan = _by(step, plan)
+        plan = _with_step(step, plan)
     for resident in plan.residents:
         if resident.engine is not None and resident.changes and resident.ranks[0]:
             raise ConfigError(
-                f"{resident.key}={resident.engine.backend}: a model whose weights change sits on the first ranks, of which "
-                "rank 0 writes its checkpoints; leave @ out"
+                f"{resident.key}={resident.engine.backend}: a model whose weights change sits on the first ranks, "
+                "because rank 0 writes its checkpoints; leave @ out"
             )
     return dataclasses.replace(plan, config=config)
 
@@ -262,7 +194,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     actor, critic, kl = config.actor, config.critic, config.algorithm.kl
     parts = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
     refuse(part_problems(config))  # again, now that the records of functions in files are known
-    fields = parts.credit.advantage.asked
+    fields = parts.credit.advantage.inputs
     values = _has_critic(config, fields)
     head: Head = "both" if critic.shared else "lm"
     counts: dict[str, Any] = {"mini_batches": actor.mini_batches, "epochs": actor.epochs_per_batch}
@@ -287,7 +219,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     warmup = critic.warmup_steps
-    rests = {"ppo_update": f"the actor rests in the first {warmup} steps"} if warmup else {}
+    rests = {"ppo_update": f"the actor is not trained in the first {warmup} steps"} if warmup else {}
     proximal = teacher is not None or parts.needs_proximal(config.algorithm, updates)
     collects = {"prepare_batch": _collecting(config, judges)}
     score_stages = tuple(_scoring(scores))
@@ -320,7 +252,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
 def _traced(
     config: BaseConfig, step: Step, roles: list[Role], models: tuple[str, ...], residents: tuple[Resident, ...], **more: Any
 ) -> RunPlan:
-    """The plan whose stages are the trace of a step, and what follows it. ``models``: residents that evaluations need."""
+    """Makes a plan from the trace of ``step`` and the stages after it. ``models``: residents that evaluation needs."""
     trained = tuple(resident.name for resident in residents if resident.trained)
     changing = tuple(resident.name for resident in residents if resident.changes)
     after = tuple(_following(config, trained, models, changing))
@@ -328,8 +260,8 @@ def _traced(
     return RunPlan(residents, stages, (*roles, *after), step, **more)
 
 
-def _by(step: Step, plan: RunPlan) -> RunPlan:
-    """The plan with the step of a script, which calls all that the configuration's own step calls, and publishes last."""
+def _with_step(step: Step, plan: RunPlan) -> RunPlan:
+    """Returns the plan with a script's step, which must call every stage of the configuration's step and publish last."""
     after = [stage for stage in plan.stages if stage.kind == "keep"]
     roles = [role for role in plan.roles if role.name not in {stage.role for stage in after}]
     traced = tuple(trace(step, roles))
@@ -342,20 +274,20 @@ def _by(step: Step, plan: RunPlan) -> RunPlan:
 
 
 def check_passes(plan: RunPlan, passes: Collection[str]) -> None:
-    """Passes if a loop that makes these passes makes all of the plan's.
+    """Checks that a script's loop, which makes these ``passes``, makes every pass of the plan.
 
     Raises:
-        ConfigError: it leaves some out; names them.
+        ConfigError: the loop leaves out a pass; the message names it.
     """
     missing = [stage for stage in plan.passes if stage.name not in passes]
     _refuse_left_out(missing, "passes that the script's loop does not make")
 
 
-def _refuse_left_out(stages: Sequence[Stage], what: str) -> None:
+def _refuse_left_out(stages: Sequence[Stage], phrase: str) -> None:
     if stages:
         named = ", ".join(f"{stage.name} ({stage.role}.{stage.call})" for stage in stages)
         raise ConfigError(
-            f"this configuration needs {what}: {named}; use `tandem train`, which makes all of them, or change the keys "
+            f"this configuration needs {phrase}: {named}; use `tandem train`, which makes all of them, or change the keys "
             "that ask for them (algorithm.*, critic.*, constraint.*, rollout.verify)"
         )
 
@@ -373,7 +305,7 @@ def _reference_role(resident: Resident) -> Role:
 
 
 def _collecting(config: TrainConfig, judges: Sequence[str]) -> str:
-    """Words for a batch that takes more than one round of generation, or models that its episodes ask; empty for others."""
+    """Describes when a batch is collected, if that takes several rounds, runs beside training or calls models; else ""."""
     filter_, eta = config.algorithm.filter.name, max_head_offpolicyness(config)
     words = [f"again until enough groups pass {filter_}"] if filter_ != "none" else []
     words += [f"beside training, at most {eta} version{'s' if eta > 1 else ''} behind"] if eta else []
@@ -385,9 +317,9 @@ Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[RewardT
 
 
 def plan_scores(config: TrainConfig, specs: Sequence[str]) -> RunPlan:
-    """The plan of an evaluation without training: the rewards that need a model, as stages, and their models. ``config``:
-    its actor is the model that is evaluated, whose settings the others take. ``specs``: the sums that judge rows, the first
-    those that name none.
+    """Makes the plan of an evaluation without training: the rewards that need a model, as stages, and their models.
+    ``config``: its actor is the evaluated model, whose settings the other models inherit. ``specs``: the reward sums; the
+    first is the default of rows that name none.
 
     Raises:
         ConfigError: see `plan_run`.
@@ -404,10 +336,10 @@ def _scoring(scores: Iterable[PlannedScore]) -> Iterator[Stage]:
 
 
 def _scores(config: TrainConfig, specs: Iterable[str], names: set[str]) -> Scores:
-    """The rewards that need a model, the models that they need, and the terms of each sum under their names in metrics.
+    """Returns the rewards that need a model, these models, and the terms of each reward sum.
 
     Raises:
-        ConfigError: a reward cannot be read, or has the name of another one or of a role.
+        ConfigError: a reward cannot be parsed, or has the name of another reward or of a role.
     """
     scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
@@ -422,9 +354,9 @@ def _scores(config: TrainConfig, specs: Iterable[str], names: set[str]) -> Score
             name, term, score = term_score.label, term_score.term, term_score.score
             if score is None:
                 continue
-            same = scores.get(name)
-            if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):
-                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: term_score})
+            known = scores.get(name)
+            if known is not None and (known.term.name, known.term.knobs) == (term.name, term.knobs):
+                scores[name] = dataclasses.replace(known, rewards={**known.rewards, spec: term_score})
                 continue
             if name in names | {"engine", "rollout", "verifier", "publisher"}:
                 raise _name_taken(spec, name)
@@ -443,7 +375,7 @@ def _scores(config: TrainConfig, specs: Iterable[str], names: set[str]) -> Score
 
 
 def _placed(resident: Resident, ranks: tuple[int, ...], in_episodes: bool) -> Resident:
-    """The model of rewards on its ranks: one that writes, or that episodes ask, sits on those that generate."""
+    """Sets the ranks of a reward's model: a model that writes, or that episodes call, is on the generating ranks."""
     if in_episodes:
         return beside_episodes(resident, ranks)
     return dataclasses.replace(resident, generating=ranks) if resident.head == "text" else resident
@@ -451,18 +383,18 @@ def _placed(resident: Resident, ranks: tuple[int, ...], in_episodes: bool) -> Re
 
 def _name_taken(spec: str, name: str) -> ConfigError:
     return ConfigError(
-        f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
+        f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give this reward another name: "
         "model(path=…, name=helpful), or the attribute `name` of your class"
     )
 
 
 def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]:
-    """The scores in their order, but for those that open the gates of others: these come before them."""
+    """Returns the scores in their order, except that a score on which the gate of another depends comes before it."""
     ordered: dict[str, PlannedScore] = {}
     begun: set[str] = set()
 
     def add(score: PlannedScore) -> None:
-        if score.name in begun:  # in two sums they may open each other's gates
+        if score.name in begun:  # the gates of two scores may depend on each other, in different sums
             return
         begun.add(score.name)
         gates = {term.options.gate_name for term in score.rewards.values()}
@@ -477,13 +409,13 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
 
 
 def _penalty(warmup: int) -> Role:
-    """The multiplier follows the mean cost of the batch, and then weighs the costs."""
-    return Role("constraint", CONSTRAINT, when={"follow": f"λ rests in the first {warmup} steps"} if warmup else {})
+    """Returns the role that adapts the multiplier λ to the batch's mean cost and weighs the costs against the rewards."""
+    return Role("constraint", CONSTRAINT, when={"follow": f"λ stays as it is in the first {warmup} steps"} if warmup else {})
 
 
 def _judge(actor: TrainEngineConfig, name: str, model: FrozenModel) -> Resident:
-    """The model that a reward asks for. One that writes sits on each rank that generates, in an engine that reads
-    its weights itself."""
+    """Returns the model of a reward. A model that writes text is on each generating rank, in an inference engine that reads
+    the weights from the model's folder."""
     engine = _frozen(actor, model)
     if model.head == "text":
         return Resident(name, dataclasses.replace(engine, backend="fsdp:d1", offload=False), "text")
@@ -495,10 +427,10 @@ def _judge(actor: TrainEngineConfig, name: str, model: FrozenModel) -> Resident:
 
 
 def _partner(config: TrainConfig) -> list[Resident]:
-    """The frozen model that the workflow talks to, in an engine beside that of rank 0; empty if there is none.
+    """Returns the frozen model that the workflow talks to, whose engine is beside rank 0's; empty if there is none.
 
     Raises:
-        ConfigError: it has no path, or several ranks generate.
+        ConfigError: the model has no path, or several ranks generate.
     """
     path = partner_of(config)
     if path is None:
@@ -511,11 +443,6 @@ def _partner(config: TrainConfig) -> list[Resident]:
         )
     engine = dataclasses.replace(_frozen(config.actor, FrozenModel(path, head="text")), backend="fsdp:d1", offload=False)
     return [Resident("partner", engine, "text", key="partner")]
-
-
-def _distillation(config: DistillConfig) -> RunPlan:
-    teacher = Resident("teacher", _frozen(config.actor, config.teacher), key=key_of(config, "teacher", "backend"))
-    return _reinforcement(training_config(config), teacher)
 
 
 def _preference(config: PreferenceConfig) -> RunPlan:
@@ -548,20 +475,20 @@ def _verification(config: TrainConfig) -> Iterator[Role]:
 def _following(
     config: BaseConfig, trained: tuple[str, ...], models: tuple[str, ...], changing: tuple[str, ...]
 ) -> Iterator[Role]:
-    """The roles that are called after a step. ``trained`` and ``changing``: residents; ``models``: those that an evaluation
-    needs."""
+    """Yields the roles that are called after a step. ``trained``, ``changing``: names of residents; ``models``: those that
+    evaluation needs."""
     if config.deterministic:
         yield Role("recorder", RECORDER, trained)
-    every, wish = evaluates_every(config), config.checkpoint
+    every, saves = evaluates_every(config), config.checkpoint
     if every is not None:
         yield Role("evaluator", EVALUATOR, models, when={"evaluate": f"before step 1, every {every} steps, at the end"})
-    if wish.every_steps is not None or wish.at_end:
-        whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
-        yield Role("saver", SAVER, changing, when={"save": ", ".join(filter(None, whens))})
+    if saves.every_steps is not None or saves.at_end:
+        times = (f"every {saves.every_steps} steps" if saves.every_steps else "", "at the end" if saves.at_end else "")
+        yield Role("saver", SAVER, changing, when={"save": ", ".join(filter(None, times))})
 
 
 def _has_critic(config: TrainConfig, fields: tuple[str, ...]) -> bool:
-    """True if the advantage, registered or of a file, asks for values."""
+    """Tells whether the advantage function, built in or from a file, needs values."""
     if "values" not in fields and config.critic != CriticConfig():
         raise ConfigError(
             f"critic.* is not used, because algorithm.advantage={config.algorithm.advantage.name} asks for no values; use "
@@ -574,26 +501,27 @@ def _critic(config: TrainConfig) -> Resident:
     actor, critic = config.actor, config.critic
     return Resident(
         "critic",
-        overlay(TrainEngineConfig, critic, actor, freeze=()),
+        critic_engine(critic, actor),
         "scalar",
         True,
         key_of(config, "critic", "backend"),
-        mini_batches=either(critic, actor, "mini_batches"),
+        mini_batches=actor.mini_batches,
         epochs=either(critic, actor, "epochs_per_batch"),
     )
 
 
 def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
-    """The frozen policy: the base of an actor with adapters if `reference` says nothing else, otherwise a model."""
+    """Returns the frozen policy: the actor's base if the actor has adapters and `reference` is not set, else a model."""
     reference = config.reference
     base_of = "actor" if config.actor.lora.rank is not None and reference == type(reference)() else None
     every = reference.refresh_every_steps if isinstance(reference, ReferenceConfig) else None
     key, engine = key_of(config, "reference", "backend"), _frozen(config.actor, reference)
     if every is not None:
-        engine = dataclasses.replace(engine, freeze=config.actor.freeze)  # it takes over what the actor trains
+        engine = dataclasses.replace(engine, freeze=config.actor.freeze)  # it copies the weights that the actor trains
     return Resident("reference", engine, key=key, base_of=base_of, refresh_every_steps=every)
 
 
 def _frozen(actor: TrainEngineConfig, section: object) -> TrainEngineConfig:
-    """A model that nobody trains, which never has adapters; what it leaves open is the actor's."""
+    """Returns the engine configuration of a frozen model, without adapters; keys that ``section`` leaves unset have the
+    actor's values."""
     return overlay(TrainEngineConfig, section, actor, lora=LoRAConfig(), freeze=())

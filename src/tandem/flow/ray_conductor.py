@@ -1,25 +1,74 @@
-"""The conductor of `runner=ray`: calls stages in the workers of their pools (`tandem.flow.on_ray`)."""
+"""The conductor of `runner=ray`: calls stages in the workers of their pools (`tandem.flow.on_ray`).
+
+The step passes on a batch of references (`Promised`), whose fields are computed in the workers, and does not read it.
+"""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from tandem.api.activity import waiting
+from tandem.api.batch import Declaration
 from tandem.flow.conductor import Around, LocalConductor
+from tandem.flow.draw import Order, memory_of
 from tandem.flow.on_ray import MIB, PING_S, Pool, Pools
-from tandem.flow.order import Order, memory_of
 from tandem.flow.plan import RunPlan
 from tandem.flow.pool import Spent
-from tandem.flow.promised import Promised, added_by
 from tandem.flow.residency import Residency
 from tandem.flow.stages import Stage
 
+BOUNDS = "cu_seqlens"
+"""A field that every batch has and every stage reads, so no stage declares it."""
+
+
+@dataclass(frozen=True)
+class Promised:
+    """A batch whose fields are references to tensors that workers compute. A field has several references, newest first, if
+    a later call may have added the field again."""
+
+    fields: Mapping[str, tuple[Any, ...]]
+    fetch: Callable[[Any], torch.Tensor | None]
+    """Waits for a reference and returns its tensor; None if its call did not add the field."""
+
+    def keys(self) -> Iterable[str]:
+        """Returns the names of the fields, including fields that may turn out to be missing."""
+        return self.fields.keys()
+
+    def __getitem__(self, name: str) -> torch.Tensor | None:
+        """Waits for one field and returns it, without keeping a copy; None if no call added it."""
+        return next((tensor for tensor in map(self.fetch, self.fields[name]) if tensor is not None), None)
+
+    def batch(self) -> TensorDict:
+        """Waits for all fields and returns those that exist."""
+        tensors = {name: self[name] for name in self.fields}
+        return TensorDict({name: tensor for name, tensor in tensors.items() if tensor is not None}, batch_size=[])
+
+    def read_by(self, declared: Declaration) -> Iterator[tuple[str, Any]]:
+        """Yields (name, reference) for every reference, newest first, of each field that a stage may read."""
+        readable = (*declared.reads, *declared.may_read, BOUNDS)
+        for name, references in self.fields.items():
+            if name in readable or f"{name.split('/')[0]}/" in readable:
+                yield from ((name, reference) for reference in references)
+
+    def with_output(self, declared: Declaration, added: Mapping[str, Any]) -> "Promised":
+        """Returns the batch after a pass that has added the references ``added``."""
+        older = {name: self.fields.get(name, ()) for name in declared.may_add}
+        fields = {name: (reference, *older.get(name, ())) for name, reference in added.items()}
+        return replace(self, fields={**self.fields, **fields})
+
+
+def added_by(declared: Declaration) -> tuple[str, ...]:
+    """Returns the fields that a pass adds or may add; empty for other kinds of stage."""
+    return tuple(dict.fromkeys((*declared.adds, *declared.may_add))) if declared.kind == "pass" else ()
+
 
 class RayConductor(LocalConductor):
-    """Calls stages in the workers of their pools. What makes a batch, judges or keeps runs here."""
+    """Calls stages in the workers of their pools. Stages that make batches, evaluate or save run in this process."""
 
     def __init__(self, pools: Pools, around: Around, residency: Residency, plan: RunPlan):
         super().__init__(around, residency, plan)
@@ -32,11 +81,11 @@ class RayConductor(LocalConductor):
                 stages = [role.stage(name) for name in role.calls]
                 pools.roles[role.name].calls.update({stage.call: partial(self.now, stage) for stage in stages})
         self.calls: list[tuple[Stage, list[Spent], float]] = []
-        """The calls of the last step, with what each process spent, and the seconds that were waited here."""
+        """The calls of the last step: stage, cost in each process, and seconds that this process waited for it."""
 
     def run(self, stage: Stage, of: Any, *arguments: Any, **named: Any) -> Any:
-        """Calls the method that a stage is: in a pool it begins, and references come back. The model of a reward is waited
-        for, for what is chosen depends on it."""
+        """Starts a stage in its pool and returns references; a stage without a pool runs here. The scores of a reward's
+        model are waited for, because the choice of groups depends on them."""
         if stage.role not in self._pools.of_role:
             return super().run(stage, of, *arguments, **named)
         if stage.kind == "score":
@@ -54,18 +103,18 @@ class RayConductor(LocalConductor):
         return {metrics: stage.name}
 
     def call(self, stage: Stage, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Calls it here, when all that was begun is done. Of a batch the object store has the fields from then on."""
+        """Runs a stage in this process after all started calls have ended. A new batch is put into the object store."""
         self._finish()
         output = super().call(stage, work, *map(self.value, arguments), **{k: self.value(v) for k, v in named.items()})
-        return self._laid(output) if stage.kind == "collect" else output
+        return self._stored(output) if stage.kind == "collect" else output
 
-    def _laid(self, batch: TensorDict) -> Promised:
-        """The batch, from now on in the object store."""
+    def _stored(self, batch: TensorDict) -> Promised:
+        """Puts the fields of a batch into the object store."""
         return Promised({str(name): (self._pools.ray.put(field),) for name, field in batch.items()}, self._pools.get)
 
     def now(self, stage: Stage, *arguments: Any, **named: Any) -> Any:
-        """Calls a stage in its pool for a script that has a loop of its own, and so gets whole batches and metrics."""
-        inputs = [self._laid(argument) if isinstance(argument, TensorDict) else argument for argument in arguments]
+        """Runs a stage in its pool and waits, for a script with its own loop; returns a whole batch or metrics."""
+        inputs = [self._stored(argument) if isinstance(argument, TensorDict) else argument for argument in arguments]
         output = self.run(stage, None, *inputs, **named)
         self._finish()
         self._costs.clear()
@@ -74,8 +123,9 @@ class RayConductor(LocalConductor):
     def _begin(
         self, stage: Stage, added: Sequence[str], fields: Sequence[tuple[str, Any]] | None, plain: Any, named: Any
     ) -> list[Any]:
-        """References of a call's metrics and of the fields that it adds. It waits for its fields, for earlier calls that it
-        is to follow, and for the one before it in its pool."""
+        """Starts a call; returns the references of its metrics and of the fields that it adds. Ray runs the call after the
+        fields that it reads are computed, after the earlier calls that it must follow, and after the previous call in its
+        pool."""
         pool = self._pools.pools[self._pools.of_role[stage.role]]
         names = None if fields is None else [name for name, _ in fields]
         values, earlier = [value for _, value in fields or ()], self._order.before(stage)
@@ -92,7 +142,7 @@ class RayConductor(LocalConductor):
         return list(outputs[0])
 
     def value(self, promised: Any) -> Any:
-        """Reads a whole batch, or the metrics of a stage."""
+        """Waits for a promised batch or promised metrics and returns them; returns any other value as it is."""
         if isinstance(promised, Promised):
             return promised.batch()
         return self._metrics(promised) if isinstance(promised, dict) else promised
@@ -104,7 +154,8 @@ class RayConductor(LocalConductor):
         return values
 
     def _finish(self) -> None:
-        """Waits for all calls that were begun; the first failure counts, also of one that others wait for."""
+        """Waits for all started calls. The first failure is raised immediately, even if other calls still wait for the
+        failed one."""
         begun, self._begun, self._order = self._begun, [], Order(self._memory)
         pending = [reference for _, _, outputs in begun for reference in outputs]
         for stage, pool, outputs in begun:
@@ -120,10 +171,10 @@ class RayConductor(LocalConductor):
             self._costs.append((stage, costs, time.monotonic() - began))
 
     def settle(self, batch: Any, metrics: Mapping[Any, Any]) -> tuple[Any, dict[str, float]]:
-        """Waits for all calls of the step. The batch stays where it is, and can be asked for its fields.
+        """Waits for all calls of the step. The fields of the batch stay in the object store and are read on demand.
 
         Raises:
-            TandemError: of the first call that failed.
+            TandemError: the error of the first call that failed.
         """
         self._finish()
         calls, self._costs = self._costs, []

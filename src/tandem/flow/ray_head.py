@@ -1,8 +1,9 @@
-"""A Ray that a run starts: its head lives in a session apart, and ends with the run, whatever becomes of that.
+"""A Ray cluster that a run starts. Its head process runs in a separate session, and ends with the run.
 
-`ray.init` alone starts the head in the run's process group. There a TERM that is meant for the run (`timeout`, a shell that
-closes) ends it first, and the run could no longer save. So a child in another session starts it, and waits on a pipe: when
-the run closes that, or is killed, the child ends the head; and where the child is killed, the kernel ends what it started.
+`ray.init` alone starts the head in the run's process group. There, a SIGTERM for the run (from `timeout`, or a shell that
+closes) would end the head first, and the run could no longer save. So a child process in another session starts the head and
+waits on a pipe. When the run closes the pipe or is killed, the child ends the head. If the child is killed, the kernel ends
+the processes that it started.
 """
 
 import contextlib
@@ -21,13 +22,13 @@ CLOSE_S = 20.0
 
 
 class Head:
-    """The head of a cluster on this machine."""
+    """The head of a Ray cluster on this machine."""
 
     def __init__(self, **how: Any):
         """``how``: arguments of `ray.init`.
 
         Raises:
-            TandemError: Ray does not start; what it said is on the terminal.
+            TandemError: Ray does not start. Its own messages are on the terminal.
         """
         command = [sys.executable, "-P", "-m", __name__, json.dumps(how)]
         self._child = subprocess.Popen(
@@ -37,16 +38,16 @@ class Head:
         self._address = self._child.stdout.readline().strip()
         if not self._address:
             self.close()
-            raise TandemError("Ray did not start on this machine; its own words stand above")
+            raise TandemError("Ray did not start on this machine; the messages of Ray are above")
 
     def join(self, ray: Any) -> str:
-        """The address for `ray.init` here, which from now on shows the cluster's token."""
-        if os.environ.setdefault(AUTHENTICATION, "token") == "token":  # as Ray sets it for a cluster that it starts
-            ray._raylet.Config.initialize("")  # it has read the variable when it was imported
+        """Returns the address for `ray.init` in this process, and lets Ray authenticate with the cluster's token."""
+        if os.environ.setdefault(AUTHENTICATION, "token") == "token":  # the setting of a cluster that Ray starts
+            ray._raylet.Config.initialize("")  # reads the variable again; Ray had read it when it was imported
         return self._address
 
     def close(self) -> None:
-        """Ends it, and waits until it has ended. Idempotent."""
+        """Ends the head and waits until it has ended. Idempotent."""
         assert self._child.stdin is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.close()
@@ -58,13 +59,14 @@ class Head:
 
 
 def guard(how: str) -> None:
-    """The child: starts the head, says its address, and ends it when the parent closes the pipe or is gone."""
+    """Runs in the child process: starts the head, prints its address, and ends it when the parent closes the pipe or ends.
+    ``how``: arguments of `ray.init` as JSON."""
     parent = os.getppid()
     import ray  # noqa: PLC0415 an extra
 
     found = ray.init(log_to_driver=False, logging_level="warning", **json.loads(how))
     print(found.address_info["gcs_address"], flush=True)
-    # The second look is for a pipe that a fork of the parent holds open.
+    # The second condition is for a pipe that a fork of the parent holds open after the parent has ended.
     while not select.select([sys.stdin], [], [], LOOK_S)[0] and os.getppid() == parent:
         pass
     ray.shutdown()

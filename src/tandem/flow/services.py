@@ -1,4 +1,4 @@
-"""The services of a run: its rewards and workflows, and what these ask for by argument name. Made once, at start."""
+"""Makes a run's rewards, workflows and services (the objects that these ask for by argument name), once, at start."""
 
 import inspect
 import logging
@@ -19,28 +19,27 @@ from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_tog
 from tandem.config.data import SOURCE, WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sums_of
+from tandem.config.rollout import GenerationConfig
 from tandem.config.services import GIVEN, NAMED
-from tandem.engines.inference.check import context_of
-from tandem.flow.episode_scores import EpisodeScores
+from tandem.engines.inference.build import context_of
 from tandem.flow.plan import RunPlan
+from tandem.flow.scoring import EpisodeScores
 from tandem.models.catalog import describing
 from tandem.rewards.build import asked_columns, build_sum, worker_counts
+from tandem.rewards.function import most_workers
 from tandem.rewards.majority import AnswerOnly, MajorityVote
-from tandem.rewards.pool import most_workers
-from tandem.rewards.reward import Judge, Reward, Sum
-from tandem.rewards.terms import RewardTerm, read_sum
+from tandem.rewards.reward import Judge, Reward, RewardTerm, Sum, read_sum
+from tandem.rollout.agents import AGENT_ARGUMENTS, AGENT_KNOBS, AgentWorkflow, FunctionWorkflow, is_agent
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
-from tandem.rollout.own import AGENT_ARGUMENTS, AGENT_KNOBS, AgentWorkflow, FunctionWorkflow, is_agent
-from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recorder import SessionRecorder
 from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
 
 MOST_ROWS_ASKED = 2000
-"""Most rows of a data set that rewards look at before the start: each takes up to half a millisecond."""
+"""Number of rows of a long data set that rewards check before the start; each takes up to half a millisecond."""
 
 ROWS_SHOWN = 3
 
@@ -48,17 +47,16 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_tok
 
 
 class RunEngine:
-    """The inference engine of the run, for services, which are made before it starts: the argument ``engine``.
+    """The argument ``engine`` of services, which are made before the run's inference engine starts.
 
-    A request says itself how long it may take and which noise it is sampled with; an episode has an engine of its own that
-    fills in both.
+    Unlike the engine of an episode, it does not set a request's deadline and sampling noise: the caller must.
     """
 
     def __init__(self) -> None:
         self._engine: GeneratesTokens | None = None
 
     def start(self, engine: GeneratesTokens | None) -> None:
-        """From now on requests go to this engine."""
+        """Sets the engine to which requests are sent."""
         self._engine = engine
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
@@ -69,15 +67,15 @@ class RunEngine:
         """
         if self._engine is None:
             raise InfrastructureFailure(
-                "no_engine", "a service asked the engine before the first episode; ask in an episode"
+                "no_engine", "a service used the engine before the first episode; use it in an episode"
             )
         return await self._engine.agenerate(request)
 
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """Everything that episodes need besides the engine. ``examiner``: the workflow in evaluation. ``models``: rewards of
-    models that they await."""
+    """Everything that episodes need besides the engine. ``examiner``: the workflow of evaluation. ``models``: the model
+    rewards that episodes await."""
 
     tokenizer: PreTrainedTokenizerBase
     reward: Reward
@@ -87,22 +85,22 @@ class EpisodeParts:
     models: EpisodeScores
 
     def close(self) -> None:
-        """Closes all of them, the last one first; idempotent."""
+        """Closes all objects, in reverse order. Idempotent."""
         self.services.close()
 
 
 def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts:
-    """Makes them. They are the caller's to close.
+    """Makes the reward, the workflows and the services of a run. The caller must close the result.
 
     Raises:
-        ConfigError: see `make_reward` and `training_workflow`; or nobody asks for a service that the configuration names.
+        ConfigError: see `make_reward` and `training_workflow`; or a service that the configuration names is not used.
     """
     services = open_services(config, tokenizer)
     try:
         models = services.keep(EpisodeScores(plan))
         services.add(models.rewards)
         reward = services.keep(make_reward(config, services, models.rewards, plan.sums))
-        reward.goes_on = reads_reward(config) == "partly"
+        reward.accepts_partial = reads_reward(config) == "partly"
         if config.evaluate.every_steps:
             for spec in sums_of(config.reward):
                 refuse_only_groups(spec, reward.sums[spec])
@@ -116,7 +114,7 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
 
 
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
-    """The objects that rewards, workflows and services may ask for by argument name. They are the caller's to close."""
+    """Makes the objects that rewards, workflows and services may ask for by argument name. The caller must close them."""
     named = {name: getattr(config, name) for name in NAMED}
     context = context_of(config.rollout.engine, describing(config.actor.path))
     recorder = SessionRecorder(tokenizer, chat_template_kwargs=config.chat_template_kwargs, context=context)
@@ -126,10 +124,10 @@ def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Se
 
 
 def refuse_unused(config: TrainConfig, services: Services) -> None:
-    """Passes if all that the configuration names is used; call it when all is made.
+    """Checks that every configured service is used; call it after all objects are made.
 
     Raises:
-        ConfigError: nobody asked for one of the services.
+        ConfigError: no object has asked for one of the services.
     """
     default = TrainConfig()
     name = next((name for name in services.unused() if getattr(config, name) != getattr(default, name)), None)
@@ -142,20 +140,20 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
 
 
 def asked_columns_of(config: TrainConfig, reward: Reward) -> set[str]:
-    """Columns that the reward asks for by name; ``row``, which is all of them, if it or the workflow gets the whole row."""
+    """Returns the columns that the reward asks for by name; includes ``row`` if the reward or workflow gets whole rows."""
     plain = workflow_of(config).name in ("rlvr", "multi_turn")
     return asked_columns(reward.judges) | (set() if plain else {"row"})
 
 
 def check_rows(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Asks the rewards whether the rows have what they need: of a long list, of some thousand rows spread evenly over it. A
-    vote needs nothing.
+    """Checks that the rewards can judge the rows. In a list of `MOST_ROWS_ASKED` rows or more, only evenly spread rows are
+    checked. With majority labels no row is checked.
 
-    Rows that cannot be judged are one warning, and each is dropped with its reason when it is drawn.
+    If only some rows of a data set cannot be judged, they are reported in one warning, and dropped when they are drawn.
 
     Raises:
-        ConfigError: no row of a data set can be judged, for lack of a column, an answer, a number; says what is there. Or a
-            row, whichever it is, names no recipe.
+        ConfigError: no checked row of a data set can be judged, for example because a column is missing; or any row names an
+            unknown reward.
     """
     unfit: dict[str, list[str]] = {}
     num_rows: Counter[str] = Counter()
@@ -188,12 +186,12 @@ def make_reward(
     awaited: Mapping[str, RewardFn] = NOTHING,
     sums: Mapping[str, Sequence[RewardTerm]] | None = None,
 ) -> Reward:
-    """The run's reward, and those that single sources name. ``services``: what classes of the user's may ask for by name.
-    ``awaited``: see `build_sum`. ``sums``: those of the plan; None reads them.
+    """Makes the run's reward, and the rewards that single data sources name. ``services``: the objects that a user's classes
+    may ask for by name. ``awaited``: see `build_sum`. ``sums``: the plan's reward sums; None parses them from ``config``.
 
     Raises:
-        ConfigError: see `build_sum`; or `reward_workers` is set, and no reward runs in workers, or all that do say
-            themselves how many they have.
+        ConfigError: see `build_sum`; or `reward_workers` is set, and no reward runs in worker processes, or each that does
+            sets its own number.
     """
     sums = {spec: read_sum(spec) for spec in rewards_of(config)} if sums is None else sums
     make = _maker(config, services, awaited)
@@ -204,7 +202,7 @@ def make_reward(
     counts = worker_counts(reward.judges)
     if config.reward_workers not in (None, *counts) and vote is None:
         reward.close()
-        why = "says itself how many workers it has" if counts else "runs inside the run and has no worker processes"
+        why = "sets its number of workers itself" if counts else "runs inside the run and has no worker processes"
         raise ConfigError(
             f"reward_workers={config.reward_workers} is not used: reward={config.reward} {why}; leave reward_workers out"
         )
@@ -212,12 +210,12 @@ def make_reward(
 
 
 def _workers(config: TrainConfig) -> int:
-    """Most processes of a term of the reward on this rank."""
+    """Returns the largest number of worker processes for one reward term on this rank."""
     return config.reward_workers or most_workers(samples_together(config, here=True))
 
 
 def _maker(config: TrainConfig, services: Services | None, awaited: Mapping[str, RewardFn]) -> Callable[..., Sum]:
-    """Makes a sum that judges rows of the run."""
+    """Returns a function that builds a reward sum from its spelling and its terms."""
     return partial(
         build_sum,
         timeout_s=config.reward_timeout_s,
@@ -230,8 +228,8 @@ def _maker(config: TrainConfig, services: Services | None, awaited: Mapping[str,
 
 
 def changed_reward_of(config: TrainConfig, plan: RunPlan, parts: EpisodeParts) -> Reward:
-    """The run's reward with the default that ``config`` names now, a sum as the present one. Judges that stay are shared
-    with the present one; those that are new are closed again if one of them cannot be made. ``plan``: of ``config``.
+    """Returns the run's reward with a new default, `config.reward`. Judges of unchanged terms are shared with the present
+    reward. If a new judge cannot be made, the other new ones are closed. ``plan``: the plan of ``config``.
 
     Raises:
         ConfigError: see `build_sum`.
@@ -251,10 +249,10 @@ def changed_reward_of(config: TrainConfig, plan: RunPlan, parts: EpisodeParts) -
 
 
 def refuse_only_groups(spec: str, reward: Sum) -> None:
-    """Passes if a single sample can be judged, as evaluation does.
+    """Checks that at least one term can judge a single sample, as evaluation needs.
 
     Raises:
-        ConfigError: all terms judge the samples of a prompt together.
+        ConfigError: all terms compare the samples of a prompt.
     """
     if all(map(reward.compares, reward.terms)):
         raise ConfigError(
@@ -264,7 +262,7 @@ def refuse_only_groups(spec: str, reward: Sum) -> None:
 
 
 def close_new(present: Reward, judges: Iterable[Judge]) -> None:
-    """Closes those of the terms that the present reward does not have."""
+    """Closes the judges that the present reward does not use."""
     present_ids = {id(judge) for judge in present.judges}
     for judge in judges:
         if id(judge) not in present_ids:
@@ -272,11 +270,11 @@ def close_new(present: Reward, judges: Iterable[Judge]) -> None:
 
 
 def check_names(config: TrainConfig, plan: RunPlan | None = None) -> None:
-    """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
-    are read. ``plan``: says which rewards of models the workflow may await; without one there are none.
+    """Checks that the workflow and the tracking sinks exist and that their arguments are available. Makes no objects, so it
+    can run before rows are read. ``plan``: tells which model rewards the workflow may await; None: it may await none.
 
     Raises:
-        ConfigError: they are not, or the workflow would ignore a key of the configuration.
+        ConfigError: a check fails, or the workflow would ignore a key of the configuration.
     """
     term, awaited = workflow_of(config), () if plan is None else plan.awaited
     make, skip = _workflow_factory(config)
@@ -294,14 +292,14 @@ def check_names(config: TrainConfig, plan: RunPlan | None = None) -> None:
         requested, _ = services.check(key, make, term.arguments, (*GIVEN, *awaited), skip=skip)
     used = {*requested, *(("chat_template_kwargs",) if "recorder" in requested else ())}
     if plan is not None and all(term.label in used.intersection(awaited) for terms in plan.sums.values() for term in terms):
-        used.add("reward")  # the workflow asks for all of its terms
+        used.add("reward")  # the workflow asks for every term of the reward
     _refuse_ignored(config, used)
     check_sinks(config.tracking)
 
 
 def asks_for_reward(config: TrainConfig) -> bool:
-    """True if the workflow lets the run's reward judge. An environment gives its own; an agent or a program may, so that
-    only a reward that was chosen for it counts."""
+    """Tells whether the run's reward judges the samples. An environment gives rewards itself. An agent or a program may do
+    so, and then the run's reward is used only if the configuration sets it."""
     make, skip = _workflow_factory(config)
     if is_agent(make) or "recorder" in inspect.signature(make).parameters:
         return config.reward != TrainConfig().reward
@@ -310,10 +308,10 @@ def asks_for_reward(config: TrainConfig) -> bool:
 
 
 def reads_reward(config: TrainConfig) -> ReadsReward:
-    """When an episode of the workflow asks for the reward, as the workflow says.
+    """Returns when episodes read the reward: the workflow's `RolloutWorkflow.reads_reward`.
 
     Raises:
-        ConfigError: it says something else than `RolloutWorkflow.reads_reward` knows.
+        ConfigError: the workflow's value is unknown.
     """
     value = getattr(_workflow_factory(config)[0], "reads_reward", RolloutWorkflow.reads_reward)
     if value not in get_args(ReadsReward):
@@ -322,21 +320,22 @@ def reads_reward(config: TrainConfig) -> ReadsReward:
 
 
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
-    """The class or coroutine function that `workflow` names, and how many arguments of a function are each episode's.
+    """Returns the class or coroutine function that `workflow` names, and the number of its arguments that each episode
+    passes: 2 for a function (engine, data), else 0.
 
     Raises:
-        ConfigError: there is none (tells the nearest), or it is neither.
+        ConfigError: it does not exist (the message gives the nearest name), or is neither a class nor a coroutine function.
     """
     name = workflow_of(config).name
     make, key = factory_of("workflow", name, "workflow"), f"workflow={name}"
     if not callable(make) or isinstance(make, RolloutWorkflow):
-        what = "an object of one: name the class itself" if isinstance(make, RolloutWorkflow) else f"a {type(make).__name__}"
-        raise ConfigError(f"{key} must be a class of workflows, or `async def episode(engine, data, …)`; it is {what}")
+        kind = "an object of one: name the class itself" if isinstance(make, RolloutWorkflow) else f"a {type(make).__name__}"
+        raise ConfigError(f"{key} must be a class of workflows, or `async def episode(engine, data, …)`; it is {kind}")
     if is_agent(make):
         return make, 0
     if not inspect.iscoroutinefunction(make):
         if inspect.isfunction(make) and {"engine", "data"} & set(inspect.signature(make).parameters):
-            raise ConfigError(f"{key} takes engine or data, as each episode does; a function must be `async def`")
+            raise ConfigError(f"{key} has the argument engine or data, so it must run an episode: write `async def`")
         return make, 0
     first = list(inspect.signature(make).parameters.values())[:2]
     if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
@@ -348,14 +347,18 @@ def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
 
 
 def _knobs_of_agent(function: Callable[..., Any], knobs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The knobs of an agent's function, and those of the workflow that runs it."""
+    """Divides the knobs of an agent into those of its function and those of the workflow that runs it."""
     parameters = inspect.signature(function).parameters
     agent_knobs = {name: value for name, value in knobs.items() if name in AGENT_KNOBS and name not in parameters}
     return {name: value for name, value in knobs.items() if name not in agent_knobs}, agent_knobs
 
 
 def _refuse_ignored(config: TrainConfig, used: Collection[str]) -> None:
-    """Keys that reach a workflow through an argument count only where it takes that argument."""
+    """Refuses configuration keys that reach a workflow through an argument which it does not have. ``used``: its arguments.
+
+    Raises:
+        ConfigError: names the key and the missing argument.
+    """
     default, sampling = TrainConfig(), GenerationConfig()
     keys = ("system_prompt", "chat_template_kwargs", "reward")
     set_ = [(key, key) for key in keys if getattr(config, key) != getattr(default, key)]
@@ -365,15 +368,15 @@ def _refuse_ignored(config: TrainConfig, used: Collection[str]) -> None:
     for key, argument in set_:
         if argument not in used:
             how = "add the argument, or" if workflow_of(config).is_file else "so"
-            why = " (its rewards are its own; reward=null takes back what a file says)" if argument == "reward" else ""
+            why = " (it computes rewards itself; reward=null unsets a reward from a file)" if argument == "reward" else ""
             raise ConfigError(
-                f"{key} is set, but workflow={config.workflow} has no argument {argument!r} to be given it; {how} leave "
+                f"{key} is set, but workflow={config.workflow} has no argument {argument!r} to receive it; {how} leave "
                 f"{key} out{why}"
             )
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Settings that a workflow or another service may ask for by name."""
+    """Returns the settings that a workflow or another service may ask for by name."""
     return {name: getattr(config, name) for name in ("gconfig", "system_prompt")} | {
         "chat_template_kwargs": dict(config.chat_template_kwargs),
         "episode_timeout_s": config.rollout.episode_timeout_s,
@@ -383,19 +386,19 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 def make_workflow(
     config: TrainConfig, services: Services, reward: RewardFn | None, gconfig: GenerationConfig
 ) -> RolloutWorkflow:
-    """The workflow that `workflow` names: a registered one, or a class or function in a file, with its knobs and whatever it
-    asks for by name. A function ``async def episode(engine, data, …)`` is a workflow too.
+    """Makes the workflow that `workflow` names: a registered one, or a class or function in a file, with its knobs and the
+    services that it asks for by name. A function ``async def episode(engine, data, …)`` is a workflow too.
 
     Raises:
-        ConfigError: see `Services.make`; or it makes something else.
+        ConfigError: see `Services.make`; or the class makes an object that is not a workflow.
     """
     term = workflow_of(config)
     make, skip = _workflow_factory(config)
     key, objects = f"workflow={term.name}", _settings(config) | {"reward": reward, "gconfig": gconfig}
     if is_agent(make):
         knobs, agent_knobs = _knobs_of_agent(make, term.arguments)
-        more = objects | dict.fromkeys(AGENT_ARGUMENTS)  # filled in by each episode
-        objects |= {"own_agent": make, "own_arguments": services.arguments(key, make, knobs, more)}
+        available = objects | dict.fromkeys(AGENT_ARGUMENTS)  # filled in by each episode
+        objects |= {"own_agent": make, "own_arguments": services.arguments(key, make, knobs, available)}
         return cast(RolloutWorkflow, services.make(key, AgentWorkflow, agent_knobs, objects))
     if skip:
         return FunctionWorkflow(make, services.arguments(key, make, term.arguments, objects, skip=skip))
@@ -411,30 +414,30 @@ def make_workflow(
 
 
 def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: Reward, whole: bool) -> None:
-    """Passes if no term compares the samples of a prompt, or each has others that it can be compared with. ``whole``: the
-    workflow makes whole groups.
+    """If a reward term compares the samples of a prompt, checks that each sample has others to be compared with. ``whole``:
+    True if the workflow makes whole groups.
 
     Raises:
-        ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
+        ConfigError: there is one sample per prompt; or the run has a greedy baseline, which cannot be compared.
     """
     if not any(reward_sum.compares(term) for reward_sum in reward.sums.values() for term in reward_sum.terms):
         return
     why = f"reward={config.reward} has a term that compares the samples of a prompt"
     if plan.greedy_baseline:
         raise ConfigError(
-            f"{why}, and the greedy baseline of algorithm.advantage={config.algorithm.advantage.name} is compared with "
-            "nobody; use algorithm.advantage=grpo"
+            f"{why}, and the greedy baseline of algorithm.advantage={config.algorithm.advantage.name} is not compared with "
+            "other samples; use algorithm.advantage=grpo"
         )
     if not whole and config.gconfig.n_samples < 2:
         raise ConfigError(f"{why}, so gconfig.n_samples must be at least 2, got {config.gconfig.n_samples}")
 
 
 def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: Reward) -> None:
-    """Passes if no term that judges a group has options or opens the gate of another one. For runs that finish groups behind
-    the terms that count when the batch is there.
+    """Checks that no term which compares samples has options or opens the gate of another term. For runs that finish groups
+    only after options and gates have been applied to the whole batch.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: such a term has options or opens a gate.
     """
     together = {name for reward_sum in reward.sums.values() for name in reward_sum.together}
     needed = (name for term in plan.later for name in (term.label, term.options.gate_name))
@@ -442,33 +445,34 @@ def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: Reward) ->
     if name is not None:
         why = f"workflow={config.workflow}" if config.algorithm.update_samples is None else "algorithm.update_samples"
         raise ConfigError(
-            f"reward {name!r} compares the samples of a prompt, and with {why} it does so when options and gates have "
-            "counted already: leave normalise, clip and gate of this term out, and let it open no gate"
+            f"reward {name!r} compares the samples of a prompt, and with {why} it does so after options and gates have been "
+            "applied: leave normalise, clip and gate of this term out, and let it open no gate"
         )
 
 
 def refuse_waiting(config: TrainConfig, plan: RunPlan, workflow: RolloutWorkflow) -> None:
-    """Passes if no sample of a deterministic run waits for a place of one that waits for it at the next turn.
+    """Checks that samples of a deterministic run cannot deadlock: all samples of a step advance together, so the workflow
+    must be able to run all of them at the same time.
 
     Raises:
-        ConfigError: one would, without end.
+        ConfigError: the workflow has fewer places than samples.
     """
     gconfig, places = config.gconfig, workflow.at_once
     gconfig = replace(gconfig, n_samples=gconfig.n_samples + plan.greedy_baseline)
     needed = samples_together(replace(config, gconfig=gconfig), here=True)
     if config.deterministic and places is not None and places < needed:
         raise ConfigError(
-            f"workflow_args.workers={places} lets only so many samples play at once, and with deterministic=true all "
+            f"workflow_args.workers={places} lets only so many samples run at once, and with deterministic=true all "
             f"{needed} of a step wait for each other: leave workers out, or set it to at least {needed}"
         )
 
 
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: Reward) -> RolloutWorkflow:
-    """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
-    algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
+    """Makes the workflow of training: the configured workflow, run `n_samples` times for each prompt unless it makes whole
+    groups itself, and wrapped as the algorithm needs (majority vote, training on the first samples, greedy baseline).
 
     Raises:
-        ConfigError: see `make_workflow`; or a greedy answer of one sample is compared with whole groups.
+        ConfigError: see `make_workflow`; or the algorithm needs a greedy baseline, and the workflow makes whole groups.
     """
     algorithm, gconfig, smallest = config.algorithm, config.gconfig, config.rollout.min_group_size
     vote = reward.vote
@@ -498,5 +502,5 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
     )
     if not plan.greedy_baseline:
         return group
-    greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
+    greedy = replace(gconfig, greedy=True, first_token_temperature=None)
     return WithGreedyBaseline(group, make_workflow(config, services, judge, greedy))

@@ -1,207 +1,273 @@
-"""A run's objects, made in order and closed in reverse, whatever happens."""
+"""The objects of a run that its loop uses, with the models that a checkpoint saves, whatever the kind of training.
+
+`weights.jsonl` of a run has a digest of each weight tensor after each step, so that two runs can be compared.
+"""
 
 import contextlib
-import gc
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.shared_files import append_line
 from tandem.api.state import Stateful
 from tandem.api.team import Team
-from tandem.api.weights import WeightVersion
-from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import generating_ranks, placement, rollout_here, servers_sleep
-from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.machines import machines
+from tandem.api.weights import WeightVersion, tensor_digest
+from tandem.api.workflow import Dropped, Group, RolloutWorkflow
 from tandem.data.loader import Curriculum, Loader
-from tandem.engines.inference.build import build_inference_engine, engine_threads
-from tandem.engines.inference.remote.keeping import Keeping
-from tandem.flow.balance import Balance, make_balance
-from tandem.flow.conductor import Conductor, LocalConductor
-from tandem.flow.critic import Models
-from tandem.flow.delivery import weights_folder
-from tandem.flow.extensions import own_inference_engine
-from tandem.flow.parts import Rows, make_loader, make_rollout, with_room
-from tandem.flow.plan import RunPlan, plan_run
-from tandem.flow.process import Process
+from tandem.flow.conductor import Conductor, EngineMeter, of_all_ranks
+from tandem.flow.plan import RunPlan
 from tandem.flow.residency import Residency
-from tandem.flow.residents import Roles, Scores, open_model, open_partner, open_roles, open_scores
 from tandem.flow.scoring import ModelGroupScorer
-from tandem.flow.services import EpisodeParts, make_parts
-from tandem.flow.sleep_plan import AGAIN
-from tandem.flow.stages import Stage
-from tandem.flow.state_parts import sleep_plan_here
-from tandem.flow.team import form_generators
-from tandem.flow.training import Lasting, Made, TrainingSession
-from tandem.flow.writing import WritingModel
-from tandem.launch.rank import kept_servers
-from tandem.models.catalog import resolve
-from tandem.models.precision import resolve_dtype
-from tandem.models.tokenizer import load_tokenizer
+from tandem.flow.services import EpisodeParts
+from tandem.flow.stages import handles
+from tandem.models.tokenizer import save_classifier_tokenizer, save_tokenizer
 from tandem.proof.verification import Verifier
-from tandem.rewards.reward import Reward
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
-from tandem.rollout.ledger import Ledger
-from tandem.state.run_folder import run_path
+from tandem.rollout.gate import Ledger
+from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
-_kept = False
-"""True while a run keeps its objects from the garbage collector; global, because a process has one collector."""
-
-
-def keep_from_collector(stack: contextlib.ExitStack) -> None:
-    """Exempts all present objects from garbage collection until ``stack`` closes.
-
-    Models and libraries are hundreds of thousands of objects. A full collection walks over all of them, up to 0.2 s each
-    time, and meanwhile no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze). If the
-    process has called `gc.freeze` before the run, nothing is changed.
-    """
-    global _kept
-    if gc.get_freeze_count():
-        return
-    _kept = True
-    stack.callback(_let_go)
-    collect_and_keep()
-
-
-def collect_and_keep() -> None:
-    """Collects all garbage, including models that are gone, and exempts the remaining objects from collection."""
-    if _kept:
-        gc.unfreeze()
-    gc.collect()
-    if _kept:
-        gc.freeze()
-
-
-def _let_go() -> None:
-    global _kept
-    _kept = False
-    gc.unfreeze()
-
-
-class EngineMeter:
-    """Measures how much of the training time the engine generates, and who waits for whom. Call `begins` at every stage, or
-    use it as a ``with`` block around training.
-
-    Without an engine (ranks other than 0) all figures are 0. ``balance`` receives the waiting times after each step.
-    """
-
-    def __init__(self, engine: InferenceEngine | None, balance: Balance | None = None):
-        self.engine, self._balance = engine, balance
-        self._began: float | None = None  # None: the trainer is not training
-        self._busy_s = 0.0
-        self._overlap = 0.0
-        self._counted = (0.0, 0.0)
-        self._preempted = 0.0
-        self._wait_began: float | None = None  # None: the trainer is not waiting for a batch
-        self._waited_s = 0.0
-        self._last = time.perf_counter()
-
-    def _statistics(self, name: str) -> float:
-        return self.engine.statistics().get(name, 0.0) if self.engine is not None else 0.0
-
-    def begins(self, phase: str) -> None:
-        """Notes that a stage of ``phase`` begins. Training lasts from the first stage of `train` to the next stage of
-        another phase."""
-        if self._wait_began is not None:
-            self._waited_s += time.perf_counter() - self._wait_began
-        self._wait_began = time.perf_counter() if phase == "generate" else None
-        if phase == "train" and self._began is None:
-            self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
-        elif phase != "train" and self._began is not None:
-            trained_s = max(time.perf_counter() - self._began, 1e-9)
-            self._overlap = min(1.0, (self._statistics("busy_s") - self._busy_s) / trained_s)
-            self._began = None
-
-    def __enter__(self) -> None:
-        self.begins("train")
-
-    def __exit__(self, *_: object) -> None:
-        self.begins("after training")
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics since the last call.
-
-        ``time/overlap``: share of the last training time during which the engine generated, 0 to 1. ``time/trainer_wait``
-        and ``time/engine_idle``: shares of the time in which the trainer waited for a batch, and in which the engine did not
-        generate. ``tokens_per_s/generate``: generated tokens per second of the engine's busy time. A fleet adds ``fleet/…``;
-        the embedded engine adds ``rollout/preempted``, the number of times that a request gave up its place in the cache.
-        """
-        statistics = self.engine.statistics() if self.engine is not None else {}
-        (tokens, busy_s), self._counted = (
-            self._counted,
-            (statistics.get("generated_tokens", 0.0), statistics.get("busy_s", 0.0)),
-        )
-        rate = (self._counted[0] - tokens) / max(self._counted[1] - busy_s, 1e-9)
-        now = time.perf_counter()
-        passed_s, self._last = max(now - self._last, 1e-9), now
-        waits = {
-            "time/trainer_wait": min(1.0, self._waited_s / passed_s),
-            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._counted[1] - busy_s) / passed_s)) if self.engine else 0.0,
-        }
-        self._waited_s = 0.0
-        # those of a fleet, and of an engine of the user's
-        more = {name: value for name, value in statistics.items() if "/" in name}
-        if "preempted" in statistics:
-            before, self._preempted = self._preempted, statistics["preempted"]
-            more["rollout/preempted"] = self._preempted - before
-        threads = self._balance.after_step(waits) if self._balance is not None else {}
-        return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **more}
-
-
-def of_all_ranks(per_rank: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Combines engine and reward metrics of all ranks. ``per_rank``: (number of judged samples, metrics) of each rank.
-
-    Rates, preemptions and counts of fleets are added; of overlaps and longest times the maximum counts; all others are means
-    over the samples.
-    """
-    metrics = dict(per_rank[0][1])
-    for name in {name for _, rank_metrics in per_rank for name in rank_metrics}:
-        weighted = [(samples, rank_metrics[name]) for samples, rank_metrics in per_rank if name in rank_metrics]
-        count = sum(samples for samples, _ in weighted)
-        if "_per_s" in name or name == "rollout/preempted" or (name.startswith("fleet/") and name != "fleet/work_spread"):
-            metrics[name] = sum(value for _, value in weighted)
-        elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle", "fleet/work_spread") or "_max" in name:
-            metrics[name] = max(value for _, value in weighted)
-        else:
-            metrics[name] = sum(samples * value for samples, value in weighted) / count if count else weighted[0][1]
-    return metrics
-
-
 if TYPE_CHECKING:
     from tandem.flow.on_ray import Pools
+
+CRITIC_FOLDER = "critic"
+"""The critic's folder in a checkpoint, beside the actor's files."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a checkpoint: the actor, and a separate critic, which is saved in a subfolder as a reward model."""
+
+    actor: TrainEngine | None
+    """The actor's engine; None if the actor is in another process."""
+
+    critic: Critic | SharedCritic | None
+    tokenizer: PreTrainedTokenizerBase
+    is_classifier: bool = False
+    """True if the actor scores texts and is saved as a sequence classifier."""
+
+    prepare: Callable[[], None] = lambda: None
+    """Wakes the models that are saved. Collective."""
+
+    def save(self, folder: Path) -> None:
+        self.prepare()
+        if self.actor is not None:
+            self.actor.save(folder)
+        if isinstance(self.critic, Critic):
+            self.critic.engine.save(folder / CRITIC_FOLDER)
+
+    def moved(self) -> dict[str, float]:
+        """Implements `TrainEngine.moved` for the actor."""
+        return {} if self.actor is None else self.actor.moved()
+
+    def late_writer(self, states: Mapping[str, Any]) -> Callable[[Path], None] | None:
+        """Returns a function that writes the models later (`TrainEngine.late_writer`); None if a model cannot do this.
+        ``states``: state of all parts of the run, by name (`recovery.parts_of`)."""
+        actor = None if self.actor is None else self.actor.late_writer(states["trainer"])
+        if not isinstance(self.critic, Critic):
+            return actor
+        critic = self.critic.engine.late_writer(states["critic"]["engine"])
+        if actor is None or critic is None:
+            return None
+
+        def write(folder: Path) -> None:
+            actor(folder)
+            critic(folder / CRITIC_FOLDER)
+
+        return write
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name and float32 tensor of every weight; names of the critic's weights begin with `critic/`.
+        Collective."""
+        yield from () if self.actor is None else self.actor.weights()
+        if isinstance(self.critic, Critic):
+            yield from ((f"{CRITIC_FOLDER}/{name}", tensor) for name, tensor in self.critic.engine.weights())
+
+    def digests(self, team: Team) -> dict[str, str]:
+        """Returns the digest of every weight by name, on the first rank of the team; {} on the others. Collective."""
+        with team.together(), team.whole(self.named_weights()) as stream:
+            if team.main:
+                return digests_of(stream)
+            for _ in stream:
+                pass
+        return {}
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Saves the tokenizer into the folder of each model. For a classifier, the saved tokenizer has a padding token."""
+        if self.is_classifier:
+            save_classifier_tokenizer(self.tokenizer, folder)
+        else:
+            save_tokenizer(self.tokenizer, folder)
+        if isinstance(self.critic, Critic):
+            save_classifier_tokenizer(self.tokenizer, folder / CRITIC_FOLDER)
+
+
+DIGESTS_FILE = "weights.jsonl"
+
+DIGITS = 16
+"""Number of hexadecimal digits stored of each SHA-256, which suffice to tell two tensors apart."""
+
+
+def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Returns the digest of each tensor's bytes, by name, for a stream of whole tensors. Takes about one second per 2 GB."""
+    return {name: tensor_digest(tensor)[:DIGITS] for name, tensor in weights}
+
+
+def append_digests(folder: Path, step: int, digests: Mapping[str, str]) -> None:
+    """Adds a line for a step. If a step is repeated after a resume, its last line is valid. Raises `NotWritten`."""
+    append_line(folder / DIGESTS_FILE, json.dumps({"step": step, "tensors": digests}))
+
+
+def record_weights(team: Team, run: RunFolder | None, digests: Callable[[], Mapping[str, str]], step: int) -> None:
+    """Adds a line of digests to `weights.jsonl`. Collective. ``run``: the run folder, on rank 0. ``digests``: collective
+    function that returns the digests of all weights on rank 0.
+
+    Raises:
+        NotWritten: writing failed.
+    """
+    computed = digests()
+    with team.together():
+        if run is not None:
+            append_digests(run.path, step, computed)
+
+
+class Made(NamedTuple):
+    """The data of a step that is recorded besides its metrics (`Tracker.log`)."""
+
+    groups: Sequence[Group] = ()
+    history: Mapping[int, WeightVersion] | None = None
+    batch: TensorDict | None = None
+    dropped: Sequence[Dropped] = ()
+
+
+@dataclass
+class Lasting(contextlib.AbstractContextManager["Lasting"]):
+    """The inference engine and the workers, which outlive a session and are reused by the next session of the same run.
+    Leaving the block closes them."""
+
+    engine: InferenceEngine | None = None
+    pools: Any = None
+    """`tandem.flow.on_ray.Pools`; None before they start, and if this process has the models."""
+
+    def close(self) -> None:
+        """Closes the inference engine and the workers; the next session makes new ones."""
+        with contextlib.ExitStack() as stack:
+            for resource in (self.engine, self.pools):  # closed in reverse: a publisher in the pools may call the engine
+                if resource is not None:
+                    stack.callback(resource.close)
+            self.engine = self.pools = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Elsewhere(Protocol):
+    """Other processes that have the models of a run: each writes and loads its own part of a checkpoint."""
+
+    def write(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path, unsaved: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainingSession(ABC):
+    """The objects of a run that the training loop uses."""
+
+    plan: RunPlan
+    timer: PhaseTimer
+    residency: Residency
+    conductor: Conductor
+    """Calls the stages of the plan."""
+
+    team: Team
+    """All ranks."""
+
+    roles: dict[str, Any]
+    """The objects whose methods are the plan's stages, by `Role.name`. The stages of rewards belong to the scorer
+    instead."""
+
+    def step(self) -> tuple[TensorDict, dict[str, float]]:
+        """Trains one step; returns the batch with all its fields, and metrics. Collective."""
+        assert self.plan.step is not None, "a plan that trains has a step"
+        run = handles(self.plan.roles, self.conductor.of(self.roles), value=self.conductor.value, **self.given)
+        return self.conductor.settle(*self.plan.step(run))
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """Attributes of the ``run`` besides its roles. The step does not read them, it only passes them to stages."""
+        return {}
+
+    def keep(self, name: str, *arguments: Any) -> Any:
+        """Calls the stage ``name``, which follows a step, and returns its result; None if the plan lacks it. Collective."""
+        stage = self.plan.stage(name)
+        return None if stage is None else self.conductor.run(stage, self.roles[stage.role], *arguments)
+
+    @property
+    @abstractmethod
+    def models(self) -> Models:
+        """The models that are saved."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Mapping[str, Stateful]:
+        """The parts whose state is needed to resume a run, in the order of loading."""
+
+    @abstractmethod
+    def end_step(self) -> dict[str, float]:
+        """Ends the step for the source of its batch; returns the source's metrics. Collective."""
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """The other processes that have the models; None if the ranks of this run have them."""
+        return None
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of prompts; None if training only reads rows."""
+        return None
+
+    def made(self, batch: TensorDict | None) -> Made:
+        """Returns the data of the step that is recorded. ``batch``: with all its fields; None if the step had no batch."""
+        return Made()
+
+    def standing_still(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context manager in which no saved state changes."""
+        return contextlib.nullcontext()
+
 
 SAVED = (
     *("loader", "actor", "trainer", "reference", "critic", "constraint"),
     *("rollout", "publisher", "combination", "verifier"),
 )
-"""Names of the parts of a session that have a state, if the run has them."""
+"""Names of the parts of a session whose state is saved, if the run has them."""
 
 STATELESS = {
-    "episodes": "are read only, or judge and run each sample by itself; what a user's reward remembers is his own, and what "
-    "it was changed by is in control.jsonl, from which the changes are made again",
-    "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
+    "episodes": "are read only, or judge and run each sample independently; the state of a user's reward is not saved, and "
+    "changes of the reward are in control.jsonl and are made again",
+    "engine": "has only the weights that the publisher delivers, and requests that are made again",
     "plan": "follows from the configuration",
     "teacher": "is frozen",
     "meter": "measures time",
-    "timer": "likewise",
-    "conductor": "calls stages, and remembers nothing",
-    "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
-    "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
-    "team": "is the ranks that there are",
+    "timer": "measures time",
+    "conductor": "calls stages, and has no state",
+    "residency": "moves parts of models, whose state is saved with the models",
+    "scorer": "its models are frozen; models added by a later change are opened again when the change is repeated",
+    "team": "is the set of ranks",
     "pools": "are processes, each of which saves its own parts",
 }
-"""The other fields and roles, each with the reason why it need not be saved. A test compares both tables with a session."""
+"""All other fields and roles, each with the reason why it need not be saved. A test compares both tables with a session."""
 
 
 @dataclass(frozen=True)
@@ -219,12 +285,11 @@ class Session(TrainingSession):
     @property
     def trainer(self) -> TrainEngine:
         """The actor's engine."""
-        engine: TrainEngine = self.actor.engine
-        return engine
+        return self.actor.engine
 
     @property
     def actor(self) -> Any:
-        """The `Actor`; a `Student` if there is a teacher."""
+        """The `Actor`, or a `Student` if there is a teacher."""
         return self.roles["actor"]
 
     @property
@@ -240,20 +305,17 @@ class Session(TrainingSession):
     @property
     def rollout(self) -> Rollout:
         """The executor."""
-        rollout: Rollout = self.roles["rollout"]
-        return rollout
+        return self.roles["rollout"]
 
     @property
     def publisher(self) -> WeightPublisher:
         """The publisher, which delivers new weights to the inference engine."""
-        publisher: WeightPublisher = self.roles["publisher"]
-        return publisher
+        return self.roles["publisher"]
 
     @property
     def verifier(self) -> Verifier:
         """The verifier, which proves which weights generated the tokens."""
-        verifier: Verifier = self.roles["verifier"]
-        return verifier
+        return self.roles["verifier"]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -262,11 +324,11 @@ class Session(TrainingSession):
 
     @property
     def workflow(self) -> RolloutWorkflow:
-        """The workflow that plays episodes of training."""
+        """The workflow that runs the episodes of training."""
         return self.episodes.workflow
 
     def measured(self) -> dict[str, float]:
-        """Metrics of engines and rewards since the last call, over all ranks that generate. Collective."""
+        """Returns the metrics of engines and rewards since the last call, over all ranks that generate. Collective."""
         reward = self.episodes.reward
         per_rank = self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()}))
         return of_all_ranks(per_rank + ([] if self.pools is None else self.pools.judged()))
@@ -278,14 +340,14 @@ class Session(TrainingSession):
 
     @property
     def models(self) -> Models:
-        """The actor, a critic with a model of its own, and the tokenizer."""
+        """The models that are saved: the actor and a separate critic, with the tokenizer."""
         if self.pools is not None:
             return self.pools
         return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.conductor.prepare, "save"))
 
     def wake_by_method(self) -> None:
-        """Makes the method of every stage first wake the models that it needs, under a memory limit. For scripts, which call
-        these methods themselves."""
+        """Wraps the method of every stage so that, under a memory limit, it first wakes the models that it needs. For
+        scripts, which call these methods themselves."""
         stages = (stage for stage in self.plan.stages if stage.kind not in ("score", "keep"))
         for stage in stages if self.residency.plan is not None else ():
             role = self.roles[stage.role]
@@ -293,7 +355,7 @@ class Session(TrainingSession):
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """The parts of `SAVED` that the run has, by name. The state of a shared critic is in the actor's model."""
+        """The parts of `SAVED` that the run has, by name. The state of a shared critic is in the actor's state."""
         engine = {} if self.pools is not None else {"trainer": self.trainer}
         named = {"loader": self.loader, "combination": self.episodes.reward, **engine, **self.roles}
         return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
@@ -309,174 +371,20 @@ class Session(TrainingSession):
         return self.rollout.ledger
 
     def standing_still(self) -> contextlib.AbstractContextManager[Any]:
-        """A block in which nothing is generated or judged."""
+        """Returns a context manager in which nothing is generated or judged."""
         return self.rollout.standing_still()
 
     def end_step(self) -> dict[str, float]:
-        """Lets further episodes begin; returns the metrics of executor, loader, engines and rewards."""
+        """Allows further episodes to begin; returns the metrics of executor, loader, engines and rewards."""
         self.rollout.end_step()
         rows = self.loader.metrics() if isinstance(self.loader, Curriculum) else {}
         return self.rollout.metrics() | rows | self.measured()
 
     def made(self, batch: TensorDict | None) -> Made:
-        """The step's groups, the weight versions that wrote them, and the dropped prompts."""
+        """Returns the step's groups, the weight versions that generated them, the batch and the dropped prompts."""
         if batch is None:
             return Made(dropped=self.rollout.take_dropped())
         if self.pools is None:
             return Made(self.rollout.last_groups, self.publisher.history, batch, self.rollout.take_dropped())
         read = self.conductor.value(batch) if self.pools.records else None
         return Made(self.rollout.last_groups, self.pools.history(), read, self.rollout.take_dropped())
-
-
-@contextlib.contextmanager
-def open_session(
-    config: TrainConfig,
-    process: Process,
-    rows: Rows,
-    steps: int,
-    run: str,
-    plan: RunPlan | None = None,
-    parts: EpisodeParts | None = None,
-    lasting: Lasting | None = None,
-) -> Iterator[Session]:
-    """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
-
-    Args:
-        run: the run's name for servers that several runs may reach; unique among runs, equal on all ranks.
-        plan: the models of the run; None plans them from ``config``.
-        parts: objects of the episodes, which are closed with the session; None makes them.
-        lasting: owner of the engine and the workers, which may come from an earlier session; None makes one for this
-            session.
-    """
-    plan = plan or plan_run(config)
-    folder = resolve(config.actor.path)
-    assert plan.algorithm is not None, "every plan of such a run has an algorithm"
-    timer = PhaseTimer()
-    residency = make_residency(config, plan, timer, process.team)
-    generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
-    with contextlib.ExitStack() as stack:
-        lasting = lasting or stack.enter_context(Lasting())
-        with process.team.together(), residency.making(AGAIN):
-            parts = parts or make_parts(config, plan, load_tokenizer(folder))
-            stack.callback(parts.close)
-            if lasting.engine is None:
-                roomy = with_room(config, process.device, rows, parts.tokenizer, folder, parts.services.asked)
-                lasting.engine = make_engine(roomy, process, folder, run)
-            engine = lasting.engine
-            parts.services.get("engine").start(engine)
-        residency.add_engine(engine)
-        pools = None
-        if config.runner == "ray":
-            from tandem.flow.on_ray import Pools  # noqa: PLC0415 Ray is an extra
-            from tandem.flow.ray_conductor import RayConductor  # noqa: PLC0415
-
-            pools = lasting.pools
-            if pools is None:
-                pools = lasting.pools = Pools(config, plan, engine, parts.tokenizer)
-                pools.start(process, steps, run)
-            opened = Roles(pools.roles, open_scores(config, plan, process, parts.tokenizer, residency, pools.residents))
-        else:
-            opened = open_roles(config, plan, process, steps, run, folder, parts.tokenizer, engine, residency, stack)
-        parts.models.start(opened.scores, process.device)
-        with process.team.together():
-            start_partner(open_partner(config, plan, process, residency), parts, stack)
-            stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
-            loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
-            conduct = LocalConductor if pools is None else partial(RayConductor, pools)
-            conductor = conduct(lambda stage: _measured(stage, timer, meter), residency, plan)
-            scorer = stack.enter_context(
-                contextlib.closing(make_scorer(config, plan, opened.scores, parts.reward, conductor, process.team))
-            )
-            workers = None if pools is None else pools.workers
-            if workers is not None:
-                workers.workflow = parts.workflow
-            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators, workers)
-            stack.callback(rollout.close)
-            if pools is not None:
-                pools.when_lost = rollout.fail
-        keep_from_collector(stack)
-        roles = {**opened.objects, "rollout": rollout}
-        objects = (roles, parts, loader, engine, meter, scorer)
-        yield Session(plan, timer, residency, conductor, process.team, *objects, pools)
-
-
-def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
-    """Gives the workflow's partner the engine and tokenizer of ``model``, which closes with the stack; None: there is
-    none."""
-    if model is not None:
-        stack.callback(model.close)
-        parts.services.get("partner").start(model.engine, model.tokenizer)
-
-
-@contextlib.contextmanager
-def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
-    """A block whose time counts as the stage's."""
-    meter.begins(stage.time)
-    with timer(stage.time, stage.role, stage.name):
-        yield
-
-
-def make_scorer(
-    config: TrainConfig, plan: RunPlan, roles: Scores, reward: Reward, conductor: Conductor, team: Team
-) -> ModelGroupScorer:
-    """The scorer, which asks the models of the reward and has it add up what needs the whole batch."""
-    return ModelGroupScorer(plan, roles, reward, conductor, team, config.rollout.min_group_size)
-
-
-def make_residency(config: BaseConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
-    """The residency, which puts models to sleep under `memory_limit_gib`; parts that sleep on disk are in the run folder."""
-    scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
-    return Residency(sleep_plan_here(config, plan), scratch, timer, open_model, team)
-
-
-def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:
-    """The inference engine of this rank; None if it does not generate."""
-    ranks = generating_ranks(config)
-    if process.rank not in ranks:
-        return None
-    servers, threads = kept_servers(), process.generation_threads(placement(config), len(ranks))
-    build = partial(
-        build_inference_engine,
-        rollout_here(config),
-        folder=folder,
-        placement=placement(config),
-        threads=threads,
-        device=process.device,
-        deterministic=config.deterministic,
-        ranks=process.ranks_here,
-        run_folder=run_path(config.run.root, config.experiment_name, config.trial_name) / machines().folder,
-        run=run,
-        weights_folder=weights_folder(config),
-        gconfig=config.gconfig,
-        keeping=None if servers is None else Keeping(*servers),
-        memory_limit_gib=config.memory_limit_gib,
-        sleeps=process.device != "cpu" and servers_sleep(config),
-    )
-    if config.extend.inference_engine is None:
-        return build()
-    return _own_engine(config, build, folder, process.device, threads)
-
-
-def _own_engine(
-    config: TrainConfig, build: Callable[[], InferenceEngine], folder: Path, device: str, threads: int
-) -> InferenceEngine:
-    """Makes the engine of the user's class. ``build``: makes the engine of `rollout.backend` for a class that asks for it;
-    that engine is closed if the user's constructor fails."""
-    factory = own_inference_engine(str(config.extend.inference_engine), config.rollout.backend)
-    engine = build() if "engine" in factory.asked else None
-    try:
-        user_engine: InferenceEngine = factory(
-            engine=engine,
-            folder=folder,
-            settings=config.rollout.engine,
-            dtype=resolve_dtype(config.rollout.dtype, device),
-            device=device,
-            version=WeightVersion(0),
-            threads=engine_threads(config.rollout, placement=placement(config), threads=threads),
-            deterministic=config.deterministic,
-        )
-    except BaseException:
-        if engine is not None:
-            engine.close()
-        raise
-    return user_engine

@@ -1,7 +1,8 @@
-"""The step of every kind of training, in plain code.
+"""The training steps, one function for each kind of training.
 
-A step gets the run as handles of its roles. Called by the loop it trains; traced, it is the graph of the run
-(`tandem.flow.stages`). So it asks nothing but whether a role is there, or what is constant of it.
+A step function receives ``run``, which has one attribute for each role, such as ``run.actor``. The training loop calls the
+function to train. `tandem.flow.stages` calls it with roles that only record their calls, which gives the graph of the run.
+Therefore its branches may depend only on constants of a role, and on whether a role is None.
 """
 
 from typing import Any
@@ -10,7 +11,8 @@ Metrics = dict[str, float]
 
 
 def learn_from_rewards(run: Any) -> tuple[Any, Metrics]:
-    """generate → reward → advantage → loss → update → publish. Returns the batch with all its fields, and metrics."""
+    """The step of reinforcement learning: generate → reward → advantage → loss → update → publish. Returns the batch with
+    all its fields, and metrics."""
     metrics: Metrics = {}
     batch = run.rollout.prepare_batch(run.loader, run.workflow)
     if run.verifier is not None:
@@ -37,13 +39,14 @@ def learn_from_rewards(run: Any) -> tuple[Any, Metrics]:
 
 
 def learn_from_rows(run: Any) -> tuple[Any, Metrics]:
-    """rows → update."""
+    """The step of learning from rows: rows → update. Returns the batch and metrics."""
     batch = run.batches.next_batch()
     return batch, run.learner.train(batch)
 
 
 def learn_from_preferences(run: Any) -> tuple[Any, Metrics]:
-    """rows → reference, or its mean distance → update."""
+    """The step of preference learning: rows → log-probabilities of the reference, or KTO's mean distance to it, if the loss
+    needs them → update."""
     batch = run.batches.next_batch()
     if run.learner.needs_reference:
         batch = run.learner.compute_reference(batch)

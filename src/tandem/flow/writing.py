@@ -1,4 +1,4 @@
-"""Language models that judge in words: an inference engine beside the policy's, awake only while it judges."""
+"""Language models that judge in text: each has an inference engine beside the policy's, awake only while it judges."""
 
 import asyncio
 import threading
@@ -12,35 +12,32 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, RewardFailure, WeightsChanged
-from tandem.api.keyed_sum import KeyedSum
-from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
-from tandem.api.weight_files import weight_files
-from tandem.api.weights import WeightVersion
-from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
+from tandem.api.weights import KeyedSum, WeightVersion, weight_files
+from tandem.api.workflow import Group, GroupReward, RewardFn, RewardResult, Sample, messages_to
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.flow.plan import PlannedScore
+from tandem.flow.planned_models import PlannedScore
 from tandem.flow.residency import free_cache
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.engine_judge import PLACE, SamplePlace, WritingReward
-from tandem.rewards.outcome import compared
+from tandem.rewards.signatures import compared
 
 SETTLE_S = 0.02
-"""Without a new request for so long, all that judge have asked."""
+"""If no new request arrives for this many seconds, every judging coroutine is taken to have sent its request."""
 
 GRACE_S = 5.0
-"""So long after its deadline an engine that has not given up by itself counts as hanging."""
+"""Grace period in seconds. An engine that is still generating this long after its own deadline counts as hanging."""
 
 
 class WritingModel:
-    """One model on each rank that generates, opened when it is needed and closed to sleep."""
+    """A language model with an engine on each generating rank; the engine starts when needed and is closed to sleep."""
 
     def __init__(
         self, folder: Path, settings: EmbeddedEngineConfig, dtype: torch.dtype, device: str, *, threads: int, member: bool
     ):
-        """``member``: False on other ranks, which have none."""
+        """``member``: True on generating ranks; the others have no engine."""
         self.folder, self.member = folder, member
         self.tokenizer = load_tokenizer(folder)
         self._settings, self._dtype, self._device, self._threads = settings, dtype, device, threads
@@ -48,10 +45,10 @@ class WritingModel:
         self._sums: dict[str, int] = {}
 
     def engine(self) -> InferenceEngine:
-        """It, awake.
+        """Returns the running engine, and starts it if necessary.
 
         Raises:
-            WeightsChanged: the folder has other weights than at first.
+            WeightsChanged: the weights in the folder are not those of the first start.
         """
         if self._engine is None:
             sums = {file.name: _file_sum(file) for file in weight_files(self.folder)}
@@ -63,36 +60,36 @@ class WritingModel:
         return self._engine
 
     def lend(self, engine: InferenceEngine) -> None:
-        """From now on, and until it sleeps, another engine writes."""
+        """Uses another engine instead of its own until the model sleeps."""
         self.close()
         self._engine = engine
 
     def onload(self, parts: Iterable[str]) -> int:
-        """Wakes; returns the bytes that were read."""
+        """Starts the engine; returns the bytes that were read."""
         if "parameters" not in parts or not self.member:
             return 0
         self.engine()
         return sum(file.stat().st_size for file in weight_files(self.folder))
 
     def offload(self, parts: Iterable[str], scratch: Path | None = None) -> int:
-        """Gives all memory back; nothing moves, for the folder has it."""
+        """Closes the engine, which frees all its memory; returns 0, because the weights need not be saved first."""
         if "parameters" in parts:
             self.close()
         return 0
 
     def rest(self) -> None:
-        """Gives the cache back, which is worth nothing for other prompts."""
+        """Frees the KV cache, which has no value for other prompts."""
         if self._engine is not None:
             free_cache(self._engine)
 
     def abandon(self) -> None:
-        """Leaves an engine that hangs or has died; the next call opens another."""
+        """Drops an engine that hangs or has died, and closes it in a thread; the next call of `engine` starts a new one."""
         engine, self._engine = self._engine, None
         if engine is not None:
             threading.Thread(target=engine.close, name="abandoned judge", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the engine; idempotent."""
+        """Closes the engine. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -114,15 +111,15 @@ class Judged(NamedTuple):
 
 
 class WritingRole:
-    """A `WritingReward` reward with the model that it asked for."""
+    """A `WritingReward` together with its model."""
 
     def __init__(self, planned: PlannedScore, engine: WritingModel, team: Team):
         assert isinstance(planned.score, WritingReward), "its head is text"
         self.planned, self.engine, self.written, self._team = planned, engine, planned.score, team
 
     def score(self, groups: Sequence[Group]) -> list[list[Judged]]:
-        """The judgements of each group's samples. Collective; rank 0 brings the groups, and each rank with an engine judges
-        its share of them. Ends within the judge's patience."""
+        """Returns the judgements of each group's samples. Collective: rank 0 passes the groups, and each rank with an engine
+        judges a share of them. Ends within the judge's ``patience_s``, plus a grace period."""
         members = self._team.gather(self.engine.member)
         engines, place = sum(members), sum(members[: self._team.rank])
         shared = list(enumerate(self._team.share(lambda: groups)))
@@ -130,14 +127,14 @@ class WritingRole:
         judged: dict[int, list[Judged]] = {}
         with self._team.together():
             if share:
-                with ThreadPoolExecutor(1) as thread:  # the caller may stand in a loop already, as in a notebook
-                    found = thread.submit(asyncio.run, self._judge_all(share)).result()
-                judged = dict(zip(share, found, strict=True))
-        whole = {number: one for some in self._team.gather(judged) for number, one in some.items()}
+                with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop, as in a notebook
+                    results = thread.submit(asyncio.run, self._judge_all(share)).result()
+                judged = dict(zip(share, results, strict=True))
+        whole = {number: group for of_rank in self._team.gather(judged) for number, group in of_rank.items()}
         return [whole[number] for number in range(len(shared))]
 
     async def _judge_all(self, groups: Mapping[int, Group]) -> list[list[Judged]]:
-        """Groups by their numbers as one wave, the samples of a group side by side, so that they share their prompt."""
+        """Judges groups, by their numbers, in one batch of requests. Requests of a group are adjacent, to share a prompt."""
         engine, client = self.engine.engine(), self.written.client
         client.use(engine, self.engine.tokenizer)
         until = time.monotonic() + client.patience_s + GRACE_S
@@ -179,9 +176,9 @@ class WritingRole:
     async def _judge_one(self, reward: RewardFn, number: int, place: int, group: Group) -> Judged:
         PLACE.set(SamplePlace(number, place))
         sample: Sample = group.samples[place]
-        given = {"prompt": sample.prompt_text, "completion": sample.completion_text, "prompt_ids": (), "completion_ids": ()}
+        texts = {"prompt": sample.prompt_text, "completion": sample.completion_text, "prompt_ids": (), "completion_ids": ()}
         try:
-            result = await reward(row=group.data, **given, **messages_for(reward, sample.messages))  # type: ignore[arg-type]
+            result = await reward(row=group.data, **texts, **messages_to(reward, sample.messages))  # type: ignore[arg-type]
         except DataFailure as failure:
             return Judged(failure)
         return _judged(result)

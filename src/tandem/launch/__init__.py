@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Starts and watches the processes of a run."""

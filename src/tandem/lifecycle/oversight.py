@@ -1,7 +1,7 @@
-"""A watch over a run from inside: signals that ask it to end, and a thread that sees when nothing is done any more.
+"""Supervises a run from inside: handles signals that ask it to end, and has a thread that detects a stalled run.
 
-Ranks that our launcher has started are watched by it, from outside (`tandem.launch.watch`); this thread is for a process
-that nobody watches.
+Tandem's launcher supervises the ranks that it starts, from outside (`tandem.launch.watch`); the thread is for processes
+without this launcher.
 """
 
 import contextlib
@@ -11,49 +11,59 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from tandem.api.activity import ACTIVITY, OTHER_RANKS, activity, enter
 from tandem.api.failures import RankFailed, Stalled, WorkerDied
 from tandem.api.team import Team
-from tandem.config.arithmetic import is_save_due, stalled_after_s
+from tandem.config.arithmetic import is_save_due
 from tandem.config.errors import TandemError
-from tandem.config.experiment import BaseConfig
-from tandem.launch.local import EXIT_FAILED
+from tandem.config.experiment import CheckpointConfig, RecoverConfig
+from tandem.launch.local import EXIT_FAILED, ONCE_S, REQUESTS
 from tandem.launch.rank import failed_elsewhere, has_launcher, restarts
-from tandem.launch.requests import ONCE_S, REQUESTS
-from tandem.launch.watch import Told, stalled_text
+from tandem.launch.watch import RankReport, stalled_text
 from tandem.state.existing import checkpoints
-from tandem.state.run_folder import RunFolder, run_path, stacks_file
+from tandem.state.run_folder import RunFolder, stacks_file
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 CLOSE_S = 60.0
-"""A run that got nowhere may close, and end a save, as long as something is done within each of these; then its process ends
-itself."""
+"""A stalled run may close and finish a save as long as there is progress within each period of this many seconds. Otherwise
+its process ends itself."""
 
 
 class Leaving(KeyboardInterrupt):
-    """The run ends because it was asked to, after a step, with all that was to be saved."""
+    """The run ends after a step, on request, with everything saved that the configuration asks for."""
 
     def _render_traceback_(self) -> list[str]:
-        """A notebook shows these lines in place of a traceback, which tells a user nothing."""
+        """Returns the lines that a notebook shows instead of a traceback."""
         return ["Interrupted after a whole step, which is saved: the same call goes on from there."]
 
 
 class Oversight:
-    """Over one run, from the moment its folder is open; a context manager.
+    """Supervises one run while its folder is open; a context manager.
 
-    The first of `REQUESTS` lets the step end, for at most ``recover.grace_s``: `asked` is true then, and the loop saves and
-    calls `leave`. The second, or one that arrives when there is no grace, raises KeyboardInterrupt at once. What comes
-    within `ONCE_S` of a request is the same one.
+    The first signal of `REQUESTS` lets the step end within ``recover.grace_s`` seconds: `asked` then returns True, and the
+    loop saves and calls `leave`. A second signal, or one while no grace applies, raises KeyboardInterrupt immediately.
+    Signals within `ONCE_S` seconds of a request count as the same request.
     """
 
-    def __init__(self, config: BaseConfig, run: RunFolder | None, team: Team):
-        self._config, self._run, self._whole, self._team = config.recover, run, config, team
-        self._folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    def __init__(
+        self,
+        recover: RecoverConfig,
+        rules: CheckpointConfig,
+        stalled_after_s: float | None,
+        folder: Path,
+        run: RunFolder | None,
+        team: Team,
+    ):
+        """``rules``: when checkpoints are saved. ``stalled_after_s``: seconds without activity after which the run counts as
+        stalled; None: never. ``folder``: the run folder, which ``run`` opened on rank 0."""
+        self._config, self._rules, self._stalled_after_s = recover, rules, stalled_after_s
+        self._folder, self._run, self._team = folder, run, team
         self._asked: str | None = None
         self._asked_at = -ONCE_S
         self._impatient = False
@@ -61,19 +71,19 @@ class Oversight:
         self._before: dict[int, Any] = {}
         self._ended, self._left = threading.Event(), threading.Event()
         self.mended = 0
-        """Times that this process went on after a worker of the run had died."""
+        """Number of times that this process has continued after the death of a worker."""
 
     def go_on(self, error: WorkerDied) -> None:
-        """Passes if the run goes on from its newest checkpoint after this.
+        """Records that the run continues from its newest checkpoint after the death of a worker.
 
         Raises:
-            WorkerDied: `recover.max_restarts` does not allow it, or the run was asked to end.
+            WorkerDied: `recover.max_restarts` does not allow this, or the run was asked to end.
         """
         most = self._config.max_restarts
         if self._asked is not None or self.mended + restarts() >= most:
             how = "" if most else "; recover.max_restarts=N lets it do so by itself"
             failure = WorkerDied(f"{error}, and the run with it; the same command goes on from the newest checkpoint{how}")
-            failure.may_pass = not self.mended  # else the launcher would count from 0 again
+            failure.may_pass = not self.mended  # otherwise the launcher would count restarts from 0 again
             raise failure from error
         self.mended += 1
         log.warning("%s: going on from the newest checkpoint (%d of recover.max_restarts=%d)", error, self.mended, most)
@@ -82,16 +92,16 @@ class Oversight:
         enter("build")
 
     def asked(self) -> bool:
-        """True if the run shall end after this step; the same on all ranks. Collective."""
+        """Tells whether the run was asked to end after this step; equal on all ranks. Collective."""
         return self._team.share(lambda: self._asked is not None)
 
     def leave(self) -> None:
-        """Ends the run as interrupted, after it was saved; what is still being written may end."""
+        """Ends the run as interrupted, after it was saved, by raising `Leaving`. A save in the background may still end."""
         self._left.set()
         raise Leaving
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a run that may be started again, or whose saves may fail."""
+        """Returns the number of restarts (if the run may be restarted) and of failed saves (if there are any)."""
         metrics = {"recover/restarts": float(restarts() + self.mended)} if self._config.max_restarts else {}
         if self._run is not None and self._run.failed_saves:
             metrics["checkpoint/failed"] = float(self._run.failed_saves)
@@ -101,10 +111,10 @@ class Oversight:
         if threading.current_thread() is threading.main_thread():
             for number in REQUESTS:
                 before = signal.getsignal(number)
-                if before is not signal.SIG_IGN:  # nohup, or a shell's background: nobody listens there
+                if before is not signal.SIG_IGN:  # under nohup or in a shell's background the signal stays ignored
                     self._before[number] = before
                     signal.signal(number, self._handle)
-        limit = stalled_after_s(self._whole)
+        limit = self._stalled_after_s
         if limit is not None and not has_launcher():
             threading.Thread(target=self._watch, args=(limit,), name="oversight", daemon=True).start()
         enter("build")
@@ -139,12 +149,12 @@ class Oversight:
         threading.Thread(target=self._lose_patience, args=(number,), name="grace", daemon=True).start()
 
     def _what_is_kept(self) -> str:
-        """The words about a run that leaves after this step: what is kept."""
-        if is_save_due(self._whole, ACTIVITY.step, 0, leaving=True):
+        """Describes what is kept of a run that ends after this step."""
+        if is_save_due(self._rules, ACTIVITY.step, 0, leaving=True):
             return "is saved"
         saved = checkpoints(self._folder / "checkpoints")
         newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
-        return f"is abandoned, for `checkpoint` asks for no save on leaving: {newest}"
+        return f"is not saved, because `checkpoint` does not ask for a save on leaving: {newest}"
 
     def _lose_patience(self, number: int) -> None:
         if not self._left.wait(self._config.grace_s):
@@ -157,34 +167,35 @@ class Oversight:
             os.kill(os.getpid(), number)
 
     def _watch(self, limit: float) -> None:
-        """On a thread of its own; time counts only between looks close to each other, for a machine may sleep."""
-        seen, idle, before = None, 0.0, time.monotonic()
+        """Detects a stalled run, in a thread. A longer gap between two looks counts as 2 × `LOOK_S`, because the machine may
+        have been suspended."""
+        last_activity, idle, before = None, 0.0, time.monotonic()
         while not self._ended.wait(LOOK_S):
             now, activity_now = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
             idle, before = idle + min(now - before, 2 * LOOK_S), now
-            if activity_now != seen or ACTIVITY.waits == OTHER_RANKS:
-                seen, idle = activity_now, 0.0
+            if activity_now != last_activity or ACTIVITY.waits == OTHER_RANKS:
+                last_activity, idle = activity_now, 0.0
             elif idle > limit:
                 self._stalled(idle)
                 return
 
     def _stalled(self, idle: float) -> None:
-        text = stalled_text(Told(**activity()), idle)
-        with contextlib.suppress(OSError):  # a dead disk may be the cause
+        text = stalled_text(RankReport(**activity()), idle)
+        with contextlib.suppress(OSError):  # a failed disk may be the cause
             path = stacks_file(self._folder)
             with path.open("w", encoding="utf-8") as file:
                 file.write(f"{text}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            text = f"{text}; {path} has where every thread stands"
+            text = f"{text}; the stacks of all threads are in {path}"
         self._fault = Stalled(text)
         os.kill(os.getpid(), signal.SIGTERM)
-        seen = -1
-        while seen != ACTIVITY.count:  # a save that goes on, or a close, is healthy
-            seen = ACTIVITY.count
+        last_count = -1
+        while last_count != ACTIVITY.count:  # a save or a close that makes progress may continue
+            last_count = ACTIVITY.count
             if self._ended.wait(CLOSE_S):
                 return
-        # the main thread is in a call that no signal ends
+        # the main thread is in a call that no signal can interrupt
         if self._run is not None:
             with contextlib.suppress(OSError):
                 self._run.finish("failed", self._fault)
@@ -193,7 +204,7 @@ class Oversight:
 
 
 def _say(words: str) -> None:
-    """Writes to the terminal, past Python's buffer: a signal may have come in the middle of a print. What cannot be written
-    is left out: the signal may mean that the terminal has closed."""
+    """Writes to stderr without Python's buffer, because a signal handler may interrupt a print. Write errors are ignored,
+    because the terminal may have closed."""
     with contextlib.suppress(OSError):
         os.write(2, words.encode())

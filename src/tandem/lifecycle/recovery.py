@@ -1,7 +1,7 @@
-"""The parts of a run that are saved, and the continuation of a run that was cut off.
+"""Saves the state of a run, and resumes an interrupted run from it.
 
-What takes part are those parts of a session that have a state (`TrainingSession.parts`), and what every run has besides
-(`parts_of`). A part is anything with a `state_dict` (`tandem.api.state.Stateful`).
+The state consists of the session's parts (`TrainingSession.parts`) and the parts that every run has (`parts_of`). A part is
+any object with a `state_dict` (`tandem.api.state.Stateful`).
 """
 
 import contextlib
@@ -13,15 +13,13 @@ from typing import Any
 
 from tandem.api.state import State, Stateful
 from tandem.api.team import Team
-from tandem.flow.training import Elsewhere, TrainingSession
-from tandem.rollout.ledger import Ledger
-from tandem.state.checkpoint import remove_leftovers
+from tandem.flow.session import Elsewhere, TrainingSession
+from tandem.rollout.gate import Ledger
+from tandem.state.checkpoint import STATE, newest_valid, remove_leftovers
 from tandem.state.existing import step_of
 from tandem.state.ledger import FILE, LedgerFile, Record
-from tandem.state.manifest import STATE, newest_valid
-from tandem.state.random_state import RandomStates
 from tandem.state.run_folder import RunFolder
-from tandem.state.tree import load_part, read_parts, write_tree
+from tandem.state.tree import RandomStates, load_part, read_parts, write_tree
 from tandem.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """The place of the loop."""
+    """The progress of the loop: the last finished step, and the evaluations."""
 
     step: int = 0
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -39,7 +37,7 @@ class Progress:
         return range(self.step + 1, last + 1)
 
     def keep_accuracy(self, step: int, figures: Mapping[str, float]) -> None:
-        """Keeps the accuracy among the figures of an evaluation, if they state one."""
+        """Stores the accuracy of an evaluation at ``step``, if ``figures`` has one."""
         if "eval/accuracy" in figures:
             self.evaluations[step] = figures["eval/accuracy"]
 
@@ -52,21 +50,22 @@ class Progress:
 
 
 class DurableLedger:
-    """A ledger and its file. Prompts are committed with the step in which they end; a checkpoint records the last commit."""
+    """A ledger and its file. Prompts are committed with the step in which they ended; a checkpoint records the last
+    commit."""
 
     def __init__(self, ledger: Ledger, file: LedgerFile, progress: Progress):
         self._ledger, self._file, self._progress = ledger, file, progress
         self._refused: list[Record] = []
 
     def commit(self) -> None:
-        """Commits the episodes that ended since the last call, at the step that is done; with those that the disk refused
-        then."""
+        """Commits the episodes that ended since the last call, and those of an earlier failed commit, at the finished
+        step."""
         self._refused = [*self._refused, *self._ledger.take_ended()]
         self._file.commit(self._progress.step, self._refused)
         self._refused = []
 
     def forget(self) -> None:
-        """Empties the ledger, for a run that begins anew."""
+        """Empties the ledger's file, for a run that begins anew."""
         self._file.roll_back(0)
 
     def state_dict(self) -> State:
@@ -74,16 +73,16 @@ class DurableLedger:
         return {"records": self._file.records, "digest": self._file.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After the progress: takes back what later steps did, and checks the rest record by record."""
+        """Removes the records of later steps, and verifies the others. Must be called after the progress is loaded."""
         lost = self._file.roll_back(self._progress.step)
         self._file.verify(int(state["records"]), str(state["digest"]))
         self._ledger.load_records(self._file.ended(), {})
         if lost:
-            log.info("%d prompts of later steps are trained again: the weights that learnt from them are lost", lost)
+            log.info("%d prompts of later steps are trained again, because the weights trained on them are lost", lost)
 
 
 class Recovery:
-    """Writes the state of all parts, and reads it back."""
+    """Writes the state of all parts of a run, and loads it again."""
 
     def __init__(
         self,
@@ -98,19 +97,26 @@ class Recovery:
         elsewhere: Elsewhere | None = None,
         again: bool = False,
     ):
-        """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
-        nothing of them changes. ``prepare``: wakes what the part of this name loads into; collective. ``elsewhere``: the
-        processes that have parts of their own. ``again``: this process goes on with the run that it has begun itself."""
+        """Makes a recovery.
+
+        Args:
+            run: the run folder on rank 0; None on other ranks.
+            parts: name → part of the state on this rank, in the order of loading.
+            still: returns a context manager; no part changes while it is active.
+            prepare: called with a part's name before the part is loaded; wakes the model of this part. Collective.
+            elsewhere: processes besides the ranks that have parts of the state.
+            again: True if this process started the run itself, and now continues it after a failure.
+        """
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
         self.team = team
         self._prepare, self._elsewhere, self._again = prepare, elsewhere, again
 
     def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
-        """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
-        over ``team``, None: all that take part in the run.
+        """Writes states into an empty folder. ``states``: copied earlier; None: the present ones. ``team``: the ranks that
+        take part; None: all. Collective over ``team``.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: writing failed.
         """
         tree = self.states() if states is None else states
         write_tree(team or self.team, folder, tree, writes=self._run is not None)
@@ -118,7 +124,7 @@ class Recovery:
             self._elsewhere.write(folder)
 
     def states(self) -> dict[str, State]:
-        """The states of this rank's parts by name, as they are now and not copied. Collective."""
+        """Returns the present states of this rank's parts by name, without copying them. Collective."""
         tree: dict[str, State] = {}
         with self._still():
             for name in self._names():
@@ -128,21 +134,22 @@ class Recovery:
         return tree
 
     def commit(self, step: int) -> None:
-        """The step is done: what ended in it is on the disk. Collective."""
+        """Marks a step as finished, and writes the prompts that ended in it to the ledger. Collective."""
         self.progress.step = step
         with self.team.together(), self._still():
             if self._ledger is not None:
                 self._ledger.commit()
 
     def resume(self) -> Path | None:
-        """Goes on from the newest valid checkpoint, if the folder holds a run; returns its folder. Collective.
+        """Loads the newest valid checkpoint if the folder holds a run; returns the checkpoint's folder, else None.
+        Collective.
 
-        A run that was cut off before its first checkpoint begins anew, and says so.
+        A run that was interrupted before its first checkpoint begins anew, with a warning.
 
         Raises:
             NothingToResume: there are checkpoints, and none is valid.
-            ConfigError: the checkpoint is of another model, data set or configuration.
-            StateDamaged, LedgerDamaged: what the checkpoint says is not there.
+            ConfigError: the checkpoint belongs to another model, data set or configuration.
+            StateDamaged, LedgerDamaged: the state or the ledger does not match the checkpoint.
         """
         path = self.team.share(self._choose)
         if path is None:
@@ -166,13 +173,13 @@ class Recovery:
         return path
 
     def _begin(self, step: int = 0) -> None:
-        """Marks the run as started: from here on no configuration is refused. ``step``: the last one done. Collective."""
+        """Marks the run as started; after this no configuration is refused. ``step``: the last finished step. Collective."""
         with self.team.together():
             if self._run is not None:
                 self._run.begin(step)
 
     def _names(self) -> list[str]:
-        """Rank 0's parts, on all ranks: one order for what is collective."""
+        """Returns the names of rank 0's parts on all ranks, so that all make collective calls in the same order."""
         return self.team.share(lambda: list(self._parts))
 
     def _choose(self) -> Path | None:
@@ -185,10 +192,10 @@ class Recovery:
         point = newest_valid(run.checkpoints, run.id if before is None else before.id or None)
         if point is None:
             aside = f", and the metrics up to step {before.steps} are set aside" if before and before.steps else ""
-            log.warning("%s was cut off before its first checkpoint: it begins anew at step 0%s", run.path, aside)
+            log.warning("%s was interrupted before its first checkpoint: it begins anew at step 0%s", run.path, aside)
             return None
         for path, reason in point.skipped:
-            log.warning("%s %s; it is skipped, and set aside", path, reason)
+            log.warning("%s %s; it is skipped, and its folder renamed", path, reason)
         point.set_skipped_aside()
         if point.manifest.run != run.id:
             run.adopt(point.manifest.run)
@@ -197,17 +204,17 @@ class Recovery:
 
 
 UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}, "verifier": {"pool": [], "undecided": 0, "missed": 0}}
-"""The states that these parts have where a checkpoint says nothing of them."""
+"""The states of these parts if a checkpoint does not contain them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
-"""The stages of the residency in which these parts are loaded."""
+"""Part → the residency's stage in which it is loaded."""
 
 
 def parts_of(
     session: TrainingSession, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, device: str
 ) -> dict[str, Stateful]:
-    """In the order of loading: the ledger before the executor that counts in it, the weights before the publisher that
-    delivers them, and the random states last, for loading may draw."""
+    """Returns all parts by name, in the order of loading: the ledger before the executor, which uses it; the weights before
+    the publisher, which delivers them; the random states last, because loading may draw random numbers."""
     parts: dict[str, Stateful] = {"progress": progress}
     if ledger is not None:
         parts["ledger"] = ledger
@@ -226,13 +233,21 @@ def recovery_of(
     *,
     again: bool = False,
 ) -> Recovery:
-    """Makes the recovery of a run; ``stack`` closes the ledger's file. ``again``: see `Recovery`. Collective."""
+    """Makes the `Recovery` of a run; ``stack`` closes the ledger's file. ``again``: see `Recovery`. Collective."""
     progress, ledger = Progress(), None
     with session.team.together():
         if run is not None and session.ledger is not None:
             file = stack.enter_context(LedgerFile(run.path / FILE))
             ledger = DurableLedger(session.ledger, file, progress)
     parts = parts_of(session, progress, tracker, ledger, device)
-    prepare = lambda part: session.conductor.prepare(LOADS.get(part, part))  # noqa: E731
-    doing: dict[str, Any] = {"still": session.standing_still, "prepare": prepare, "elsewhere": session.elsewhere}
-    return Recovery(run, parts, progress, session.team, ledger=ledger, again=again, **doing)
+    return Recovery(
+        run,
+        parts,
+        progress,
+        session.team,
+        ledger=ledger,
+        still=session.standing_still,
+        prepare=lambda part: session.conductor.prepare(LOADS.get(part, part)),
+        elsewhere=session.elsewhere,
+        again=again,
+    )

@@ -1,1 +1,1 @@
-"""Images and sounds: reading, normalising, and the store that keeps each once."""
+"""Images and sounds: reading, normalising, and the store that holds each once."""

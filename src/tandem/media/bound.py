@@ -13,22 +13,24 @@ from pathlib import Path
 
 from tandem.api.failures import NotWritten
 from tandem.api.media import Medium
-from tandem.config.cache import media_folder
 from tandem.config.errors import ConfigError
+from tandem.config.libraries import media_folder
 from tandem.media import store
 from tandem.media.parts import Source
 
 REST_S = 60.0
-"""Seconds that a medium stays after its last use: a request that was just read has not reached the engine yet."""
+"""Minimum time in seconds that a medium stays in the store after its last use. A request that was just read may still need
+it in the engine."""
 
 _PREFIX = "server-"
 
 
 class StoreBound:
-    """The media that one process keeps in the store, with the time of their last use. No other process may use that
-    folder."""
+    """Limits the size of a media store. Tracks the media that this process puts there, and the time of their last use. No
+    other process may use the store's folder."""
 
     def __init__(self, max_bytes: int, rest_s: float = REST_S):
+        """``max_bytes``: maximum size of all files together, in bytes. ``rest_s``: see `REST_S`."""
         self._max_bytes, self._rest_s, self._lock = max_bytes, rest_s, threading.Lock()
         self._sizes, self._used, self._running = OrderedDict[int, int](), dict[int, float](), Counter[int]()
         self.num_bytes = 0
@@ -38,13 +40,13 @@ class StoreBound:
 
         Raises:
             NotWritten: no room is left, because of media that are in use or were used in the last minute.
-            DataFailure, ConfigError: as `Source.read`.
+            DataFailure, ConfigError: as for `Source.read`.
         """
         medium = source.read()
         with self._lock:
             try:
                 size = store.file_size(medium)
-            except FileNotFoundError:  # it went between the look whether it is there and now
+            except FileNotFoundError:  # another call removed the file after `read` saw it
                 medium = source.read(again=True)
                 size = store.file_size(medium)
             self.num_bytes += size - self._sizes.pop(medium.number, 0)
@@ -54,7 +56,7 @@ class StoreBound:
 
     @contextlib.contextmanager
     def using(self, numbers: Sequence[int]) -> Iterator[None]:
-        """A block in which these media are not removed."""
+        """Within the block, these media are not removed."""
         with self._lock:
             self._running.update(numbers)
         try:
@@ -62,7 +64,7 @@ class StoreBound:
         finally:
             with self._lock:
                 self._running.subtract(numbers)
-                self._running += Counter()  # those of no request are dropped
+                self._running += Counter()  # removes counts of 0
                 for number in set(numbers) & self._sizes.keys():
                     self._sizes.move_to_end(number)
                     self._used[number] = time.monotonic()
@@ -89,22 +91,22 @@ class StoreBound:
 
 @contextlib.contextmanager
 def private_store() -> Iterator[None]:
-    """Gives this process and its child processes an empty media store of their own: a folder inside the shared store, which
-    is removed with the block. Folders of servers that were killed are removed at the beginning.
+    """Within the block, this process and its child processes use an empty private media store: a folder inside the shared
+    store, which is removed afterwards. First removes the private stores of servers that were killed.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     home, before = media_folder(), os.environ.get("TANDEM_MEDIA")
-    for left in home.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _lock_of(left):
-            shutil.rmtree(left, ignore_errors=True)
+    for old in home.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _lock_of(old):
+            shutil.rmtree(old, ignore_errors=True)
     try:
         home.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
     except OSError as error:
         raise ConfigError(
-            f"no media store can be made in {home} ({error.strerror}): set TANDEM_MEDIA to a folder that can be written"
+            f"no media store can be created in {home} ({error.strerror}): set TANDEM_MEDIA to a folder that can be written"
         ) from error
     with _lock_of(folder):
         os.environ["TANDEM_MEDIA"] = str(folder)

@@ -1,4 +1,4 @@
-"""Turns the images and sounds of messages, in any spelling, into media of the media store."""
+"""Turns the images and sounds of messages, in all usual formats, into media of the media store."""
 
 import base64
 import binascii
@@ -22,12 +22,11 @@ from PIL import Image
 
 from tandem.api.failures import DataFailure
 from tandem.api.media import PARTS, MediaKind, Medium, media_of, reader_of
-from tandem.media.images import check_image, read_image
-from tandem.media.sounds import check_sound, read_sound
+from tandem.media.decoding import check_image, check_sound, read_image, read_sound
 from tandem.media.store import image, keep, medium, packed, sound
 
 MAX_BYTES = 2**26
-"""Most bytes of a file, a host's answer or a data URL."""
+"""Maximum number of bytes of a file, of a host's answer, or of a data URL."""
 
 TIMEOUT_S = 20.0
 """Default of `Allowed.timeout_s`, in seconds."""
@@ -53,7 +52,7 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Allowed:
-    """The places that media may be read from; bytes, data URLs and objects in memory always may."""
+    """The folders and hosts from which media may be read. Bytes, data URLs and objects in memory are always allowed."""
 
     folders: tuple[Path, ...] = ()
     """Folders in which paths are looked up, in this order. The file must lie in one of them after all links are followed."""
@@ -62,14 +61,14 @@ class Allowed:
     """Hosts that ``http`` and ``https`` URLs may name."""
 
     timeout_s: float = TIMEOUT_S
-    """Seconds that a host may take until it answers, and again for the answer itself."""
+    """Time limit in seconds for a host to begin its answer. The complete answer has the same limit again."""
 
 
 NOWHERE = Allowed()
 
 
 class Source:
-    """One image or sound of a row. It is read at first use, and afterwards known by its number."""
+    """One image or sound of a row. The first use reads it into the media store; later uses return the stored `Medium`."""
 
     def __init__(self, kind: MediaKind, value: Any, allowed: Allowed = NOWHERE):
         """``value``: a path, a URL, bytes, a PIL image, an array, ``{"bytes": …, "path": …}``, or
@@ -79,11 +78,11 @@ class Source:
         self._medium: Medium | None = None
 
     def read(self, again: bool = False) -> Medium:
-        """Reads the medium. ``again``: read it anew, because the media store may have lost it. Raises `DataFailure` with the
-        reason."""
+        """Reads the medium into the media store. ``again``: read it even if it was read before, because the store may have
+        lost it. Raises `DataFailure` with the reason."""
         with self._lock:
             if self._medium is None or again:
-                source = self._found()
+                source = self._checked()
                 if isinstance(source, Path):
                     with _opened(source) as file:
                         source = _bounded(file.read(MAX_BYTES + 1))
@@ -93,19 +92,20 @@ class Source:
             return self._medium
 
     def check(self) -> float:
-        """The number of pixels of an image, or the seconds of a sound, from its header; 0.0 if only a host knows.
+        """Returns the number of pixels of an image, or the seconds of a sound, from its header; 0.0 for a URL, which is not
+        fetched. Nothing is decoded.
 
         Raises:
-            DataFailure: its place or its header is refused; nothing is decoded.
+            DataFailure: the path, URL or header is refused.
         """
-        source, check = self._found(), check_image if self.kind == "image" else check_sound
+        source, check = self._checked(), check_image if self.kind == "image" else check_sound
         if isinstance(source, Path):
             with _opened(source) as file:
                 return check(file)
         return 0.0 if isinstance(source, str) else check(source)
 
     def __str__(self) -> str:
-        """The path or URL; for objects in memory their kind and a digest of the contents."""
+        """Returns the path or URL; for objects in memory their kind and a digest of the content."""
         if isinstance(self._value, str) and len(self._value) < 1000:
             return self._value
         value = self._value.get("bytes") or self._value if isinstance(self._value, Mapping) else self._value
@@ -126,8 +126,9 @@ class Source:
         """Returns itself, because a source never changes."""
         return self
 
-    def _found(self) -> Any:
-        """The file's path, a URL, bytes, or an object in memory that `read_image` or `read_sound` takes."""
+    def _checked(self) -> Any:
+        """Returns the value as a path, an allowed URL, bytes, or an object that `read_image` or `read_sound` accepts. Raises
+        `DataFailure` if it is not allowed or of another type."""
         value = self._value
         if isinstance(value, Mapping):
             if value.get("array") is not None:
@@ -141,7 +142,7 @@ class Source:
         if isinstance(value, (Image.Image, np.ndarray) if self.kind == "image" else tuple):
             return value
         need = "with its sampling_rate" if isinstance(value, np.ndarray) else "a path, a URL, bytes or an array"
-        raise DataFailure("media_unreadable", f"no {self.kind} can be made of {type(value).__name__}: give {need}")
+        raise DataFailure("media_unreadable", f"cannot read an {self.kind} from {type(value).__name__}: give {need}")
 
     def _named(self, name: str) -> Path | str | bytes:
         scheme = _SCHEME.match(name)
@@ -152,24 +153,24 @@ class Source:
             return _of_data_url(name)
         if word in ("http:", "https:"):
             return _allowed_url(name, self.allowed.hosts)
-        raise DataFailure("media_refused", f"{name:.80}: {word} is never read; give a path, a data URL or bytes")
+        raise DataFailure("media_refused", f"{name:.80}: {word} is not supported; give a path, a data URL or bytes")
 
 
 def read_media(messages: Messages, allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
-    """Reads all images and sounds: each becomes a part ``{"type": "image" or "audio", "medium": Medium}``.
+    """Reads all images and sounds of messages. Each becomes a part ``{"type": "image" or "audio", "medium": Medium}``.
 
-    Parts may be spelled as OpenAI does (``image_url``, ``input_image``, ``input_audio``, ``audio_url``) or Hugging Face
+    Parts may have OpenAI's format (``image_url``, ``input_image``, ``input_audio``, ``audio_url``) or Hugging Face's
     (``image`` and ``audio`` with the medium, ``url``, ``path`` or ``base64``).
 
     Raises:
-        DataFailure: a medium cannot be read (see `tandem.media.images`, `tandem.media.sounds`), is missing
-            (``media_missing``) or refused (``media_refused``): a path or host that is not allowed, a video.
+        DataFailure: a medium cannot be read (see `tandem.media.decoding`, `tandem.media.decoding`), is missing
+            (``media_missing``), or is refused (``media_refused``) because it is a video or its path or host is not allowed.
     """
     return with_parts(messages, lambda part: {"type": part.kind, "medium": part.read()}, allowed)
 
 
 def sources_in(messages: Any) -> list[Source]:
-    """The images and sounds of a row's messages, read or not."""
+    """Returns the `Source` objects in a row's messages, whether they were read or not."""
     contents = (
         [message.get("content") for message in messages if isinstance(message, Mapping)]
         if isinstance(messages, list)
@@ -180,20 +181,20 @@ def sources_in(messages: Any) -> list[Source]:
 
 
 def read_for(tokenizer: Any, messages: Messages) -> list[dict[str, Any]]:
-    """Applies `read_media` for a model that takes media. For a text model the messages stay as they are, and its template
-    refuses other parts. Raises as `read_media`."""
+    """For a model with media: returns the result of `read_media`, and raises like it. For a text model: returns a copy of
+    the messages; the chat template refuses parts other than text."""
     return [dict(message) for message in messages] if reader_of(tokenizer) is None else read_media(messages)
 
 
 def opened(messages: Messages) -> list[Any]:
     """Decodes the images and sounds of messages, in order: PIL images, and arrays ``[n]`` float32 from −1 to 1 at 16 kHz.
-    Raises `DataFailure` as `read_media`."""
+    Raises `DataFailure` like `read_media`."""
     media = media_of(read_media(messages))
     return [Image.fromarray(image(medium.number)) if medium.kind == "image" else sound(medium.number) for medium in media]
 
 
 def openai_part(medium: Medium) -> dict[str, Any]:
-    """A medium as a part of an OpenAI chat message, with its whole content."""
+    """Returns a medium as a part of a message in OpenAI's format, with its content in base64."""
     data = base64.b64encode(packed(medium.number)).decode()
     if medium.kind == "image":
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
@@ -201,19 +202,19 @@ def openai_part(medium: Medium) -> dict[str, Any]:
 
 
 def sent(number: int) -> dict[str, str]:
-    """A medium of the store in the form of ``POST /media``: its kind and the base64 of its file. Raises `MediaMissing`."""
+    """Returns a medium in the format of ``POST /media``: its kind, and its file in base64. Raises `MediaMissing`."""
     return {"kind": medium(number).kind, "data": base64.b64encode(packed(number)).decode()}
 
 
 def shown_parts(value: Any, say: Callable[[Any], str]) -> list[dict[str, Any]] | None:
-    """A tool's or an environment's output as content parts; None if it has no image or sound.
+    """Converts the output of a tool or an environment to content parts; None if it has no image or sound.
 
     Args:
-        value: a PIL image, a content part, or a list of these and of anything else.
-        say: turns anything else into text.
+        value: a PIL image, a content part, or a list of these and of other values.
+        say: converts any other value to text.
 
     Raises:
-        DataFailure: as `read_media`; paths are not read.
+        DataFailure: as for `read_media`; paths are not allowed.
     """
     items = list(value) if isinstance(value, list | tuple) else [value]
     are_media = [
@@ -235,16 +236,16 @@ def shown_parts(value: Any, say: Callable[[Any], str]) -> list[dict[str, Any]] |
 
 
 def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allowed = NOWHERE) -> list[dict[str, Any]]:
-    """Replaces each image and sound that is not a `Medium` yet by the result of ``make``."""
+    """Returns the messages with each image and sound that is not a `Medium` yet replaced by the result of ``make``."""
 
-    def one(part: Any) -> Any:
+    def replaced(part: Any) -> Any:
         if not isinstance(part, Mapping) or isinstance(part.get("medium"), Medium):
             return part
         source = source_of(part, allowed)
         return part if source is None else make(source)
 
     return [
-        {**message, "content": [one(part) for part in message["content"]]}
+        {**message, "content": [replaced(part) for part in message["content"]]}
         if isinstance(message.get("content"), list | tuple)
         else dict(message)
         for message in messages
@@ -252,10 +253,10 @@ def with_parts(messages: Messages, make: Callable[[Source], Any], allowed: Allow
 
 
 def source_of(part: Mapping[str, Any], allowed: Allowed = NOWHERE) -> Source | None:
-    """The image or sound of a content part; None for text and other parts.
+    """Returns the image or sound of a content part; None for text and other parts.
 
     Raises:
-        DataFailure: a video, or a part without a medium.
+        DataFailure: the part is a video, or has no medium.
     """
     name = str(part.get("type", ""))
     if "video" in name:
@@ -304,7 +305,7 @@ def _file(name: str, folders: Sequence[Path]) -> Path:
     places = ", ".join(map(str, folders))
     if outside:
         raise DataFailure(
-            "media_refused", f"{name[:200]!r} lies outside of {places}; media_folders names folders that may be read"
+            "media_refused", f"{name[:200]!r} lies outside of {places}; add its folder to media_folders to allow it"
         )
     raise DataFailure("media_missing", f"there is no file {name[:200]!r} in {places}")
 
@@ -329,12 +330,12 @@ def _of_data_url(url: str) -> bytes:
     try:
         return base64.b64decode("".join(url[len(head) + 1 :].split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataFailure("media_unreadable", f"a data URL that is no base64: {error}") from error
+        raise DataFailure("media_unreadable", f"the data URL is not valid base64: {error}") from error
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Follows no redirect: only the first address was allowed."""
+        """Refuses all redirects, because only the first address was checked."""
         return
 
 
@@ -342,7 +343,7 @@ def _allowed_url(url: str, hosts: Sequence[str]) -> str:
     try:
         host = urllib.parse.urlsplit(url).hostname or ""
     except ValueError as error:
-        raise DataFailure("media_refused", f"{url:.200} is no URL: {error}") from error
+        raise DataFailure("media_refused", f"{url:.200} is not a URL: {error}") from error
     if host not in hosts:
         allowed = f"only {', '.join(hosts)}" if hosts else "none here: give a file"
         raise DataFailure("media_refused", f"{url:.200}: the host {host!r} is not allowed, {allowed}")
@@ -359,9 +360,9 @@ def _fetched(url: str, timeout_s: float) -> bytes:
                 if len(data) > MAX_BYTES:
                     raise _too_long()
                 if time.monotonic() > until:
-                    raise TimeoutError(f"it takes more than {timeout_s:g} s")
+                    raise TimeoutError(f"the answer takes more than {timeout_s:g} s")
             if answer.length:
-                raise OSError(f"it was cut off, {answer.length} bytes are missing")
+                raise OSError(f"the answer was cut off, {answer.length} bytes are missing")
             return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):

@@ -1,4 +1,4 @@
-"""Published pictures and recordings that data sets and built-in models are made of; fetched once, kept in the cache."""
+"""Fetches published pictures and recordings for data sets and built-in models, once, into the cache."""
 
 import os
 import re
@@ -9,22 +9,22 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from tandem.api.lock import make_once
-from tandem.api.packages import Package
-from tandem.config.cache import cache_folder
+from tandem.api.shared_files import Package, make_once
 from tandem.config.errors import ConfigError
+from tandem.config.libraries import cache_folder
 
 EASY_VQA = Package("easy-vqa", "1.0", "easy_vqa", megabytes=22)
 
 DIGITS_FOLDER = "TANDEM_SPOKEN_DIGITS"
-"""Variable that names a copy of the Free Spoken Digit Dataset."""
+"""Environment variable with the folder of a copy of the Free Spoken Digit Dataset."""
 
 DIGITS_URL = "https://github.com/Jakobovski/free-spoken-digit-dataset/archive/refs/tags/v1.0.10.tar.gz"
 _RECORDING = re.compile(r"\d_[a-z]+_\d+\.wav")
 
 
 def easy_vqa_folder() -> Path:
-    """The folder ``data`` of easy-VQA (MIT), with ``train`` and ``test``: ``questions.json`` and ``images/N.png``.
+    """Returns the folder ``data`` of easy-VQA (MIT); its folders ``train`` and ``test`` have ``questions.json`` and
+    ``images/N.png``.
 
     Raises:
         ConfigError: the package cannot be fetched.
@@ -38,24 +38,24 @@ def easy_vqa_folder() -> Path:
 
 
 def spoken_digit_files(split: str) -> list[Path]:
-    """The recordings of the Free Spoken Digit Dataset (CC-BY-SA-4.0), ``DIGIT_SPEAKER_TAKE.wav``: takes 0 to 4 of each digit
-    and speaker are `test`, as its authors say, the others `train`.
+    """Returns the recordings of the Free Spoken Digit Dataset (CC-BY-SA-4.0), ``DIGIT_SPEAKER_TAKE.wav``. As its authors
+    recommend, takes 0 to 4 of each digit and speaker are `test`; the others are `train`.
 
     Raises:
-        ConfigError: they are not there and cannot be fetched.
+        ConfigError: the recordings are missing and cannot be fetched.
     """
-    own = os.environ.get(DIGITS_FOLDER)
-    folder = Path(own).expanduser() if own else cache_folder() / "spoken_digits"
-    if not own:
+    user_folder = os.environ.get(DIGITS_FOLDER)
+    folder = Path(user_folder).expanduser() if user_folder else cache_folder() / "spoken_digits"
+    if not user_folder:
         make_once(folder, _fetch_digits)
     files = sorted(file for file in folder.rglob("*.wav") if _RECORDING.fullmatch(file.name))
     if not files:
-        raise ConfigError(f"{DIGITS_FOLDER}={own or folder} has no recordings such as 7_jackson_32.wav; {_BY_HAND}")
+        raise ConfigError(f"{DIGITS_FOLDER}={user_folder or folder} has no recordings such as 7_jackson_32.wav; {_BY_HAND}")
     return [file for file in files if (int(file.stem.split("_")[2]) < 5) == (split == "test")]
 
 
 _BY_HAND = (
-    "clone https://github.com/Jakobovski/free-spoken-digit-dataset where there is a network, and set "
+    "clone https://github.com/Jakobovski/free-spoken-digit-dataset on a machine with network access, and set "
     f"{DIGITS_FOLDER} to that folder"
 )
 

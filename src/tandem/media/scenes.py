@@ -1,4 +1,4 @@
-"""Scenes like CLEVR's, computed: spheres, cylinders and cubes on a floor, ray by ray, with shadows and exact counts."""
+"""Renders scenes like CLEVR's by ray casting: spheres, cylinders and cubes on a floor, with shadows and exact counts."""
 
 import functools
 import itertools
@@ -16,16 +16,19 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "cylinder": ((0, 1), (2,)),
     "cube": ((0,), (1,), (2,)),
 }
-"""A shape is where, for each of these groups of axes, the squares of the coordinates sum to at most 1."""
+"""Shape → groups of axes. A point is inside the shape if, for each group, the squares of the point's coordinates on these
+axes sum to at most 1."""
 
 ELEVATION = np.radians(40)
 RAY = np.array([0.0, np.cos(ELEVATION), -np.sin(ELEVATION)])
 UP, RAISED = np.array([0.0, np.sin(ELEVATION), np.cos(ELEVATION)]), 0.2
-"""The direction of a column of pixels, and how far above the middle of the floor the camera looks."""
+"""The direction of a column of pixels, and the height of the point at which the camera looks, above the middle of the floor.
+The unit of length is that of `Thing.size`."""
 
 LIGHT = np.array([-0.45, -0.45, 0.77])
 VIEW = 2.6
-"""Half the width of what the camera sees; things stand up to `REACH` from the middle."""
+"""Half the width of the camera's view, in the unit of `Thing.size`. Things stand at most `REACH` from the middle in x and in
+y."""
 
 REACH, GAP, MIN_VISIBLE, MAX_THINGS = 1.8, 0.1, 0.4, 5
 SIDE = 64
@@ -33,7 +36,7 @@ SIDE = 64
 
 @dataclass(frozen=True)
 class Thing:
-    """One object; ``x`` and ``y`` say where on the floor."""
+    """An object. ``x``, ``y``: position on the floor; ``size``: half its edge or diameter; ``angle``: in radians."""
 
     colour: str
     shape: str
@@ -44,15 +47,16 @@ class Thing:
 
     @property
     def radius(self) -> float:
-        """On the floor."""
+        """The radius of the circle on the floor that contains the object."""
         return self.size * (math.sqrt(2) if self.shape == "cube" else 1)
 
     def strike(self, origins: np.ndarray, ray: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Distances along ``ray`` at which ``origins [P, 3]`` meet it (infinite: never), and the normals there."""
+        """Returns the distances ``[P]`` at which rays from ``origins [P, 3]`` in direction ``ray`` meet the object
+        (infinite: never), and the normals ``[P, 3]`` there."""
         cos, sin = np.cos(self.angle), np.sin(self.angle)
         turn = np.array([[cos, sin, 0.0], [-sin, cos, 0.0], [0.0, 0.0, 1.0]])
         offsets = origins - (self.x, self.y, self.size)
-        # most rays pass outside of the sphere around a cube of this size
+        # skip the many rays that miss the sphere around a cube of this size
         near = np.einsum("ij,ij->i", offsets, offsets) - (offsets @ ray) ** 2 / (ray @ ray) < 3 * self.size**2
         start, along = offsets[near] @ turn.T / self.size, turn @ ray / self.size
         enters, leaves = [], []
@@ -78,7 +82,7 @@ KINDS = list(itertools.product(COLOURS, SHAPES))
 
 
 def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[Thing]:
-    """A thing of each kind, which do not touch; the last ones are missing if there is no place for them."""
+    """Draws a thing of each kind at random places, without contact. The last things are missing if there is no room."""
     things: list[Thing] = []
     for _ in range(20 * len(kinds)):
         colour, shape = kinds[len(things)]
@@ -90,7 +94,7 @@ def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[T
             size=draw.uniform(0.5, 0.65),
             angle=draw.uniform(0, np.pi),
         )
-        if all(math.hypot(thing.x - one.x, thing.y - one.y) > thing.radius + one.radius + GAP for one in things):
+        if all(math.hypot(thing.x - other.x, thing.y - other.y) > thing.radius + other.radius + GAP for other in things):
             things.append(thing)
         if len(things) == len(kinds):
             break
@@ -99,14 +103,14 @@ def draw_things(draw: random.Random, kinds: Sequence[tuple[str, str]]) -> list[T
 
 @functools.cache
 def _origins(side: int) -> np.ndarray:
-    """Origins of the rays of all pixels, ``[side², 3]``, row by row from the upper left."""
+    """Returns the origins of the rays of all pixels, ``[side², 3]``, row by row from the upper left."""
     steps = (np.arange(side) + 0.5) / side * 2 * VIEW - VIEW
     right, high = np.meshgrid(steps, -steps)
     return right.reshape(-1, 1) * np.array([1.0, 0.0, 0.0]) + (high.reshape(-1, 1) + RAISED) * UP - 10 * RAY
 
 
 def visible(things: Sequence[Thing], side: int = 48) -> float:
-    """The smallest share of a thing that is not hidden behind others."""
+    """Returns the visible share, 0 to 1, of the thing that is hidden most."""
     distances = np.stack([thing.strike(_origins(side), RAY)[0] for thing in things])
     alone = np.isfinite(distances).sum(1)
     seen = np.bincount(distances.argmin(0)[np.isfinite(distances).any(0)], minlength=len(things))
@@ -114,7 +118,7 @@ def visible(things: Sequence[Thing], side: int = 48) -> float:
 
 
 def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
-    """A picture of ``side`` × ``side`` pixels, each the mean of four rays."""
+    """Renders a picture of ``side`` × ``side`` pixels; each pixel is the mean of four rays."""
     origins = _origins(2 * side)
     distance = -origins[:, 2] / RAY[2]
     normals = np.tile([0.0, 0.0, 1.0], (len(origins), 1))
@@ -122,9 +126,9 @@ def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
     colours = np.tile([0.58, 0.57, 0.55], (len(origins), 1)) * (1.08 - 0.03 * np.linalg.norm(floor[:, :2], axis=1))[:, None]
     gloss = np.zeros(len(origins))
     for thing in things:
-        found, turned = thing.strike(origins, RAY)
-        nearer = found < distance
-        distance, normals[nearer] = np.where(nearer, found, distance), turned[nearer]
+        thing_distance, thing_normals = thing.strike(origins, RAY)
+        nearer = thing_distance < distance
+        distance, normals[nearer] = np.where(nearer, thing_distance, distance), thing_normals[nearer]
         colours[nearer], gloss[nearer] = COLOURS[thing.colour], 0.5
     points = origins + distance[:, None] * RAY + 1e-3 * normals
     lit = ~np.any([np.isfinite(thing.strike(points, LIGHT)[0]) for thing in things], axis=0)
@@ -136,7 +140,8 @@ def render(things: Sequence[Thing], side: int = SIDE) -> Image.Image:
 
 
 def draw_scenes(count: int, seed: int) -> Iterator[list[Thing]]:
-    """Scenes of one to five things, in half of them of at most two kinds. They are others than those of `clevr_count`."""
+    """Yields ``count`` scenes of one to five things; half of the scenes have at most two kinds of things. The random numbers
+    differ from those of `clevr_count`."""
     draw = random.Random(f"scenes/{seed}")
     while count:
         kinds = draw.choices(KINDS, k=draw.randint(1, MAX_THINGS))
@@ -149,8 +154,9 @@ def draw_scenes(count: int, seed: int) -> Iterator[list[Thing]]:
 
 
 def things_by_patch(things: Sequence[Thing], patch: int, side: int = SIDE) -> tuple[np.ndarray, np.ndarray]:
-    """Names the things in patches of ``patch`` × ``patch`` pixels, row by row: the number of the thing that fills most of a
-    patch, at least a tenth of it; and of the thing whose middle is there, hidden or not. -1: there is none."""
+    """Returns two arrays ``[patches]`` of indices into ``things``, one entry for each patch of ``patch`` × ``patch`` pixels,
+    row by row; -1 stands for none. First array: the thing that covers most of the patch, if it covers at least a tenth.
+    Second array: the thing whose centre is in the patch, hidden or not."""
     across = side // patch
     distances = np.stack([thing.strike(_origins(side), RAY)[0] for thing in things])
     nearest = np.where(np.isfinite(distances).any(0), distances.argmin(0), len(things))

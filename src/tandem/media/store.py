@@ -1,7 +1,7 @@
-"""The media store: a folder in which each image and sound is kept once, under a number made of what it holds.
+"""The media store: a folder that holds each image and sound once, under a number computed from its content.
 
-All processes of a run open the same folder, so a medium travels by its number alone. Files appear whole and are never
-changed: an image is a PNG of 8 bits RGB, a sound a WAV of 16 bits, mono, at `RATE`.
+All processes of a run open the same folder, so processes exchange only the number of a medium. Files are written atomically
+and never changed: an image is an RGB PNG of 8 bits, a sound a mono WAV of 16 bits at `RATE`.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from PIL import Image
 
 from tandem.api.failures import NotWritten
 from tandem.api.media import MediaKind, Medium
-from tandem.config.cache import media_folder
 from tandem.config.errors import ConfigError
+from tandem.config.libraries import media_folder
 
 RATE = 16_000
-"""Samples a second of every sound."""
+"""Sample rate of every sound, in samples per second."""
 
-MAX_HELD_BYTES = 2**28
-"""Decoded media that a process holds in memory; those that were asked for last stay."""
+MAX_CACHED_BYTES = 2**28
+"""Maximum size in bytes of the decoded media that a process caches in memory; the least recently used are dropped."""
 
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _WAV_HEADER = 44
-"""Bytes."""
+"""Length of the header of a WAV file, in bytes."""
 
 _ENDINGS: dict[MediaKind, str] = {"image": ".png", "audio": ".wav"}
 
@@ -41,7 +41,7 @@ class MediaMissing(ConfigError):
     """A medium is not in the media store of this process."""
 
     reason = "media_missing"
-    """The reason of the `DataFailure` that an episode ends with for it."""
+    """Reason of the `DataFailure` with which this error ends an episode."""
 
 
 class MediaDamaged(MediaMissing):
@@ -50,38 +50,39 @@ class MediaDamaged(MediaMissing):
     reason = "media_unreadable"
 
 
-class _Held:
-    """Decoded media by file, the last used last."""
+class _Cache:
+    """A cache of decoded media by file, with at most `MAX_CACHED_BYTES`."""
 
     def __init__(self) -> None:
         self._lock, self._arrays, self._size = threading.Lock(), OrderedDict[Path, np.ndarray](), 0
 
     def get(self, file: Path) -> np.ndarray | None:
         with self._lock:
-            found = self._arrays.pop(file, None)
-            if found is not None:
-                self._arrays[file] = found
-            return found
+            data = self._arrays.pop(file, None)
+            if data is not None:
+                self._arrays[file] = data
+            return data
 
     def add(self, file: Path, data: np.ndarray) -> None:
         with self._lock:
             self._size += data.nbytes - getattr(self._arrays.pop(file, None), "nbytes", 0)
             self._arrays[file] = data
-            while self._size > MAX_HELD_BYTES:
+            while self._size > MAX_CACHED_BYTES:
                 self._size -= self._arrays.popitem(last=False)[1].nbytes
 
 
-_HELD = _Held()
+_CACHE = _Cache()
 
 
 def keep(kind: MediaKind, data: np.ndarray) -> Medium:
-    """Keeps a medium, if it is not there yet, or was cut off there. Several processes may keep the same one at once.
+    """Writes a medium to the store, if it is missing or incomplete there. Several processes may write the same one at once.
 
     Args:
-        data: an image ``[H, W, 3]`` uint8, or a sound ``[n]`` int16 at `RATE`; not to be changed afterwards.
+        kind: `image` or `audio`.
+        data: an image ``[H, W, 3]`` uint8, or a sound ``[n]`` int16 at `RATE`; becomes read-only.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
         NotWritten: the disk is full.
     """
     assert (data.dtype, data.ndim) == {"image": (np.uint8, 3), "audio": (np.int16, 1)}[kind] and data.size, data.shape
@@ -89,14 +90,14 @@ def keep(kind: MediaKind, data: np.ndarray) -> Medium:
     data.setflags(write=False)
     number = _number(kind, data)
     file = _file(kind, number)
-    if not _whole(file, data.size):
-        _write(file, lambda out: (_write_image if kind == "image" else write_sound)(out, data))
-    _HELD.add(file, data)
+    if not _is_complete(file, data.size):
+        _write(file, kind, data)
+    _CACHE.add(file, data)
     return Medium(kind, number, (data.shape[1], data.shape[0]) if kind == "image" else (len(data), RATE))
 
 
 def medium(number: int) -> Medium:
-    """The medium of a number; reads no more than the beginning of its file. Raises `MediaMissing`."""
+    """Returns the medium with this number; reads only the beginning of its file. Raises `MediaMissing`."""
     if (image_file := _file("image", number)).is_file():
         with _opening(number), Image.open(image_file, formats=["PNG"]) as image:
             return Medium("image", number, image.size)
@@ -105,41 +106,42 @@ def medium(number: int) -> Medium:
 
 
 def is_whole(number: int) -> bool:
-    """True if the medium of a number is in the store, and was not cut off there."""
+    """True if the medium with this number is in the store and its file is complete."""
     with contextlib.suppress(MediaMissing):
-        found = medium(number)
-        return _whole(_file(found.kind, number), found.size[0])
+        stored = medium(number)
+        return _is_complete(_file(stored.kind, number), stored.size[0])
     return False
 
 
 def image(number: int) -> np.ndarray:
-    """The pixels of an image, ``[H, W, 3]`` uint8, not to be written to. Raises `MediaMissing`."""
+    """Returns the pixels of an image, ``[H, W, 3]`` uint8, read-only. Raises `MediaMissing`."""
 
     def read(file: Path) -> np.ndarray:
-        with Image.open(file, formats=["PNG"]) as found:
-            return np.array(found)
+        with Image.open(file, formats=["PNG"]) as png:
+            return np.array(png)
 
     return _read("image", number, read)
 
 
 def sound(number: int) -> np.ndarray:
-    """The samples of a sound, ``[n]`` float32 from −1 to 1, at `RATE`. Raises `MediaMissing`."""
+    """Returns the samples of a sound, ``[n]`` float32 from −1 to 1, at `RATE`. Raises `MediaMissing`."""
 
     def read(file: Path) -> np.ndarray:
-        with wave.open(str(file), "rb") as found:
-            return np.frombuffer(found.readframes(found.getnframes()), "<i2").astype(np.int16)
+        with wave.open(str(file), "rb") as wav:
+            return np.frombuffer(wav.readframes(wav.getnframes()), "<i2").astype(np.int16)
 
     return _read("audio", number, read).astype(np.float32) / 2**15
 
 
 def packed(number: int) -> bytes:
-    """The file of a medium, PNG or WAV; `tandem.media.parts` reads the same medium from it. Raises `MediaMissing`."""
+    """Returns the bytes of a medium's file, PNG or WAV; `tandem.media.parts` reads the same medium from them. Raises
+    `MediaMissing`."""
     with _opening(number):
         return _file(medium(number).kind, number).read_bytes()
 
 
 def file_size(medium: Medium) -> int:
-    """Bytes of the file of a medium. Raises `FileNotFoundError`."""
+    """Returns the size of a medium's file in bytes. Raises `FileNotFoundError`."""
     return _file(medium.kind, medium.number).stat().st_size
 
 
@@ -161,14 +163,16 @@ def _file(kind: MediaKind, number: int) -> Path:
 
 def _read(kind: MediaKind, number: int, read: Callable[[Path], np.ndarray]) -> np.ndarray:
     file = _file(kind, number)
-    data = _HELD.get(file)
+    data = _CACHE.get(file)
     if data is None:
         with _opening(number):
             data = read(file)
         if _number(kind, data) != number:
-            raise MediaDamaged(f"{file} was changed since it was kept: remove it and start again, and it is made anew")
+            raise MediaDamaged(
+                f"{file} was changed after it was written: remove it and start again; it is then written anew"
+            )
         data.setflags(write=False)
-        _HELD.add(file, data)
+        _CACHE.add(file, data)
     return data
 
 
@@ -185,40 +189,40 @@ def _opening(number: int) -> Iterator[None]:
         raise MediaDamaged(f"medium {number} in the media store {media_folder()} cannot be read: {error}") from error
 
 
-def _whole(file: Path, num_samples: int) -> bool:
-    """True if the file is there to its end. A machine that failed may have left less of it. ``num_samples``: of a sound."""
+def _is_complete(file: Path, num_samples: int) -> bool:
+    """True if the file exists and is complete. A machine that crashed may have left a part of it. ``num_samples``: number of
+    samples of a sound; an image does not need it."""
     try:
         if file.suffix == ".wav":
             return file.stat().st_size == _WAV_HEADER + 2 * num_samples
-        with file.open("rb") as there:
-            there.seek(-len(_PNG_END), os.SEEK_END)
-            return there.read() == _PNG_END
+        with file.open("rb") as png:
+            png.seek(-len(_PNG_END), os.SEEK_END)
+            return png.read() == _PNG_END
     except OSError:
         return False
 
 
-def _write(file: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Readers see the whole file or none."""
+def _write(file: Path, kind: MediaKind, data: np.ndarray) -> None:
+    """Writes a medium to a file atomically: readers see the complete file or none."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(prefix=file.stem, suffix=".partial", dir=file.parent)
     except OSError as error:
         raise ConfigError(
-            f"the media store {file.parent} cannot be written ({error.strerror}): set TANDEM_MEDIA to a folder that can"
+            f"the media store {file.parent} cannot be written ({error.strerror}): set TANDEM_MEDIA to another folder"
         ) from error
     try:
         with os.fdopen(descriptor, "wb") as out:
-            write(out)
+            if kind == "image":
+                Image.fromarray(data).save(out, "PNG", compress_level=1, compress_type=zlib.Z_RLE)  # the fastest settings
+            else:
+                write_sound(out, data)
             os.fchmod(out.fileno(), 0o644)  # other users of a shared folder may read it
         os.replace(partial, file)
     except OSError as error:
-        raise NotWritten(f"the media store {file.parent} takes no more ({error.strerror}): make room there") from error
+        raise NotWritten(f"writing to the media store {file.parent} failed ({error.strerror}): free space there") from error
     finally:
         Path(partial).unlink(missing_ok=True)
-
-
-def _write_image(out: IO[bytes], data: np.ndarray) -> None:
-    Image.fromarray(data).save(out, "PNG", compress_level=1, compress_type=zlib.Z_RLE)  # the fastest
 
 
 def write_sound(out: IO[bytes], data: np.ndarray) -> None:

@@ -1,6 +1,7 @@
-"""The facts of a decoder, read from its Hugging Face configuration: one description for packed training and for generation.
+"""The properties of a decoder, read from its Hugging Face configuration, for both packed training and generation.
 
-What is listed here is computed exactly; everything else is refused by name when the model is opened.
+Only properties listed here are supported; a model with any other property is refused when it is opened; the
+message names the property.
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +13,14 @@ from tandem.config.errors import ConfigError
 from tandem.models.families import FAMILIES, with_facts
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
-"""``model_type`` of the configurations that work. SmolLM and SmolLM2 are ``llama``."""
+"""The supported ``model_type`` values. SmolLM and SmolLM2 are ``llama``."""
 
 _INSIDE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""``model_type`` of the language model in a media model → that of the text model whose layers it has."""
+"""``model_type`` of the language model in a media model → ``model_type`` of the text model with the same layers."""
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _REFUSED = {
-    "gemma3": "its pictures are attended in both directions; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
+    "gemma3": "it attends to images bidirectionally; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
 }
 
 
@@ -32,7 +33,8 @@ class Rope:
 
     attention_scaling: float = 1.0
     axes: torch.Tensor | None = None
-    """``[head_dim / 2]`` int64: which of the positions in time, height and width turns each; None: there is one position."""
+    """``[head_dim / 2]`` int64: for each frequency the position that it uses, 0 time, 1 height, 2 width; None: positions
+    have one dimension."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Architecture:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    """Context: most tokens of one sequence."""
+    """Context length: the largest number of tokens in a sequence."""
 
     rms_eps: float
     norm_offset: float
@@ -61,10 +63,11 @@ class Architecture:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """RMS norm over each head of queries and keys before the rotation."""
+    """True if an RMS norm is applied to each head of queries and keys before the rotation."""
 
     post_norms: bool
-    """Gemma: norms after attention (``post_attention_layernorm``) and around the MLP (``…_feedforward_layernorm``)."""
+    """True for Gemma: norms after attention (``post_attention_layernorm``), before and after the MLP
+    (``…_feedforward_layernorm``)."""
 
     activation: str
     """Name in transformers' ``ACT2FN``."""
@@ -76,33 +79,33 @@ class Architecture:
     """Attention logits become ``cap * tanh(logits / cap)`` before the mask."""
 
     final_softcap: float | None
-    """The same on the vocabulary's logits, before the temperature."""
+    """Logits of the vocabulary become ``cap * tanh(logits / cap)`` before the temperature."""
 
     embedding_scale: float
     """Embeddings are multiplied by this, rounded to the weights' dtype."""
 
     tied: bool
-    """The head is the embedding."""
+    """True if the head and the embedding are one tensor."""
 
     sliding_windows: tuple[int | None, ...]
-    """Per layer: token i sees tokens i - window + 1 … i; None sees all."""
+    """Window of each layer: token i attends to tokens i - window + 1 … i; None: to all earlier ones."""
 
     rope: tuple[Rope | None, ...]
-    """Per layer; None where a layer has no positions (SmolLM3)."""
+    """Rotary embedding of each layer; None for a layer without positions (SmolLM3)."""
 
     @classmethod
     def from_config(cls, config: Any) -> "Architecture":
-        """Reads a transformers configuration; of a media model its language model's.
+        """Reads a transformers configuration; for a media model, that of its language model.
 
         Raises:
-            ConfigError: names the architecture or the feature that is not exact here, and what works.
+            ConfigError: the model is not supported; names the architecture or feature, and what is supported.
         """
-        from tandem.models.media.families import text_config  # noqa: PLC0415 - families know attention, which knows this
+        from tandem.models.media.families import text_config  # noqa: PLC0415 - avoids an import cycle
 
         whole, config = config, text_config(config)
         family = FAMILIES.get(config.model_type)
         kind = family.like if family is not None else _INSIDE.get(config.model_type, config.model_type)
-        _refuse_what_is_not_exact(whole, config, kind)
+        _refuse_unsupported(whole, config, kind)
         gemma = kind in ("gemma2", "gemma3_text")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -126,7 +129,7 @@ class Architecture:
             post_norms=gemma,
             activation=config.hidden_activation if gemma else config.hidden_act,
             query_scale=float(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
-            # Gemma 3 has the field too, and its attention never reads it
+            # Gemma 3 has this field too, but does not use it
             attention_softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
             final_softcap=config.final_logit_softcapping if gemma else None,
             embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
@@ -137,18 +140,18 @@ class Architecture:
         return architecture if family is None else replace(architecture, **with_facts(family, config, architecture))
 
 
-def _refuse_what_is_not_exact(whole: Any, config: Any, kind: str) -> None:
-    """``config``: of the language model in ``whole``."""
+def _refuse_unsupported(whole: Any, config: Any, kind: str) -> None:
+    """Raises `ConfigError` for an unsupported model. ``config``: the part of ``whole`` that describes the language model."""
     from tandem.models.media.families import media_types  # noqa: PLC0415
 
     experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, n, None)), None)
     if experts is not None:
         raise ConfigError(
             f"model type {kind!r} is a mixture of experts ({experts}={getattr(config, experts)}); packed training and "
-            f"generation of those are not exact here. These work: {', '.join(SUPPORTED)}"
+            f"generation do not support these. These work: {', '.join(SUPPORTED)}"
         )
     if kind not in SUPPORTED:
-        reason, works = _REFUSED.get(kind, "it was never proven equal to transformers here"), SUPPORTED
+        reason, works = _REFUSED.get(kind, "its results have not been tested against transformers"), SUPPORTED
         if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
             reason, works = f"it reads images or sounds, and {reason}", media_types()
         raise ConfigError(f"model type {kind!r} is not supported: {reason}. These work: {', '.join(works)}")
@@ -163,7 +166,7 @@ def _refuse_what_is_not_exact(whole: Any, config: Any, kind: str) -> None:
 
 
 def _window(config: Any, layer: int) -> int | None:
-    """Sliding window of one layer. Mistral applies its window to all layers and has no layer types."""
+    """Returns the sliding window of a layer, or None. Mistral has no layer types and uses its window in all layers."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return getattr(config, "sliding_window", None)
@@ -178,15 +181,15 @@ def _ropes(config: Any, head_dim: int) -> tuple[Rope | None, ...]:
     by_type = config.rope_parameters
     layers = range(config.num_hidden_layers)
     if "rope_type" in by_type or "rope_theta" in by_type:
-        one = _rope(config, by_type, head_dim, None)
+        rope = _rope(config, by_type, head_dim, None)
         has_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
-        return tuple(one if has_rope[i] else None for i in layers)
-    made = {name: _rope(config, by_type[name], head_dim, name) for name in set(config.layer_types)}
-    return tuple(made[config.layer_types[i]] for i in layers)
+        return tuple(rope if has_rope[i] else None for i in layers)
+    ropes = {name: _rope(config, by_type[name], head_dim, name) for name in set(config.layer_types)}
+    return tuple(ropes[config.layer_types[i]] for i in layers)
 
 
 def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: str | None) -> Rope:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import, the facts are not
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import
 
     kind = parameters.get("rope_type", "default")
     if kind not in _STATIC_ROPE:
@@ -207,8 +210,9 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
 
 
 def _axes(config: Any, parameters: dict[str, Any]) -> torch.Tensor | None:
-    """`Rope.axes`: those of one position after those of another; of Qwen3-VL every third one is of the height, from the
-    second on, and of the width, from the third on, and the others are of the time."""
+    """Returns `Rope.axes` from ``mrope_section``: all frequencies of time, then of height, then of width. Qwen3-VL
+    interleaves them instead: every third frequency belongs to height (from index 1) and to width (from index 2), the others
+    to time."""
     interleaved = config.model_type == "qwen3_vl_text"
     sections = parameters.get("mrope_section", [24, 20, 20] if interleaved else None)
     if sections is None or not interleaved:

@@ -1,9 +1,9 @@
 // Attention of packed sequences in training, forward and backward; `cpu_attention.py` builds and calls it.
 //
-// A tile of queries, one in each lane, meets a block of keys at a time, so what is computed for a query is a softmax that is
-// continued from block to block (FlashAttention-2, arXiv:2307.08691), and no matrix of scores is ever whole. Blocks that a tile
-// cannot see are left out. One thread computes a head of all sequences that share a prompt: every sum has one order, whatever
-// the number of threads.
+// A tile of queries, one per lane, is multiplied with one block of keys at a time. The softmax of a query is updated from
+// block to block (FlashAttention-2, arXiv:2307.08691), so the whole matrix of scores never exists. Blocks that are masked for
+// a whole tile are skipped. One thread computes one head of all sequences that share a prompt, so the order of every sum does
+// not depend on the number of threads.
 
 #include <omp.h>
 
@@ -16,17 +16,17 @@
 
 namespace {
 
-constexpr int kPair = 4 / sizeof(Number);    // numbers in a word of 32 bits: `dot` adds up their products
+constexpr int kPair = 4 / sizeof(Number);    // numbers in a 32-bit word; `dot` sums their products
 constexpr int kQueries = 2 * kLanes;         // queries of a tile
 constexpr int kKeys = 32;                    // keys of a block
 constexpr int kQueryWords = kQueries / kPair;
 constexpr int kKeyWords = kKeys / kPair;
-constexpr int kColumns = kLanes == 16 ? 4 : 2;  // registers beside each other in one product
-constexpr float kHidden = -3e38f;            // the score of a key that a query does not see: `exp2` of it is 0, and no -inf - -inf
+constexpr int kColumns = kLanes == 16 ? 4 : 2;  // neighbouring registers in one product
+constexpr float kHidden = -3e38f;            // score of a masked key: its `exp2` is 0; finite, to avoid -inf - -inf
 
 #ifdef BFLOAT16
 
-// Words (a, b) of the numbers that two rows have at the same places.
+// Interleaves two rows into words (a[i], b[i]).
 inline Bits pair(const Number* a, const Number* b) {
   const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a)));
   const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)));
@@ -54,7 +54,7 @@ inline Bits all_words(int32_t x) { return _mm256_set1_epi32(x); }
 inline void store_bits(Bits* p, Bits x) { _mm256_storeu_si256(p, x); }
 #endif
 
-// Rows of numbers in memory; those from `count` on read as zeros.
+// Rows of numbers in memory; rows from `count` on read as zeros.
 struct Rows {
   const Number* start;
   int64_t stride;
@@ -112,7 +112,7 @@ void product(int count, int columns, const void* a, int64_t a_stride, const Bits
   for (; n < columns; ++n) multiply_rows<1, kRows>(0, count, given, a_stride, b + n, b_stride, c + n * kLanes, c_stride, words, add);
 }
 
-// Word w of query i → [w][i]: what keys are multiplied with.
+// Transposes queries to [word][query], the layout for products with keys.
 void lay_words(const Rows& rows, int dim, Bits* out) {
   for (int half = 0; half < 2; ++half)
     for (int w = 0; w < dim / kPair; w += kLanes) {
@@ -125,14 +125,14 @@ void lay_words(const Rows& rows, int dim, Bits* out) {
     }
 }
 
-// Words of neighbouring queries → [kQueryWords][dim]: what weights [keys, queries] are multiplied with.
+// Interleaves neighbouring queries to [kQueryWords][dim], the layout for products with weights [keys, queries].
 void lay_pairs(const Rows& rows, int dim, Bits* out) {
   for (int w = 0; w < kQueryWords; ++w)
     for (int c = 0; c < dim / kLanes; ++c)
       store_bits(out + w * (dim / kLanes) + c, pair(rows[w * kPair] + c * kLanes, rows[w * kPair + kPair - 1] + c * kLanes));
 }
 
-// Keys (or values) of a block, transposed: numbers [dim][kKeys].
+// Transposes the keys (or values) of a block to [dim][kKeys].
 void lay_columns(const Rows& rows, int dim, Number* out) {
   for (int w = 0; w < kKeyWords; w += kLanes)
     for (int c = 0; c < dim; c += kLanes) {
@@ -145,7 +145,7 @@ void lay_columns(const Rows& rows, int dim, Number* out) {
     }
 }
 
-// Sums [dim][kQueries], each query's times its own number, as rows.
+// Writes sums [dim][kQueries] as rows of queries, each multiplied by the query's factor in `by`.
 void write_rows(const float* sums, const Vec by[2], int dim, Number* out, int64_t stride, int count) {
   for (int half = 0; half < 2; ++half)
     for (int c = 0; c < dim; c += kLanes) {
@@ -157,7 +157,7 @@ void write_rows(const float* sums, const Vec by[2], int dim, Number* out, int64_
     }
 }
 
-// Neighbouring keys, and the block of each.
+// A range of neighbouring keys, and the number of its first block.
 struct Span {
   int64_t start, count;
   int first_block;
@@ -167,16 +167,16 @@ struct Span {
 
 extern "C" {
 
-// Queries, the last of their own keys, and a prompt before these keys that other queries may share.
+// A segment: queries (which belong to the last keys), keys, and the keys of a preceding prompt that segments may share.
 struct QueryRange {
   int64_t query, queries, key, keys, prompt, prompt_keys;
 };
 
 struct Call {
   int64_t heads, kv_heads, dim, groups, query_tokens, key_tokens;
-  int64_t window;  // keys that a query sees, itself included; 0: all before it
+  int64_t window;  // number of keys to which a query attends, including its own; 0: all preceding keys
   float scale;
-  const int64_t* group;    // [groups + 1]: first segment; keys of a group are no other group's
+  const int64_t* group;    // [groups + 1]: first segment of each group; groups share no keys
   const QueryRange* segment;
   const Number *q, *k, *v;  // [tokens, heads or kv_heads, dim], the last dimension dense
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
@@ -186,14 +186,14 @@ struct Call {
   const Number* grad;  // of `out`
   int64_t grad_token, grad_head;
   Number *q_grad, *k_grad, *v_grad;  // dense
-  float* sums;                       // [2, heads, key_tokens, dim]: of keys and values
+  float* sums;                       // [2, heads, key_tokens, dim]: gradients of keys and values per query head
 };
 
 }  // extern "C"
 
 namespace {
 
-// Memory of one thread that is kept from call to call.
+// Memory of one thread, kept between calls.
 template <class T>
 class Room {
  public:
@@ -213,7 +213,7 @@ class Room {
   size_t size_ = 0;
 };
 
-// One head of one group.
+// Computes one head of one group.
 class Unit {
  public:
   Unit(const Call& call, int64_t group, int64_t head) : p(call), head(head), kv(head / (call.heads / call.kv_heads)), dim(call.dim) {
@@ -257,7 +257,7 @@ class Unit {
             store(at, x);
             top = larger(top, x);
           }
-          const Vec safe = larger(top, all(-1e30f));  // in a lane that has seen no key yet all weights are 0, not 2^0
+          const Vec safe = larger(top, all(-1e30f));  // so that weights are 0 and not 2^0 in a lane with only masked keys
           const Vec shrink = exp2(peak[half] - safe);
           peak[half] = top;
           total[half] = total[half] * shrink;
@@ -308,7 +308,7 @@ class Unit {
       lay_words(grad, dim, grad_words);
       lay_pairs(q, dim, q_pairs);
       lay_pairs(grad, dim, grad_pairs);
-      alignas(64) float mean[kQueries] = {}, peak[kQueries];  // of the weighted gradients of weights; no weight beyond the last query
+      alignas(64) float mean[kQueries] = {}, peak[kQueries];  // mean gradient; peak: no weight beyond the last query
       std::fill_n(peak, kQueries, -kHidden);
       for (int i = 0; i < count; ++i) {
         Vec each = all(0);
@@ -365,7 +365,7 @@ class Unit {
                     columns + (span.first_block + i / kKeys) * dim * kKeys);
   }
 
-  // f(segment, first query, how many)
+  // Calls f(segment, first query, number of queries) for each tile.
   template <class F>
   void each_tile(F&& f) const {
     for (int64_t s = begin; s < end; ++s)
@@ -373,11 +373,12 @@ class Unit {
         f(p.segment[s], first, static_cast<int>(std::min<int64_t>(kQueries, p.segment[s].queries - first)));
   }
 
-  // f(keys, values, number of the block, its first key, which queries see key j in a half) for blocks that a tile sees.
+  // Calls f(keys, values, number of the block, its first key, function: lanes that attend to key j in a half) for each block
+  // that is not masked for the whole tile.
   template <class F>
   void each_block(const QueryRange& s, int64_t first, int count, F&& f) const {
     const int64_t position = s.prompt_keys + s.keys - s.queries + first;  // of the first query
-    const int64_t oldest = p.window ? position - p.window + 1 : 0;        // that the first query sees
+    const int64_t oldest = p.window ? position - p.window + 1 : 0;        // first key to which the first query attends
     const auto walk = [&](int64_t start, int64_t number, int64_t before) {
       if (!number) return;
       int first_block = 0;
@@ -386,7 +387,7 @@ class Unit {
       for (int64_t i = 0; i < number && before + i < position + count; i += kKeys) {
         const int here = std::min<int64_t>({kKeys, number - i, position + count - before - i});
         if (before + i + here <= oldest) continue;
-        const auto visible = [&](int j, int half) {  // queries from the key on, as far as the window goes
+        const auto visible = [&](int j, int half) {  // queries from this key to the end of its window
           const int64_t from = before + i + j - position - half * kLanes;
           return lanes_of(from, p.window ? from + p.window : kLanes);
         };
@@ -417,7 +418,7 @@ void attend(const Call* call, int threads) {
 
 void attend_backward(const Call* call, int threads) {
   const int64_t group = call->heads / call->kv_heads, dim = call->dim;
-  std::vector<char> seen(call->key_tokens);  // a key that no query sees has a gradient of 0, and no sums
+  std::vector<char> seen(call->key_tokens);  // keys to which no query attends have a gradient of 0 and no sums
   for (const QueryRange* s = call->segment; s != call->segment + call->group[call->groups]; ++s) {
     std::fill_n(seen.begin() + s->prompt, s->prompt_keys, 1);
     std::fill_n(seen.begin() + s->key, s->keys, 1);

@@ -1,7 +1,7 @@
 """Attention of packed sequences on a CPU, forward and backward, by a compiled kernel (`cpu_attention.cpp`).
 
-It takes all sequences of a batch in one call, and a prompt that several of them share once. Without a compiler or the
-instructions torch's kernel computes the same, sequence by sequence; it stays the reference.
+One call computes all sequences of a batch, and a shared prompt only once. Without a compiler or the needed CPU instructions
+torch's kernel computes the same, sequence by sequence; it is the reference.
 """
 
 import ctypes
@@ -16,11 +16,12 @@ import torch
 from tandem.models.native import function, load
 
 STEP, LARGEST = 32, 512
-"""Head dimensions are multiples of the one, and at most the other."""
+"""The kernel supports head dimensions that are a multiple of `STEP` and at most `LARGEST`."""
 
 
 class QueryRange(NamedTuple):
-    """Queries, and what they see: all of ``prompt``, and ``keys`` up to their own; the last query's own key is the last."""
+    """Consecutive query tokens, and the tokens to which they attend: all of ``prompt``, and causally ``keys``. The last
+    query attends to all ``keys``, the query before it to all but the last, and so on."""
 
     queries: range
     keys: range
@@ -28,25 +29,25 @@ class QueryRange(NamedTuple):
 
 
 class QueryRanges(NamedTuple):
-    """The work of one call. Every query is in one segment; every key in one group."""
+    """The work of one call, in segments and groups. Every query is in one segment, and every key in one group."""
 
     segments: torch.Tensor
     """``[segments, 6]`` int64: first and number of queries, of keys, of the prompt's keys."""
 
     groups: torch.Tensor
-    """``[groups + 1]`` int64: first segment of each group. QueryRanges that share keys are one group."""
+    """``[groups + 1]`` int64: first segment of each group. Segments that share keys are in one group."""
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[QueryRange]]) -> "QueryRanges":
-        """From lists of segments that share keys."""
+        """Makes the tensors from groups, which are lists of segments that share keys."""
         rows = [[number for part in segment for number in (part.start, len(part))] for group in groups for segment in group]
         bounds = itertools.accumulate(map(len, groups), initial=0)
-        with torch.inference_mode(False):  # they may be kept for a backward pass later
+        with torch.inference_mode(False):  # a backward pass may keep these tensors
             return cls(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6), torch.tensor(list(bounds), dtype=torch.int64))
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of `cpu_attention.cpp`."""
+    """The C struct ``Call`` of `cpu_attention.cpp`."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "groups", "query_tokens", "key_tokens", "window")),
@@ -68,36 +69,37 @@ class _Kernel:
 
 @functools.cache
 def kernel(dtype: torch.dtype) -> _Kernel | None:
-    """The compiled kernel for tensors of this dtype; None where there is none, see `load`."""
+    """Returns the compiled kernel for tensors of this dtype; None if there is none, see `load`."""
     return load(Path(__file__).with_name("cpu_attention.cpp"), dtype, _Kernel)
 
 
 def takes(query: torch.Tensor) -> bool:
-    """True if `attend` computes this: ``query [..., D]``."""
+    """Tells whether `attend` supports the device, dtype and head dimension of ``query [..., D]``."""
     return query.device.type == "cpu" and fits(query.shape[-1]) and kernel(query.dtype) is not None
 
 
 def fits(head_dim: int) -> bool:
-    """True if there is a kernel for such heads."""
+    """Tells whether the kernel supports this head dimension."""
     return head_dim % STEP == 0 and head_dim <= LARGEST
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: QueryRanges, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Output ``[Q, heads, D]`` of ``q [Q, heads, D]`` and ``k``, ``v [K, kv_heads, D]``.
+    """Computes causal attention ``[Q, heads, D]`` from ``q [Q, heads, D]`` and ``k``, ``v [K, kv_heads, D]``.
 
-    Causal. ``window``: keys that a query sees at most, its own included. The softmax is computed in float32; its weights and
-    the gradients of scores are rounded to the tensors' dtype before they are multiplied, as in torch's kernel.
+    ``window``: the most keys to which a query attends, including its own; None: no limit. The softmax is computed in
+    float32; its weights and the gradients of scores are rounded to the tensors' dtype before they are multiplied, as in
+    torch's kernel.
 
     Raises:
-        ValueError: the tensors do not fit each other.
+        ValueError: dtypes or shapes of the tensors do not fit together.
     """
     return _attention(q, k, v, *segments, scale, window or 0)[0]
 
 
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, groups: torch.Tensor, **rest) -> _Call:
-    """``rest``: the fields that are left; tensors by their address."""
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor, groups: torch.Tensor, **extra) -> _Call:
+    """Fills a `_Call`. ``extra``: values of its further fields; a tensor is passed by its address."""
     call = _Call(
         heads=q.shape[1], kv_heads=k.shape[1], dim=q.shape[2], groups=len(groups) - 1,
         query_tokens=len(q), key_tokens=len(k), group=groups.data_ptr(), segment=segments.data_ptr(),
@@ -106,13 +108,14 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Ten
         setattr(call, name, tensor.data_ptr())
         setattr(call, f"{name}_token", tensor.stride(0))
         setattr(call, f"{name}_head", tensor.stride(1))
-    for name, value in rest.items():
+    for name, value in extra.items():
         setattr(call, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
     return call
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied where numbers of one head are not neighbours, or words of two of them would be torn."""
+    """Returns the tensor, copied if the numbers of a head are not contiguous, or if a head begins at an odd offset, where
+    the kernel's 2-number words would be misaligned."""
     return x if x.stride(2) == 1 and x.stride(0) % 2 == x.stride(1) % 2 == 0 else x.contiguous()
 
 
@@ -125,9 +128,9 @@ def output(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and log2 of the sum of 2^score of each head and query, ``[heads, Q]`` float32; see `attend`."""
+    """Returns the output of `attend`, and ``[heads, Q]`` float32: log2 of the sum of 2^score, for the backward pass."""
     library = kernel(q.dtype)
-    assert library is not None, "asked `takes` before"
+    assert library is not None, "callers check `takes` first"
     if not (
         q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] and k.shape == v.shape and q.shape[1] % k.shape[1] == 0
     ):
@@ -153,8 +156,9 @@ def gradients(
     window: int,
     out: torch.Tensor,
     peak: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``q``, ``k`` and ``v``, from that of the output and what `output` gave."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of ``q``, ``k`` and ``v`` from the gradient of the output and the results of `output`; and the
+    memory in which it summed them, ``[2, heads, K, D]`` float32, so that `tandem.planning.planned_model` sees it."""
     library = kernel(q.dtype)
     assert library is not None, "the forward pass had it"
     grad, q, k, v = map(_dense, (grad, q, k, v))
@@ -166,10 +170,10 @@ def gradients(
         q_grad=grads[0], k_grad=grads[1], v_grad=grads[2],
     )  # fmt: skip
     library.backward(ctypes.byref(call), torch.get_num_threads())
-    return grads[0], grads[1], grads[2]
+    return grads[0], grads[1], grads[2], sums
 
 
-# One operator for autograd and for checkpoints, which keep its results.
+# Custom operators, so that selective checkpointing can recognise and keep their results.
 _attention = torch.library.custom_op("tandem::packed_attention", output, mutates_args=())
 _gradients = torch.library.custom_op("tandem::packed_attention_backward", gradients, mutates_args=())
 
@@ -181,7 +185,8 @@ def _(q, k, v, segments, groups, scale, window):
 
 @_gradients.register_fake
 def _(grad, q, k, v, segments, groups, scale, window, out, peak):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    sums = q.new_empty(2, q.shape[1], k.shape[0], q.shape[2], dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sums
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -192,7 +197,8 @@ def _keep(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: torch.Tensor, _: torch.Tensor):
     q, k, v, segments, groups, out, peak = ctx.saved_tensors
-    return *_gradients(grad, q, k, v, segments, groups, ctx.scale, ctx.window, out, peak), None, None, None, None
+    *found, _ = _gradients(grad, q, k, v, segments, groups, ctx.scale, ctx.window, out, peak)
+    return *found, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

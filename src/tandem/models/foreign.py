@@ -1,11 +1,13 @@
-"""Reading of model folders of others: nothing of them is run, and files that cannot be read are named."""
+"""Reads model folders from untrusted sources: runs no code from them, and names files that cannot be read."""
 
 import contextlib
+import copy
 import json
 import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,8 +18,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import logging as their_logging
 
-from tandem.api.weight_files import INDEX
-from tandem.api.weight_files import UNREADABLE as FEWER
+from tandem.api.weights import INDEX
+from tandem.api.weights import UNREADABLE as FEWER
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.models.attention import NAME
 from tandem.models.families import load_family
@@ -33,7 +35,7 @@ MAX_SIZES = {
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
     "vocab_size": 2**24,
-    # of what sees and hears
+    # of vision and audio towers
     "depth": 10_000,
     "encoder_layers": 10_000,
     "num_heads": 2**16,
@@ -46,40 +48,50 @@ MAX_SIZES = {
     "max_source_positions": 2**20,
     "num_position_embeddings": 2**20,
 }
-"""No model comes near; of as many as a configuration says lists, modules and buffers would be made."""
+"""Upper limits for sizes in `config.json`, far above those of any model: transformers would allocate lists, modules and
+buffers of these sizes."""
 
 UNREADABLE = (*FEWER, ArithmeticError, EOFError, StrictDataclassError, UnpicklingError)
-"""The errors of `weight_files.UNREADABLE`, and those of transformers and torch."""
+"""Errors that reading a folder may raise: those of `weight_files.UNREADABLE`, and those of transformers and torch."""
 
 
 def error_words(error: Exception) -> str:
-    """In words; of an error whose text is only a key or a type also its kind."""
+    """Returns the text of an error; with its class if the text alone says too little, such as only a key."""
     if "trust_remote_code" in str(error):
-        return "it brings code of its own (auto_map), which is not run here; give a model that transformers knows without"
+        return "it needs code from its folder (auto_map), which is not run; use a model that transformers supports itself"
     plain = isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError)) and not isinstance(error, RecursionError)
     return str(error) if plain else kind_and_text(error)
 
 
 def read_hf_config(place: str | os.PathLike[str]) -> PretrainedConfig:
-    """The `config.json` of a folder, or of a name on the hub. Code that comes with a model (`auto_map`) is not run, and
-    nobody is asked whether it may.
+    """Reads the `config.json` of a folder or of a hub name. Code that comes with a model (`auto_map`) is never run, and the
+    user is not asked about it.
 
     Raises:
-        ConfigError: it cannot be read, wants code of its own, or says what no model has.
+        ConfigError: the file cannot be read, needs the model's own code, or has sizes that no model has.
     """
     load_family()
     try:
-        refuse_absurd(Path(place))
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+        text = refuse_absurd(Path(place))
+        if text is None:
+            return AutoConfig.from_pretrained(place, trust_remote_code=False)
+        return copy.deepcopy(_read_folder(os.fspath(place), text))
     except UNREADABLE as error:
         raise ConfigError(f"config.json of {place} cannot be read: {error_words(error)}") from error
 
 
+@lru_cache(maxsize=8)
+def _read_folder(folder: str, text: str) -> PretrainedConfig:
+    """Reads the configuration of a folder whose `config.json` holds ``text``. A run asks a dozen times for the same one, and
+    transformers takes ten times as long as a copy, because it formats each configuration for its log."""
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """`generation_config.json`; None where there is none.
+    """Reads `generation_config.json`; returns None if the folder has none.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     if not (folder / "generation_config.json").is_file():
         return None
@@ -89,24 +101,27 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         raise ConfigError(f"generation_config.json of {folder} cannot be read: {error_words(error)}") from error
 
 
-def refuse_absurd(folder: Path) -> None:
-    """Raises `ValueError` before transformers sees a `config.json` that would cost it memory or time without end."""
+def refuse_absurd(folder: Path) -> str | None:
+    """Raises `ValueError` for a `config.json` that would make transformers use unbounded memory or time; returns its text,
+    or None if there is no such file."""
     file = folder / "config.json"
     if not file.is_file():
-        return
+        return None
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"it has {file.stat().st_size} bytes, which no model's has")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds no object, but a {type(found).__name__}")
-    for part in (found, *(inner for inner in found.values() if isinstance(inner, dict))):
+        raise ValueError(f"the file has {file.stat().st_size} bytes, and at most {MAX_CONFIG_BYTES} are allowed")
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"the file must hold a JSON object, and holds a {type(content).__name__}")
+    for part in (content, *(inner for inner in content.values() if isinstance(inner, dict))):
         for name, value in part.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}, which is no number")
+                raise ValueError(f"{name} is {value}, which is not a finite number")
         for name, most in MAX_SIZES.items():
             value = part.get(name)
             if isinstance(value, (int, float)) and not 0 < value <= most:
                 raise ValueError(f"{name} must be from 1 to {most}, got {value}")
+    return text
 
 
 def read_weights(
@@ -118,12 +133,12 @@ def read_weights(
     may_miss: Iterable[str] = (),
     attention: str | dict[str, str] = NAME,
 ) -> Any:
-    """A model of transformers with packed attention. For the device ``meta`` only the headers of its files are read, for any
-    other it is on the CPU. ``may_miss``: tensors that the folder need not have, and that transformers then fills with noise.
-    ``attention``: as transformers takes it, of a media model only its language model's.
+    """Opens a transformers model with packed attention, on the CPU; for the device ``meta`` only the headers of its files
+    are read. ``kind``: the transformers class. ``may_miss``: tensors that may be missing in the folder; transformers then
+    fills them with random numbers. ``attention``: transformers' ``attn_implementation``.
 
     Raises:
-        ConfigError: its weights cannot be read, are missing, or have other shapes; names the first.
+        ConfigError: weights cannot be read, are missing, or have wrong shapes; the message names the first.
     """
     if (folder / INDEX).is_file():  # transformers would take `model.safetensors` first
         config.transformers_weights = INDEX
@@ -141,32 +156,32 @@ def read_weights(
             )
     except UNREADABLE as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
-    for name, there, wanted in sorted(report["mismatched_keys"]):
+    for name, stored, expected in sorted(report["mismatched_keys"]):
         raise ConfigError(
-            f"the weights in {folder} are not of the model that config.json there describes: {name} is {list(there)}, and "
-            f"would be {list(wanted)}"
+            f"the weights in {folder} do not belong to the model in its config.json: {name} has shape {list(stored)}, "
+            f"expected {list(expected)}"
         )
     missing = sorted(report["missing_keys"].difference(may_miss))
     if missing:
         raise ConfigError(
-            f"the weights in {folder} cannot be read: {len(missing)} are missing, first {missing[0]!r}; is config.json "
-            "there of another model?"
+            f"the weights in {folder} cannot be read: {len(missing)} are missing, first {missing[0]!r}; does config.json "
+            "there belong to another model?"
         )
     unknown = sorted(set(report["unexpected_keys"]) - {"lm_head.weight", "score.weight"})
     if unknown:
         log.warning(
-            "%s holds %d tensors that the model in config.json there does not have, first %s: they are not used",
+            "%s holds %d tensors that are not part of the model in its config.json, first %s: they are not used",
             folder,
             len(unknown),
             unknown[0],
         )
-    vars(model.config).pop("transformers_weights", None)  # it is saved with the model, whose files are then others
+    vars(model.config).pop("transformers_weights", None)  # would be saved with the model, whose files will have other names
     return model
 
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keeps transformers' bars for reading and writing weights off the terminal, where a run shows its own progress."""
+    """Turns off transformers' progress bars for weights in a block, because a run shows its own progress."""
     shown = their_logging.is_progress_bar_enabled()
     their_logging.disable_progress_bar()
     try:
@@ -178,7 +193,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_report() -> Iterator[None]:
-    """Silences transformers' report of what is missing in a folder: that is checked here, and refused."""
+    """Silences transformers' report of missing weights in a block; the caller checks for these itself."""
     level = their_logging.get_verbosity()
     their_logging.set_verbosity_error()
     try:

@@ -1,7 +1,7 @@
-// Softmax of the vocabulary for training; `logit_kernels.py` builds and calls it.
+// Softmax over the vocabulary for training; `logprobs.py` builds and calls it.
 //
-// Logits [rows, size] are read as they are stored, and their gradient is written over them: no float32 copy is made. Each row is
-// computed by one thread in one order.
+// Logits [rows, size] are read in their stored dtype and overwritten with their gradient, without a float32 copy. One thread
+// computes each row, in a fixed order.
 
 #include <omp.h>
 
@@ -10,11 +10,11 @@
 namespace {
 
 constexpr float kLn2 = 0.69314718055994531f;
-constexpr int kSums = 4;  // independent sums: additions of one would wait for each other
+constexpr int kSums = 4;  // independent sums, because consecutive additions to one sum would wait for each other
 
-// What a row's softmax is made of, kept for the gradient.
+// The softmax of a row, kept for the gradient.
 struct Facts {
-  float top, log_sum, logprob, entropy;  // log p = (z - top) - log_sum, without loss where logits are large
+  float top, log_sum, logprob, entropy;  // log p = (z - top) - log_sum, precise for large logits
 };
 
 struct Row {
@@ -22,7 +22,7 @@ struct Row {
   float cap;    // 0: none
 };
 
-// tanh, with an absolute error of 1e-7; not a number stays so.
+// tanh, with an absolute error of 1e-7; NaN stays NaN.
 inline Vec tanh(Vec x) { return all(1) - all(2) / (all(1) + exp2(larger(all(-60), x * all(2 * kLog2E)))); }
 
 inline Vec saturation(Vec x, Row row) { return tanh(x * all(1 / row.cap)); }
@@ -33,7 +33,7 @@ inline Vec scaled(Vec x, Row row) {
   return x * all(row.scale);
 }
 
-// 2^x; of a logit of -infinity 0.
+// 2^x; 0 for a logit of -infinity.
 inline Vec weight(Vec x) { return exp2(larger(all(-200), x)); }
 
 inline float one(const Number* p) { return load(p, first_lanes(1))[0]; }
@@ -42,7 +42,7 @@ template <bool kCapped>
 Facts read_row(const Number* logits, int64_t size, int64_t target, Row row, bool entropy) {
   Vec tops[kSums], sums[kSums], means[kSums];
   for (int k = 0; k < kSums; ++k) tops[k] = all(-INFINITY), sums[k] = means[k] = all(0);
-  const auto each = [&](auto&& take) {  // (vector, lanes, which sum)
+  const auto each = [&](auto&& take) {  // calls take(vector, lanes, number of the sum)
     int64_t i = 0;
     for (; i + kSums * kLanes <= size; i += kSums * kLanes)
 #pragma GCC unroll 4
@@ -50,7 +50,7 @@ Facts read_row(const Number* logits, int64_t size, int64_t target, Row row, bool
     for (; i < size; i += kLanes) take(load(logits + i, first_lanes(size - i)), first_lanes(size - i), 0);
   };
   each([&](Vec x, Lanes lanes, int k) { tops[k] = larger(pick(lanes, x, all(-INFINITY)), tops[k]); });
-  // soft-capping and a positive temperature keep the order
+  // the maximum may be taken first, because soft-capping and a positive temperature keep the order
   const float highest = largest(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
   const float top = scaled<kCapped>(all(highest), row)[0];
   each([&](Vec x, Lanes lanes, int k) {
@@ -81,7 +81,7 @@ void differentiate_row(Number* logits, int64_t size, int64_t target, Row row, Fa
     const Vec logp = scaled<kCapped>(x, row) - all(facts.top) - all(facts.log_sum);
     const Vec p = weight(logp * all(kLog2E));
     if (!kEntropy) return p * all(-pull);
-    const Vec finite = larger(all(-1e30f), logp);  // of a logit of -infinity 0 times this
+    const Vec finite = larger(all(-1e30f), logp);  // finite, because it is multiplied by p = 0 for a logit of -infinity
     return p * fma(finite + all(facts.entropy), all(-entropy_pull), all(-pull));
   };
   const Vec chosen = all(one(logits + target));
@@ -105,7 +105,7 @@ inline Row row_of(const float* temperatures, int64_t i, float cap) { return {tem
 
 extern "C" {
 
-// `temperatures`: null where all are 1; `cap`: 0 for none.
+// `temperatures`: null if all are 1; `cap`: 0 for none.
 void read_logits(const Number* logits, const int64_t* targets, const float* temperatures, float cap, int entropy, Facts* facts,
                  int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -115,7 +115,7 @@ void read_logits(const Number* logits, const int64_t* targets, const float* temp
   }
 }
 
-// Writes the gradient over the logits; `pulls` and `entropy_pulls` (null: none) are those of the row's results.
+// Overwrites the logits with their gradient. `pulls`, `entropy_pulls` (null: none): gradients of log-probability, entropy.
 void differentiate_logits(Number* logits, const int64_t* targets, const float* temperatures, float cap, const Facts* facts,
                           const float* pulls, const float* entropy_pulls, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)

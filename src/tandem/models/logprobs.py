@@ -1,34 +1,100 @@
 """Log-probabilities and entropy of given tokens from hidden states, without holding ``[T, V]`` logits.
 
-A few rows of logits exist at a time; the backward pass computes them again. Softmax in float32: of float32 copies with
-torch's operators, or without copies by compiled kernels for bfloat16 on a CPU.
+Only a chunk of rows of logits exists at a time; the backward pass computes them again. The softmax is computed in float32:
+by torch's operators on float32 copies, which are the reference, or for bfloat16 on a CPU without copies by compiled kernels
+(`logit_kernels.cpp`, built by `models/native.py`).
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from tandem.models.exchanges import reduce
-from tandem.models.logit_kernels import FACTS, LogitKernels, logit_kernels
-from tandem.models.sums import add_to
+from tandem.models.context_parallel import reduce
+from tandem.models.native import add_to, function, load
+
+FACTS = 4
+"""Number of values that the kernels store for each row: the maximum m of the scaled logits z, log Σ exp(z - m), the
+log-probability of the target, and the entropy."""
+
+
+class LogitKernels:
+    """The functions of the compiled library. Logits ``[C, V]`` are contiguous bfloat16 on the CPU, all values per row
+    float32; ``targets [C]`` are tokens of the vocabulary, ``temperature [C]`` is None if all are 1."""
+
+    def __init__(self, path: Path, dtype: torch.dtype):
+        library = ctypes.CDLL(str(path))
+        pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        sizes = [number, number, threads]
+        self._read = function(library, "read_logits", [pointer] * 3 + [real, threads, pointer, *sizes])
+        self._differentiate = function(library, "differentiate_logits", [pointer] * 3 + [real] + [pointer] * 3 + sizes)
+
+    def read(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: torch.Tensor | None,
+        softcap: float | None,
+        entropy: bool,
+        facts: torch.Tensor,
+    ) -> None:
+        """Fills ``facts [C, FACTS]``; without ``entropy`` the entropies are 0."""
+        inputs = logits.data_ptr(), targets.data_ptr(), _pointer(temperature), softcap or 0.0, int(entropy)
+        self._read(*inputs, facts.data_ptr(), *logits.shape, torch.get_num_threads())
+
+    def differentiate(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: torch.Tensor | None,
+        softcap: float | None,
+        facts: torch.Tensor,
+        grad_logprobs: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
+    ) -> None:
+        """Overwrites ``logits`` with their gradient, given the gradients of log-probabilities ``[C]`` and entropies
+        ``[C]``."""
+        inputs = logits.data_ptr(), targets.data_ptr(), _pointer(temperature), softcap or 0.0
+        pulls = grad_logprobs.data_ptr(), _pointer(grad_entropy)
+        self._differentiate(*inputs, facts.data_ptr(), *pulls, *logits.shape, torch.get_num_threads())
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _kernels() -> LogitKernels | None:
+    return load(Path(__file__).with_name("logit_kernels.cpp"), torch.bfloat16, LogitKernels)
+
+
+def logit_kernels(hidden: torch.Tensor, weight: torch.Tensor) -> LogitKernels | None:
+    """Returns the kernels for the head of ``hidden`` and ``weight``; None if these are not bfloat16 on a CPU, or if the
+    kernels cannot be built (see `load`)."""
+    supported = all(x.device.type == "cpu" and x.dtype == torch.bfloat16 for x in (hidden, weight))
+    return _kernels() if supported else None
+
 
 ROWS_FOR_ONE = 4
-"""Rows of bfloat16 logits that take the memory of one row with torch's operators: logits and their softmax in float32."""
+"""This many rows of bfloat16 logits use as much memory as one row with torch's operators, which hold logits and softmax in
+float32."""
 
 
 class HeadOutputs(NamedTuple):
-    """``[M]`` float32 each."""
+    """Log-probabilities and, if requested, entropies of M tokens, ``[M]`` float32 each."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of one rank, where the vocabulary is cut: those from ``start`` on, as many as it has rows of the head."""
+    """This rank's part of a vocabulary that is divided among ranks: it begins at token ``start`` and has a token for each of
+    the rank's rows of the head."""
 
     group: dist.ProcessGroup
     start: int
@@ -46,29 +112,31 @@ def chunked_logprobs(
     vocabulary: Vocabulary | None = None,
     compiled: bool = False,
 ) -> HeadOutputs:
-    """Log-probability of ``targets`` under softmax(z / temperature), z = ``hidden @ weight.T``, soft-capped if asked.
+    """Computes log-probabilities of ``targets`` under softmax(z / temperature), z = ``hidden @ weight.T``, with ``softcap``
+    applied to z if it is set.
 
-    ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``temperature [M]`` float32 and positive, None where all
-    are 1. Entropy in nats, of the same distribution, with its gradient. ``chunk_tokens`` rows of logits exist at a time, or
-    four times as many where compiled kernels need a quarter of the memory; the result does not depend on it.
+    ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``temperature [M]`` float32 and positive; None: all are 1.
+    The entropy is that of the same distribution, in nats, and has a gradient. ``chunk_tokens`` rows of logits exist at a
+    time, or four times as many with compiled kernels, which need a quarter of the memory; the result does not depend on it.
 
-    ``vocabulary``: ``weight [V / ranks, H]`` is this rank's rows of the head, and all ranks have the same other arguments.
-    Collective then, backward too; the gradient of ``hidden`` is that of the whole vocabulary. Per token three numbers cross
-    and no logits. ``compiled``: `torch.compile` fuses what is done with logits, in each direction.
+    ``vocabulary``: ``weight [V / ranks, H]`` is this rank's rows of the head, and all other arguments are equal on all
+    ranks. Forward and backward are then collective; the gradient of ``hidden`` is that of the whole vocabulary. Ranks
+    exchange three numbers per token and no logits. ``compiled``: `torch.compile` fuses the operations on logits, forward and
+    backward.
     """
-    # the kernels read whole rows of the vocabulary, and a rank of a cut one has none
+    # the kernels need all columns of the logits, which no rank has if the vocabulary is divided
     kernels = logit_kernels(hidden, weight) if vocabulary is None else None
     if kernels is None:
         settings = _Settings(softcap, entropy, chunk_tokens, vocabulary, compiled)
         logprobs, entropies = _Head.apply(hidden, weight, targets, temperature, settings)
     else:
-        given = hidden, weight, targets, temperature, softcap, entropy
-        logprobs, entropies = _CompiledHead.apply(*given, ROWS_FOR_ONE * chunk_tokens, kernels)
+        inputs = hidden, weight, targets, temperature, softcap, entropy
+        logprobs, entropies = _CompiledHead.apply(*inputs, ROWS_FOR_ONE * chunk_tokens, kernels)
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 
 def _part_of(numbers: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Those of some rows; None for None."""
+    """Returns ``numbers[rows]``; None for None."""
     return None if numbers is None else numbers[rows]
 
 
@@ -80,7 +148,8 @@ class _Settings(NamedTuple):
     compiled: bool
 
     def places(self, targets: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The targets among this rank's ``count`` tokens, ``[M]`` bool, and their places there; 0 for the others."""
+        """Returns for each target whether it is among this rank's ``count`` tokens, ``[M]`` bool, and its index among these
+        tokens, ``[M]``; 0 for all other targets."""
         at = targets - (0 if self.vocabulary is None else self.vocabulary.start)
         here = (at >= 0) & (at < count)
         return here, targets if self.vocabulary is None else at.where(here, 0)
@@ -89,11 +158,12 @@ class _Settings(NamedTuple):
 def _scaled(
     logits: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits over temperature ``[C, V]`` float32, and the soft-cap's tanh for its derivative. May overwrite ``logits``."""
+    """Returns logits / temperature ``[C, V]`` float32, and the soft-cap's tanh for the derivative. May overwrite
+    ``logits``."""
     logits, saturation = logits.float(), None
     if softcap is not None:
         saturation = logits.div_(softcap).tanh_()
-        # not in place: the backward pass needs tanh itself
+        # not in place, because the backward pass needs the tanh
         logits = saturation * softcap
     if temperature is not None:
         logits.div_(temperature[:, None])
@@ -103,8 +173,8 @@ def _scaled(
 def _read(
     logits: torch.Tensor, at: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None, entropy: bool
 ) -> torch.Tensor:
-    """Reads logits ``[C, V]`` of a rank once. Returns ``[3, C]``: the logarithm of the sum of exponentials, the
-    log-probability of the token ``at [C]``, and the negative entropy. May overwrite ``logits``."""
+    """Reads a rank's logits ``[C, V]`` once. Returns ``[3, C]``: the log-sum-exp, the log-probability of the token
+    ``at [C]``, and the negative entropy. May overwrite ``logits``."""
     scaled, _ = _scaled(logits, temperature, softcap)
     logprobs = torch.log_softmax(scaled, -1)
     # both before `exp` overwrites ``scaled``
@@ -123,8 +193,9 @@ def _slope(
     grad_entropy: torch.Tensor,
     hit: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of some logits ``[C, …]``, from that of log-probabilities and entropies ``[C]``; ``hit [C]``: that of the
-    log-probabilities, where these are the targets' own logits. May overwrite ``logits``."""
+    """Returns the gradient of logits ``[C, …]``, given the gradients of log-probabilities (``grad``) and entropies ``[C]``.
+    ``hit [C]``: if ``logits`` are those of the targets, the gradient of the targets' log-probabilities, 0 for targets of
+    other ranks; None for all other logits. May overwrite ``logits``."""
     scaled, saturation = _scaled(logits, temperature, softcap)
     logprobs = scaled.sub_(totals[:, None])
     if entropies is None:
@@ -144,14 +215,14 @@ def _slope(
 
 
 def _differentiate(logits: torch.Tensor, at: torch.Tensor, hit: torch.Tensor, *facts: Any) -> torch.Tensor:
-    """`_slope` of logits ``[C, V]``, ``at [C]`` being the targets' places."""
-    own = _slope(logits.gather(1, at[:, None]), *facts, hit=hit)
-    return _slope(logits, *facts).scatter_(1, at[:, None], own)
+    """Returns the gradient (`_slope`) of logits ``[C, V]``; ``at [C]``: index of each target in its row."""
+    target_slope = _slope(logits.gather(1, at[:, None]), *facts, hit=hit)
+    return _slope(logits, *facts).scatter_(1, at[:, None], target_slope)
 
 
 @functools.cache
 def _programs(compiled: bool) -> tuple[Callable[..., torch.Tensor], ...]:
-    """`_read` and `_differentiate`."""
+    """Returns `_read` and `_differentiate`, compiled by torch if ``compiled``."""
     return tuple(torch.compile(f, dynamic=True) if compiled else f for f in (_read, _differentiate))
 
 
@@ -167,18 +238,18 @@ class _Head(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         softcap, entropy, chunk_tokens, vocabulary, compiled = ctx.settings = settings
         here, at = settings.places(targets, len(weight))
-        own, (read, _) = hidden.new_zeros(3, len(hidden), dtype=torch.float32), _programs(compiled)
+        facts, (read, _) = hidden.new_zeros(3, len(hidden), dtype=torch.float32), _programs(compiled)
         for rows in _chunks(len(hidden), chunk_tokens):
-            own[:, rows] = read(linear(hidden[rows], weight), at[rows], _part_of(temperature, rows), softcap, entropy)
-        parts = own[None]
+            facts[:, rows] = read(linear(hidden[rows], weight), at[rows], _part_of(temperature, rows), softcap, entropy)
+        parts = facts[None]
         if vocabulary is not None and len(hidden):
-            # only one rank has the target; −inf loses against it in the maximum below
-            own[1].masked_fill_(~here, -torch.inf)
-            parts = _gathered(own, vocabulary.group)
-        # Sums of exponentials are joined in log space: no rank's largest logit can overflow another's.
+            # only one rank has the target; the others' −inf is ignored by the maximum below
+            facts[1].masked_fill_(~here, -torch.inf)
+            parts = _gathered(facts, vocabulary.group)
+        # Sums of exponentials are combined in log space, so that large logits cannot overflow.
         totals = parts[:, 0].logsumexp(0)  # [M]
         shares = parts[:, 0] - totals  # logarithm of each part's probability
-        # H = −Σ_r s_r (Σ_j p_j log p_j + log s_r): a part's own entropy term, and its share
+        # H = −Σ_r s_r (Σ_j p_j log p_j + log s_r), with s_r the probability of rank r's part and p_j within the part
         entropies = -(shares.exp() * (parts[:, 2] + shares)).sum(0) if entropy else totals.new_zeros(0)
         ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
         return (parts[:, 1] + shares).amax(0), entropies
@@ -190,9 +261,9 @@ class _Head(torch.autograd.Function):
         softcap, entropy, chunk_tokens, vocabulary, compiled = ctx.settings
         here, at = ctx.settings.places(targets, len(weight))
         _, differentiate = _programs(compiled)
-        # float32: a sum over the ranks, and over the chunks
+        # float32 if the gradient is summed over ranks
         grad_hidden = torch.empty_like(hidden, dtype=hidden.dtype if vocabulary is None else torch.float32)
-        # many chunks add to it, and bfloat16 would lose the small ones
+        # float32, because many chunks are added, and bfloat16 would lose small contributions
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad = grad_logprobs.float()
         for rows in _chunks(len(hidden), chunk_tokens):
@@ -210,15 +281,15 @@ class _Head(torch.autograd.Function):
 
 
 def _gathered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``parts [3, M]`` of all ranks, ``[ranks, 3, M]``."""
-    found = [torch.empty_like(parts) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, parts, group=group)
-    return torch.stack(found)
+    """Gathers ``parts [3, M]`` of all ranks into ``[ranks, 3, M]``."""
+    gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, parts, group=group)
+    return torch.stack(gathered)
 
 
 class _CompiledHead(torch.autograd.Function):
-    """`_Head` in bfloat16 on a CPU. The logits of the last chunk, the only one of most batches, wait for the backward pass,
-    which begins with them and writes their gradient over them."""
+    """`_Head` in bfloat16 on a CPU, with compiled kernels. The logits of the last chunk (in most batches the only one) are
+    kept for the backward pass, which begins with them and overwrites them with their gradient."""
 
     @staticmethod
     def forward(
@@ -238,7 +309,7 @@ class _CompiledHead(torch.autograd.Function):
         temperature = None if temperature is None else temperature.float().contiguous()
         facts = hidden.new_empty(len(hidden), FACTS, dtype=torch.float32)
         for rows in _chunks(len(hidden), chunk_tokens):
-            del logits  # before the next ones are made
+            del logits  # frees the memory before the next chunk
             logits = linear(hidden[rows], weight)
             kernels.read(logits, targets[rows], _part_of(temperature, rows), softcap, entropy, facts[rows])
         ctx.save_for_backward(hidden, weight, targets, temperature, facts)
@@ -252,7 +323,7 @@ class _CompiledHead(torch.autograd.Function):
         hidden, weight, targets, temperature, facts = ctx.saved_tensors
         grad_logprobs, grad_entropy = grad_logprobs.float().contiguous(), grad_entropy.float().contiguous()
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        logits, ctx.logits = ctx.logits, None  # of a second backward pass they are computed again
+        logits, ctx.logits = ctx.logits, None  # a second backward pass computes them again
         for rows in reversed(_chunks(len(hidden), ctx.chunk_tokens)):
             if logits is None:
                 logits = linear(hidden[rows], weight)
@@ -274,7 +345,7 @@ class _CompiledHead(torch.autograd.Function):
 
 
 def _chunks(count: int, most: int) -> list[slice]:
-    """Rows in as few chunks as there can be, of one size but for the last.
+    """Divides rows into the fewest chunks of at most ``most`` rows; all but the last have the same size.
 
     Example: 7 rows, 3 a chunk → 0:3, 3:6, 6:7; 8 rows, 7 a chunk → 0:4, 4:8
     """

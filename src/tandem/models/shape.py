@@ -1,4 +1,8 @@
-"""The sizes of a model that its memory and its time follow from, read from config.json alone."""
+"""The sizes of a model from which its memory and its time follow, read from config.json alone.
+
+Also computes the bytes that a model occupies for as long as it is loaded: by part in a training engine, and in the embedded
+engine. The planner adds temporary memory such as activations; the plan of sleeping parts decides by these bytes what sleeps.
+"""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
@@ -6,9 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.config.errors import ConfigError
+from tandem.config.train_engine import Layout, LoRAConfig
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.lora import refuse_unknown_targets, targets
 from tandem.models.media.families import TowerSize, tower_sizes
 
 Head = Literal["lm", "scalar", "both"]
@@ -42,13 +48,13 @@ class Shape:
     attention_softcap: bool = False
     final_softcap: bool = False
     windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer; empty: none has one."""
+    """Sliding window of each layer in tokens, None for a layer without one; empty: no layer has one."""
 
     stored: int = 4
-    """Bytes of a number in the files of the model, as its configuration says; 4 where it does not."""
+    """Bytes per number in the model's files, by the dtype in its configuration; 4 if the configuration has none."""
 
     towers: tuple[TowerSize, ...] = ()
-    """The parts of a media model that see or hear."""
+    """The encoders of a media model, for images or sounds."""
 
     @property
     def query(self) -> int:
@@ -62,12 +68,12 @@ class Shape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding."""
+        """Number of parameters of the embedding."""
         return self.vocab * self.hidden
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Module of each matrix of a layer → (inputs, outputs)."""
+        """Maps the module name of each matrix of a layer to (number of inputs, number of outputs)."""
         hidden, query, key, middle = self.hidden, self.query, self.key, self.intermediate
         attention = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key), "o_proj": (query, hidden)}
         mlp = {"gate_proj": (hidden, middle), "up_proj": (hidden, middle), "down_proj": (middle, hidden)}
@@ -75,38 +81,40 @@ class Shape:
 
     @property
     def matrices(self) -> int:
-        """Parameters of the matrices of one layer: what every token is multiplied with there."""
+        """Number of parameters in the matrices of one layer, with which each token is multiplied."""
         return self.hidden * (2 * self.query + 2 * self.key + 3 * self.intermediate)
 
     @property
     def norms(self) -> int:
-        """Norms of one layer over the hidden width."""
+        """Number of norms of one layer over the hidden width."""
         return 4 if self.post_norms else 2
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         biases = self.qkv_bias * (self.query + 2 * self.key) + self.o_bias * self.hidden
         biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
         return self.matrices + biases + self.norms * self.hidden + self.qk_norm * 2 * self.head_dim
 
     def parameters(self, head: Head = "lm") -> int:
-        """All parameters, tied ones once, with the head of a language model, of a scalar model, or both."""
+        """Returns the number of parameters; a tied parameter counts once. ``head``: of a language model, of a scalar model,
+        or both."""
         heads = {"lm": 0, "scalar": self.hidden, "both": self.hidden}[head]
         if head != "scalar" and not self.tied:
             heads += self.embedding
         return self.embedding + self.layers * self.layer + self.hidden + heads + self.tower_parameters()
 
     def tower_parameters(self, names: Container[str] | None = None) -> int:
-        """Parameters of the towers; ``names``: of these alone."""
+        """Returns the number of parameters of the towers; ``names``: only of these towers."""
         return sum(tower.parameters for tower in self.towers if names is None or tower.name in names)
 
     def tower_matrices(self, names: Container[str]) -> dict[str, list[int]]:
-        """Path of each matrix of these towers → inputs and outputs."""
+        """Maps the path of each matrix in the named towers to ``[inputs, outputs]``."""
         return {path: sizes for tower in self.towers if tower.name in names for path, *sizes in tower.matrices}
 
     def tensors(self) -> Iterator[int]:
-        """Numbers in each tensor of a language model, in the order in which a trained model gives them; a tower is one."""
+        """Yields the number of parameters of each tensor of a language model, in the order of a trained model's weights; a
+        tower counts as one tensor."""
         yield from (tower.parameters for tower in self.towers)
         biased = {"o_proj": self.o_bias} | dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.qkv_bias)
         yield self.embedding
@@ -123,13 +131,12 @@ class Shape:
             yield self.embedding
 
     def root(self, head: Head = "lm") -> int:
-        """Parameters outside the layers: what FSDP keeps gathered through a forward and backward pass."""
+        """Returns the number of parameters outside the layers; FSDP keeps them gathered in both passes."""
         return self.parameters(head) - self.layers * self.layer
 
     def piece(self, ranks: int) -> "Shape":
-        """The piece that tensor parallelism over so many ranks leaves the one that has most: a part of the heads, of the
-        inner width and of the vocabulary. Norms, and the width between the matrices, stay whole
-        (`tandem.models.tensor_parallel`).
+        """Returns the largest piece that a rank has under tensor parallelism over ``ranks`` ranks: a part of the heads, of
+        the MLP's inner width and of the vocabulary. Norms and the hidden width stay whole (`tandem.models.tensor_parallel`).
         """
         if ranks == 1:
             return self
@@ -143,12 +150,12 @@ class Shape:
 
     @property
     def kv_values(self) -> int:
-        """Numbers that the KV cache holds of one token."""
+        """Number of values in the KV cache for one token."""
         return 2 * self.layers * self.key
 
     @classmethod
     def of(cls, a: Architecture) -> "Shape":
-        """The shape in a description that was read from a configuration."""
+        """Returns the shape of an architecture that was read from a configuration."""
         windows = a.sliding_windows if any(window is not None for window in a.sliding_windows) else ()
         return cls(
             kind=a.model_type, layers=a.num_layers, hidden=a.hidden_size, intermediate=a.intermediate_size,
@@ -160,11 +167,11 @@ class Shape:
 
 
 def read_shape(path: str) -> Shape:
-    """The shape of the model at ``path``: a folder with a config.json, a hub name (of which only config.json is fetched), or
-    a built-in name. No weights are read.
+    """Returns the shape of the model at ``path``: a folder with a config.json, a Hugging Face name (only config.json is
+    downloaded), or a built-in name. Reads no weights.
 
     Raises:
-        ConfigError: there is no configuration, or its architecture is not one that is computed here.
+        ConfigError: there is no configuration, or its architecture is not supported.
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -178,3 +185,177 @@ def read_shape(path: str) -> Shape:
         ) from error
     stored = 2 if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("bfloat16", "float16") else 4
     return replace(Shape.of(Architecture.from_config(config)), stored=stored, towers=tower_sizes(config))
+
+
+FLOAT32 = 4
+
+SMALLEST_ROW = 32
+"""Capacity of the smallest row of the KV cache, in tokens."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters on some of the matrices of every layer.
+
+    Example: rank 2 on a matrix of 10 inputs and 5 outputs is A ``[2, 10]`` and B ``[5, 2]``: 30 parameters.
+    """
+
+    rank: int
+    modules: tuple[str, ...]
+    """Names of the matrices that have an adapter, see `Shape.linears`."""
+
+    dropout: bool = False
+    tower_widths: int = 0
+    """Sum of the inputs and outputs of the tower matrices that have an adapter."""
+
+    def parameters(self, shape: Shape) -> int:
+        """Returns the number of adapter parameters in all layers and towers."""
+        return self.rank * (shape.layers * self.widths(shape) + self.tower_widths)
+
+    def widths(self, shape: Shape) -> int:
+        """Returns the sum of the inputs and outputs of the matrices in one layer that have an adapter."""
+        return sum(sum(shape.linears[name]) for name in self.modules)
+
+    def has(self, *names: str) -> bool:
+        """True if a matrix with an adapter has a name whose last part (after the last dot) is one of ``names``."""
+        return any(module.endswith(f".{name}") for module in self.modules for name in names)
+
+
+def adapters_of(lora: LoRAConfig, shape: Shape) -> Adapters | None:
+    """Returns the adapters that `tandem.models.lora` adds to a model; None without `lora.rank`.
+
+    Raises:
+        ConfigError: no matrix has a name that ends with one of the configured names.
+    """
+    if lora.rank is None:
+        return None
+    seen = shape.tower_matrices(lora.towers)
+    refuse_unknown_targets(lora, [*shape.linears, *seen])
+    modules = tuple(module for module in shape.linears if targets(lora, module))
+    return Adapters(lora.rank, modules, lora.dropout > 0, sum(sum(seen[path]) for path in seen if targets(lora, path)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """A model in a training engine, with the properties from which its bytes follow.
+
+    Example: a trained model of P float32 parameters on one rank has 4 P bytes of parameters, 4 P of gradients while it is
+    updated, and 8 P of optimizer state; the same model frozen in bfloat16 has 2 P bytes of parameters.
+    """
+
+    shape: Shape
+    head: Head
+    dtype: Dtype
+    """Dtype of the computation; trained parameters are held in float32."""
+
+    layout: Layout
+    trained: bool
+    adapters: Adapters | None = None
+    """If set, only adapters and new heads are trained; all else is frozen, in the dtype of the computation."""
+
+    frozen: bool = False
+    """True if the model's weights never change, so that there is no float32 copy of them."""
+
+    borrows: bool = False
+    """True if the model's frozen weights, except for heads and adapters, are in another model's memory."""
+
+    fixed: int = 0
+    """Number of parameters of the towers that are frozen with `actor.freeze`."""
+
+    offload: bool = False
+    """True if parameters, gradients and moments are in host memory; a layer is copied to the device when it is computed."""
+
+    @property
+    def fsdp(self) -> bool:
+        """True if FSDP shards the model and gathers layers when they are needed; False for one process and for DeepSpeed."""
+        return self.layout.zero is None and (self.layout.shards > 1 or self.layout.replicas > 1 or self.offload)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts into which trained parameters and their moments are divided over the ranks."""
+        return self.layout.shards
+
+    @property
+    def piece(self) -> Shape:
+        """The shape of the piece with which one rank computes."""
+        return self.shape.piece(self.layout.tensor)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model, without adapters."""
+        return self.shape.parameters(self.head)
+
+    @property
+    def masters(self) -> int:
+        """Number of parameters with a float32 master: all of the tensor-parallel piece, or with adapters only the adapters
+        and new heads. Ranks that shard parameters have a part of them each."""
+        if self.frozen:
+            return 0
+        if self.adapters is None:
+            return self.piece.parameters(self.head) - self.fixed
+        return self.adapters.parameters(self.shape) + self._new_head
+
+    @property
+    def base(self) -> int:
+        """Number of frozen parameters, which have no masters: those of a frozen model, those beside trained adapters, or
+        those of frozen towers."""
+        if not self.frozen and self.adapters is None:
+            return self.fixed
+        whole = self.parameters - self._new_head + self.beside_base
+        if self.frozen and self.adapters is None:
+            whole = self.piece.parameters(self.head)
+        return whole - (self.trunk if self.borrows else 0)
+
+    @property
+    def beside_base(self) -> int:
+        """Number of parameters of a frozen model's adapters, and of the head that belongs to them."""
+        return self.adapters.parameters(self.shape) + self._new_head if self.frozen and self.adapters is not None else 0
+
+    @property
+    def trunk(self) -> int:
+        """Number of parameters outside heads and adapters."""
+        return self.piece.parameters("scalar") - self.piece.hidden
+
+    @property
+    def _new_head(self) -> int:
+        return 0 if self.head == "lm" else self.shape.hidden
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of masters and frozen parameters on one rank, without the rounded copy (see `rounded_bytes`)."""
+        return (FLOAT32 * self.masters + BYTES[self.dtype] * self.base) / self.parts
+
+    @property
+    def rounded_bytes(self) -> float:
+        """Bytes of the rounded copy of the masters with which one process computes, if it computes in another dtype."""
+        return 0.0 if self.fsdp or self.dtype == "float32" else float(BYTES[self.dtype] * self.masters)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of the gradients on one rank while the optimizer works."""
+        return FLOAT32 * self.masters / self.parts if self.trained else 0.0
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of AdamW's two moments on one rank, which exist from the first step on."""
+        return 2 * self.gradient_bytes
+
+
+def engine_bytes(shape: Shape, dtype: Dtype, *, cpu: bool) -> float:
+    """Returns the bytes of the weights in one embedded engine; on a CPU this includes a second, packed copy of a tied
+    head."""
+    packed_head = shape.embedding if shape.tied and cpu else 0
+    return float(BYTES[dtype] * (shape.parameters() + packed_head))
+
+
+def cache_bytes(shape: Shape, dtype: Dtype, tokens: float) -> float:
+    """Returns the bytes of the keys and values of ``tokens`` tokens of the cache."""
+    return tokens * BYTES[dtype] * shape.kv_values
+
+
+def row_capacity(tokens: int) -> int:
+    """Returns the capacity in tokens of the KV cache row for ``tokens`` tokens, see `KVCache.capacity_for`."""
+    step = SMALLEST_ROW
+    while tokens > 4 * step:
+        step *= 2
+    return -(-tokens // step) * step

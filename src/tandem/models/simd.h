@@ -1,6 +1,6 @@
 // Vectors of 16 (AVX-512) or 8 (AVX2) floats for the compiled kernels, which `native.py` builds.
 //
-// `Number` is how tensors are stored: bfloat16 where BFLOAT16 is defined, else float32. Kernels compute in float32.
+// `Number` is the stored type of tensors: bfloat16 if BFLOAT16 is defined, else float32. Kernels compute in float32.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +18,7 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 using Vec = __m512;
 using Bits = __m512i;
-using Lanes = __mmask16;  // some of the lanes of a register
+using Lanes = __mmask16;  // a set of lanes of a register
 constexpr int kLanes = 16;
 
 inline Vec all(float x) { return _mm512_set1_ps(x); }
@@ -36,9 +36,9 @@ inline void store(float* p, Vec x, Lanes lanes) { _mm512_mask_storeu_ps(p, lanes
 inline Bits load_bits(const void* p) { return _mm512_loadu_si512(p); }
 inline Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scale(Vec x, Vec power) { return _mm512_scalef_ps(x, power); }
-inline Vec within(Vec x) { return x; }  // `scale` knows what to do far out
+inline Vec within(Vec x) { return x; }  // `scale` handles overflow and underflow
 
-// 16 × 16 numbers of 32 bits, rows to columns: pairs, quadruples, then 128-bit lanes twice.
+// Transposes 16 × 16 32-bit numbers: pairs, quadruples, then 128-bit lanes twice.
 inline void transpose(__m512i r[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -73,7 +73,7 @@ inline void transpose(__m512i r[16]) {
 
 using Vec = __m256;
 using Bits = __m256i;
-using Lanes = __m256i;  // all bits of a lane set, or none
+using Lanes = __m256i;  // all bits of a lane are set, or none
 constexpr int kLanes = 8;
 
 inline Vec all(float x) { return _mm256_set1_ps(x); }
@@ -102,14 +102,14 @@ inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline void store(float* p, Vec x, Lanes lanes) { _mm256_maskstore_ps(p, lanes, x); }
 inline Bits load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec scale(Vec x, Vec power) {  // by halves of the power: each is a number of its own, the whole need not be
+inline Vec scale(Vec x, Vec power) {  // in two steps, because 2^power itself may not be representable
   const __m256i whole = _mm256_cvtps_epi32(power), half = _mm256_srai_epi32(whole, 1);
   const auto two_to = [](__m256i n) { return (__m256)_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23); };
   return x * two_to(half) * two_to(_mm256_sub_epi32(whole, half));
 }
-inline Vec within(Vec x) { return _mm256_max_ps(all(-160.0f), _mm256_min_ps(all(160.0f), x)); }  // not a number: stays so
+inline Vec within(Vec x) { return _mm256_max_ps(all(-160.0f), _mm256_min_ps(all(160.0f), x)); }  // NaN stays NaN
 
-// 8 × 8 numbers of 32 bits, rows to columns: pairs, quadruples, then halves.
+// Transposes 8 × 8 32-bit numbers: pairs, quadruples, then halves.
 inline void transpose(__m256i r[8]) {
   __m256i t[8];
 #pragma GCC unroll 4
@@ -134,7 +134,7 @@ inline void transpose(__m256i r[8]) {
 
 #endif
 
-// 2^x with a relative error of 1e-7; 0 and infinity far out.
+// 2^x with a relative error of 1e-7; 0 on underflow and infinity on overflow.
 inline Vec exp2(Vec x) {
   x = within(x);
   const Vec whole = round(x), rest = x - whole;
@@ -144,7 +144,7 @@ inline Vec exp2(Vec x) {
   return scale(y, whole);
 }
 
-#ifdef BFLOAT16  // asked for: a compiler may have the instructions on by itself
+#ifdef BFLOAT16  // set explicitly, because a compiler may enable the instructions by default
 
 using Number = uint16_t;
 

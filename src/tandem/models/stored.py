@@ -1,4 +1,4 @@
-"""Tensors of a model folder as numbers in files, which are read a piece at a time: no tensor is there twice."""
+"""Reads tensors of a model folder from their files in pieces, so that no tensor is in memory twice."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import IO
 
 from tandem.api.lazy_torch import torch
-from tandem.api.weight_files import stored_entries
+from tandem.api.weights import stored_entries
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 PIECE = 1 << 19
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 
 CACHE_LINE = 64
-"""Bytes; torch begins each storage of its own at a whole one."""
+"""Size of a cache line in bytes. Torch's own storages begin at a multiple of it."""
 
 TRUNK = "model."
-"""The beginning of the names of all tensors, but for those of heads."""
+"""The prefix of the names of all tensors except those of heads."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a tensor's numbers."""
+    """A tensor in a file: the file, first byte, dtype and shape."""
 
     file: Path
     start: int
@@ -33,7 +33,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Its numbers in order, flat, in ``dtype``; each piece is valid until the next.
+        """Yields the tensor's numbers in order as flat tensors of ``dtype``; each is valid until the next one is requested.
 
         Raises:
             OSError: the file cannot be read, or is too short.
@@ -49,8 +49,8 @@ class Stored:
                 start += len(view)
 
     def read_into(self, flat: torch.Tensor, memory: memoryview) -> None:
-        """Fills ``flat``, whose bytes are ``memory``, with its numbers in order; straight from the file if they are of one
-        dtype.
+        """Fills ``flat``, whose bytes are ``memory``, with the tensor's numbers in order; without a copy if both have the
+        same dtype.
 
         Raises:
             OSError: as `pieces`.
@@ -66,10 +66,10 @@ class Stored:
 
 
 def read_whole(file: IO[bytes], view: memoryview, start: int) -> None:
-    """Fills ``view`` from this byte of a file on; several threads may read one file.
+    """Fills ``view`` from byte ``start`` of a file; several threads may read one file.
 
     Raises:
-        OSError: the file ends before.
+        OSError: the file ends too early.
     """
     done = 0
     while done < len(view):
@@ -80,7 +80,7 @@ def read_whole(file: IO[bytes], view: memoryview, start: int) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors in the files of a model folder by name, of the types in `DTYPES`; those that no file has are missing.
+    """Returns the tensors in the files of a model folder by name; tensors of other types than `DTYPES` are left out.
 
     Raises:
         ConfigError: a file is missing or damaged.
@@ -93,31 +93,32 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def same_trunk(first: Path, second: Path) -> bool:
-    """True if two folders hold the same model but for its head, to the byte.
+    """Tells whether two folders hold the same model except for its head, to the byte.
 
-    Each tensor must also lie as far from a cache line in the one file as in the other: kernels may round otherwise for
-    another alignment, and a model is computed where its file is mapped.
+    Each tensor must also have the same alignment to a cache line in both files: kernels may round differently for another
+    alignment, and they read a model's weights from its mapped file.
     """
     if first.resolve() == second.resolve():
         return True
     try:
-        one, other = (
+        tensors, others = (
             {name: (stored, stored.file.stat().st_mtime_ns) for name, stored in stored_tensors(folder).items()}
             for folder in (first, second)
         )
-        names = {name for name in one.keys() | other.keys() if name.startswith(TRUNK)}
+        names = {name for name in tensors.keys() | others.keys() if name.startswith(TRUNK)}
         return bool(names) and all(
-            name in one and name in other and _same_numbers(*one[name], *other[name]) for name in sorted(names)
+            name in tensors and name in others and _same_numbers(*tensors[name], *others[name]) for name in sorted(names)
         )
     except (OSError, ValueError):
         return False
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _same_numbers(one: Stored, changed: int, other: Stored, other_changed: int) -> bool:
-    """``changed``, ``other_changed``: when the files were written last."""
-    about, other_about = ((s.dtype, s.shape, s.start % CACHE_LINE) for s in (one, other))
-    if about != other_about:
+def _same_numbers(first: Stored, first_changed: int, second: Stored, second_changed: int) -> bool:
+    """Tells whether two stored tensors are equal. ``first_changed``, ``second_changed``: modification times of the files in
+    ns, which are part of the cache key."""
+    first_layout, second_layout = ((s.dtype, s.shape, s.start % CACHE_LINE) for s in (first, second))
+    if first_layout != second_layout:
         return False
-    pieces = zip(one.pieces(one.dtype), other.pieces(other.dtype), strict=True)
+    pieces = zip(first.pieces(first.dtype), second.pieces(second.dtype), strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pieces)

@@ -1,4 +1,4 @@
-// Sums of large tensors in training; `sums.py` builds and calls it. Each result is summed in one order, whatever the number of threads.
+// Sums of large tensors in training; `native.py` builds and calls it. Their order does not depend on the number of threads.
 
 #include <omp.h>
 
@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr int64_t kBlock = 1 << 15;  // numbers that are summed first
+constexpr int64_t kBlock = 1 << 15;  // numbers in a block that is summed first
 
 double square_sum_of_block(const float* x, int64_t count) {
-  __m512d sums[4] = {};  // additions to one would wait for each other
+  __m512d sums[4] = {};  // several, because consecutive additions to one would wait for each other
   const auto add = [&](Vec v, int at) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(v)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
     sums[at] = _mm512_fmadd_pd(low, low, sums[at]);

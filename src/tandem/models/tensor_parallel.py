@@ -1,8 +1,8 @@
-"""Tensor parallelism: every matrix of a model is cut among ranks that compute the same sequences together.
+"""Tensor parallelism: every matrix of a model is divided among ranks that compute the same sequences together.
 
-Queries, keys, values and the first half of the MLP are cut by columns (heads, inner width), what follows them by rows, so
-a layer needs one sum after attention and one after the MLP (arXiv:1909.08053). Embedding and head are cut by tokens. The
-pieces are plain tensors: FSDP shards them further as it would any other.
+Queries, keys, values and the first half of the MLP are divided by columns (heads, inner width), the matrices after them by
+rows, so a layer needs one sum after attention and one after the MLP (arXiv:1909.08053). Embedding and head are divided by
+tokens. The pieces are plain tensors, which FSDP can shard further.
 """
 
 from collections.abc import Mapping
@@ -15,44 +15,43 @@ from torch import nn
 from torch.nn.functional import linear, pad
 
 from tandem.api.state import TensorPart
-from tandem.models.context_parallel import refuse_uneven_heads
-from tandem.models.exchanges import share, sum_parts
+from tandem.models.context_parallel import refuse_uneven_heads, share, sum_parts
 from tandem.models.logprobs import Vocabulary
 from tandem.models.packed import PackedModel
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 PER_HEAD = ("self_attn.q_norm", "self_attn.k_norm")
-"""Whole on every rank, applied to the heads that it has: the gradients are parts of a sum."""
+"""Norms that are whole on every rank and applied to the rank's heads, so that their gradients must be summed over ranks."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The parameters of a model that are cut, and the place of this rank's piece in the whole."""
+    """The divided parameters of a model, and this rank's place among the ranks."""
 
     group: dist.ProcessGroup
     index: int
     size: int
     dims: Mapping[str, tuple[int, int]]
-    """Name → dimension that is cut, and its length in the whole."""
+    """Name of a divided parameter → the divided dimension, and its length in the whole parameter."""
 
     summed: frozenset[str]
-    """Parameters that are whole everywhere, but whose gradient is the sum of what the ranks have."""
+    """Names of parameters that are whole on every rank, and whose gradients must be summed over the ranks."""
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """Begin and end of this rank's piece of ``total`` rows; the last ranks may have fewer."""
+        """Returns begin and end of this rank's piece of ``total`` rows; the last ranks may have fewer rows."""
         each = -(-total // self.size)
         return min(total, self.index * each), min(total, (self.index + 1) * each)
 
     def shape(self, name: str, own: torch.Size) -> torch.Size:
-        """The whole's shape."""
+        """Returns the shape of the whole parameter. ``own``: shape of this rank's piece."""
         if name not in self.dims:
             return own
         dim, total = self.dims[name]
         return torch.Size([*own[:dim], total, *own[dim + 1 :]])
 
     def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, a view."""
+        """Returns this rank's piece of a whole tensor, as a view."""
         if name not in self.dims:
             return whole
         dim, total = self.dims[name]
@@ -60,7 +59,8 @@ class Pieces:
         return whole.narrow(dim, start, end - start)
 
     def part(self, name: str, part: TensorPart) -> TensorPart:
-        """The place of a part of this rank's piece in the whole; the first rank gives parameters that are not cut."""
+        """Translates a part of this rank's piece into a part of the whole parameter. For a parameter that is not divided,
+        only the first rank keeps the values."""
         if name not in self.dims:
             return part if self.index == 0 else replace(part, values=part.values.new_empty(0))
         dim, total = self.dims[name]
@@ -68,26 +68,26 @@ class Pieces:
         return replace(part, start=start, shape=(*part.shape[:dim], total, *part.shape[dim + 1 :]))
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """All parts put together. Collective where the parameter is cut."""
+        """Returns the whole parameter, put together from all pieces. Collective if the parameter is divided."""
         if name not in self.dims:
             return piece
         dim, total = self.dims[name]
         rows = piece.detach().movedim(dim, 0)
-        # all_gather wants equal shapes: the last piece is padded, and the rows are cut off again
+        # all_gather needs equal shapes: a shorter last piece is padded, and the padding removed afterwards
         missing = -(-total // self.size) - len(rows)
         rows = pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)).contiguous()
-        found = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(found, rows, group=self.group)
-        return torch.cat(found)[:total].movedim(0, dim).contiguous()
+        pieces = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(pieces, rows, group=self.group)
+        return torch.cat(pieces)[:total].movedim(0, dim).contiguous()
 
 
 def cut_matrices(packed: PackedModel, group: dist.ProcessGroup, key: str = "actor.backend") -> Pieces:
-    """Leaves this rank its piece of every matrix, and makes the model compute with the others of ``group``.
+    """Replaces every matrix by this rank's piece, and makes the model compute together with the other ranks of ``group``.
 
-    Works on a model without memory (device ``meta``) too. ``key``: where the layout was written, for errors.
+    Also works on a model without memory (device ``meta``). ``key``: the configuration key of the layout, for messages.
 
     Raises:
-        ConfigError: the heads cannot be divided by the size of the group.
+        ConfigError: the numbers of heads are not divisible by the size of the group.
     """
     cutter = _Cutter(packed, group, key)
     for layer in packed.decoder.layers:
@@ -103,7 +103,7 @@ class _Cutter:
         self._dims: dict[str, tuple[int, int]] = {}
         self._summed: set[str] = set()
         size = dist.get_world_size(group)
-        refuse_uneven_heads(packed.architecture.num_heads, packed.architecture.num_kv_heads, size, 1, key)
+        refuse_uneven_heads(packed.architecture.num_heads, packed.architecture.num_kv_heads, size, key)
         self._bare = Pieces(group, dist.get_rank(group), size, {}, frozenset())
 
     @property
@@ -111,8 +111,8 @@ class _Cutter:
         return Pieces(self._group, self._bare.index, self._bare.size, dict(self._dims), frozenset(self._summed))
 
     def layer(self, layer: nn.Module) -> None:
-        # Columns first, rows after (Megatron's order): the activation between the two stays on its rank, and a layer needs
-        # one sum for attention and one for the MLP.
+        # Columns first, then rows (as in Megatron-LM): the activation between the two matrices stays on its rank, so a layer
+        # needs one sum for attention and one for the MLP.
         for path in COLUMNS:
             module = layer.get_submodule(path)
             self._cut(module, "weight", 0)
@@ -132,7 +132,7 @@ class _Cutter:
         layer.mlp.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def vocabulary(self) -> None:
-        """Embedding, and the head where there is one."""
+        """Divides the embedding, and the head if the model has one."""
         model, total = self._packed.model, self._packed.architecture.vocab_size
         embedding = model.get_input_embeddings()
         head = getattr(model, "lm_head", None)
@@ -142,7 +142,7 @@ class _Cutter:
         _look_up_together(embedding, start, end - start, self._group)
         if head is not None:
             if tied:
-                # the cut made a new parameter; without this the two would train apart
+                # the embedding is a new parameter now; head and embedding must remain one parameter
                 head.weight = embedding.weight
             else:
                 self._cut(head, "weight", 0)
@@ -156,14 +156,14 @@ class _Cutter:
         setattr(module, name, nn.Parameter(piece, requires_grad=parameter.requires_grad))
 
     def _enter(self, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        """Each rank computes a part from here on."""
+        """Pre-forward hook: marks the hidden states as shared, since each rank computes a part from here on."""
         if "hidden_states" in named:
             return positional, named | {"hidden_states": share(named["hidden_states"], self._group)}
         return (share(positional[0], self._group), *positional[1:]), named
 
 
 class RowParallel(nn.Module):
-    """A linear layer cut by rows: each rank has some inputs, all get the whole output."""
+    """A linear layer divided by rows: each rank has a part of the inputs, and all ranks get the whole output."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: dist.ProcessGroup):
         super().__init__()
@@ -174,16 +174,16 @@ class RowParallel(nn.Module):
     def forward(self, part: torch.Tensor) -> torch.Tensor:
         """``[…, own inputs]`` → ``[…, outputs]``."""
         out = sum_parts(linear(part, self.weight), self._group)
-        # after the sum, or each rank would add the bias once
+        # after the sum, because otherwise each rank would add the bias
         return out if self.bias is None else out + self.bias
 
 
 def _look_up_together(embedding: nn.Module, start: int, count: int, group: dist.ProcessGroup) -> None:
-    """Makes an embedding with the rows of ``count`` tokens from ``start`` on give those of all tokens."""
+    """Makes an embedding that has only the rows of ``count`` tokens from ``start`` work for all tokens. Collective."""
     look_up = embedding.forward
     padding = embedding.padding_idx
     here = padding is not None and start <= padding < start + count
-    embedding.padding_idx = padding - start if here else None  # its row has no gradient
+    embedding.padding_idx = padding - start if here else None  # the padding row has no gradient
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         """``ids [1, T]`` → ``[1, T, H]``."""

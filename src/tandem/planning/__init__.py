@@ -1,1 +1,1 @@
-"""Prediction of a run's needs before it starts: memory, time, disk. See docs/planning.md."""
+"""Predicts the memory, time and disk space that a run needs, before it starts. See docs/planning.md."""

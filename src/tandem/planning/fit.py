@@ -1,136 +1,173 @@
-"""Checks before the start whether the models of a run fit into the memory of this machine.
+"""Tells whether a run fits into a machine: the plan, its report, the check before a start, and values for open settings.
 
-Only the impossible is refused: weights, moments, gradients and servers' shares that exceed the device. Estimates beside them
-(activations, caches, fragmentation) lead to a warning.
+The check refuses a run only if weights, moments, gradients and servers' shares exceed the device. If the memory is exceeded
+only together with estimates (activations, caches, fragmentation), the check warns. In a report every figure has a unit: in
+the text after the figure, in the data in the key.
 """
 
 import bisect
 import functools
+import itertools
 import logging
-import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
-
-import torch
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.train_engine import CHUNK_TOKENS, MICRO_BATCH_TOKENS, TrainEngineConfig
-from tandem.models.footprint import FLOAT32
-from tandem.models.shape import Shape, read_shape
-from tandem.planning.job import Job, Lengths, job_of
-from tandem.planning.machine import Machine, gpus
-from tandem.planning.memory import GIB
-from tandem.planning.plan import Plan, make_plan
+from tandem.flow.sleep_plan import describe_sleep
+from tandem.models.shape import FLOAT32, Shape, read_shape
+from tandem.planning.job import Job, Lengths, checkpoint_of, job_of, longest_of
+from tandem.planning.machine import Machine
+from tandem.planning.memory import GIB, HEADINGS, Instant, MemoryItem, instants, kv_needed
+from tandem.planning.planned_model import PlannedModel
 
 log = logging.getLogger(__name__)
 
+RESERVE = 0.03
+"""Share of the memory that the plan leaves free for the system, a display, or a second process on the GPU."""
+
+GUESSED = ("activations", "logits", "tables", "allocator", "interpreter and libraries")
+"""Items whose size depends on sequence lengths, or on the behaviour of a library."""
+
 LOGITS_SHARE = 32
-"""A chunk of logits may take 1/32 of a GPU in float32. Larger chunks add to the head's gradient less often."""
+"""A chunk of logits may take 1/32 of a GPU in float32. Larger chunks need fewer additions to the head's gradient."""
 
 MICRO_BATCHES = (40960, 32768, 24576, 16384, 12288, 8192, MICRO_BATCH_TOKENS)
 """Micro-batch sizes in tokens that `fitting` tries, largest first."""
 
 PROMPT_TOKENS = 256
-"""Tokens of a prompt that the warning assumes; `tandem plan` reads the data instead."""
+"""Assumed number of tokens of a prompt if no data is read."""
+
+SPREAD = "more ranks (actor.backend=fsdp:dN), actor.offload=true on a GPU, adapters (actor.lora.rank=16), or a smaller model"
+SMALLER = {
+    "weights": SPREAD,
+    "optimizer": SPREAD,
+    "gradients": f"actor.gradient_sync=micro_batch where ranks shard; {SPREAD}",
+    "activations": "a smaller actor.max_tokens_per_micro_batch, or actor.gradient_checkpointing=true",
+    "logits": "a smaller actor.logprob_chunk_tokens",
+    "KV cache": "a smaller rollout.engine.kv_cache_gib, or a smaller rollout.fleet.memory_share of servers",
+    "staged": "actor.dtype=bfloat16, adapters (actor.lora.rank=16), or a smaller model",
+    "other": "fewer reward_workers, or a larger machine",
+}
+"""Kind of memory → changes that make it smaller."""
 
 
-def memory_here(device: str) -> Machine:
-    """The GPUs of this run with their memory. ``device``: one of them, as `choose_device` returns it."""
-    machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return gpus(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_properties(device).total_memory / GIB,
-        torch.cuda.device_count() * max(1, machines),
-    )
+@dataclass(frozen=True)
+class Plan:
+    """The memory that a job needs on a machine. Depends on nothing else. ``device``: a GPU's index; 0 on a CPU."""
+
+    job: Job
+    machine: Machine
+
+    @cached_property
+    def instants(self) -> tuple[Instant, ...]:
+        """The phases of a step, each at the moment when it needs the most memory."""
+        return instants(self.job, self.machine)
+
+    def worst(self, device: int = 0) -> Instant:
+        """Returns the instant at which the most memory of a device is in use."""
+        return max(self.instants, key=lambda instant: instant.total(device))
+
+    def peak_gib(self, device: int | None = 0) -> float:
+        """Returns a device's largest memory use in GiB. None: that of the host beside GPUs; 0 if the device is a CPU."""
+        return max(instant.total(device) for instant in self.instants) / GIB
+
+    @property
+    def devices(self) -> int:
+        """Number of GPUs that the plan uses; 1 on a CPU."""
+        return max((item.devices.stop for instant in self.instants for item in instant.items), default=1)
+
+    @property
+    def fullest(self) -> int:
+        """The device with the largest memory use at any instant."""
+        return max(range(self.devices), key=self.peak_gib)
+
+    def certain(self, instant: Instant, device: int) -> Iterator[MemoryItem]:
+        """Yields a device's items that do not depend on sequence lengths: weights, moments, gradients, servers' shares.
+        Leaves out activations, and the cache of Tandem's own engine, which grows on demand."""
+        ours = self.job.generator is None or self.job.generator.foreign is None
+        guessed = (*GUESSED, "KV cache") if ours else GUESSED
+        return (item for item in instant.items if device in item.devices and item.what not in guessed)
+
+    def certain_at(self, device: int) -> tuple[float, Instant]:
+        """Returns (GiB of the `certain` items, the instant at which they are largest)."""
+        sums = [sum(item.num_bytes for item in self.certain(instant, device)) for instant in self.instants]
+        return max(sums) / GIB, self.instants[sums.index(max(sums))]
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory of a device in GiB that a plan may use."""
+        return self.machine.memory_gib * (1 - RESERVE)
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """Reasons why the job does not fit the machine; empty if it fits."""
+        found, lengths, generator, there = [], self.job.lengths, self.job.generator, self.machine.memory_gib
+        ranks = max(model.ranks for model in self.job.models)
+        if not self.machine.cpu and ranks > self.machine.count:
+            found.append(f"it wants {ranks} ranks, and there are {self.machine.count} devices")
+        if generator is not None and generator.foreign is None:
+            needed = kv_needed(generator) / GIB
+            if needed > generator.kv_cache_gib:
+                found.append(
+                    f"one sample of {lengths.prompt} + {lengths.longest} tokens needs {needed:.3f} GiB of KV cache, and "
+                    f"rollout.engine.kv_cache_gib is {generator.kv_cache_gib:g} GiB"
+                )
+        most = self.peak_gib(self.fullest)
+        if most > self.usable_gib:
+            found.append(
+                f"{f'GPU {self.fullest}' if self.fullest else 'it'} needs {most:.2f} GiB while "
+                f"{self.worst(self.fullest).phase}, and {self.usable_gib:.2f} GiB of {there:.2f} GiB can be used"
+            )
+        return tuple(found)
+
+    @property
+    def fits(self) -> bool:
+        """True if the machine has enough devices and memory."""
+        return not self.problems
+
+    @property
+    def advice(self) -> str:
+        """A sentence with the largest kind of memory and changes that make it smaller."""
+        columns = self.worst(self.fullest).columns(self.fullest)
+        largest = max(columns, key=lambda head: columns[head])
+        return f"Most of it is {largest}, {columns[largest]:.2f} GiB; what helps: {SMALLER[largest]}"
 
 
 def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> Plan:
-    """Checks that the models and engines of a run fit into the GPUs, and returns the plan. Warns if it expects the fit to be
-    tight. ``machine``: GPUs that need not be here.
+    """Checks that the models and engines of a run fit into the GPUs, and returns the plan. Warns if only an
+    estimate exceeds the memory. ``machine``: may be another machine than this one.
 
     Raises:
         ConfigError: a GPU is too small; the message has the figures and a remedy.
     """
-    plan = make_plan(_job(config, machine, read), machine)
-    worst = max(range(plan.devices), key=plan.certain_gib)
-    certain, there = plan.certain_gib(worst), machine.memory_gib
+    plan = _plan(config, machine, read)
+    gpu, there, peak = max(range(plan.devices), key=lambda gpu: plan.certain_at(gpu)[0]), machine.memory_gib, plan.fullest
+    certain, instant = plan.certain_at(gpu)
     if certain > there:
+        held = dict[str, float]()
+        for item in plan.certain(instant, gpu):
+            held[item.role] = held.get(item.role, 0.0) + item.num_bytes / GIB
+        rows = sorted(held.items(), key=lambda row: -row[1])
+        holders = " + ".join(f"{role} {gib:.2f}" for role, gib in rows if gib >= 0.005)
         raise ConfigError(
-            f"this run does not fit: GPU {worst} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
-            f"{holders(plan, worst)}, before any activations. {_remedy(plan, config)}"
+            f"this run does not fit: GPU {gpu} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
+            f"{holders} while {instant.phase}, before any activations. {_remedy(plan, config)}"
         )
-    peak = plan.fullest
-    if plan.peak_on(peak) > there:
+    if plan.peak_gib(peak) > there:
         log.warning(
             "GPU %d has %.2f GiB, and the plan of this run comes to %.2f GiB with activations and cache for prompts of %d "
             "tokens: it may run out of memory. `tandem plan` says when, and what to change",
-            peak, there, plan.peak_on(peak), PROMPT_TOKENS,
+            peak, there, plan.peak_gib(peak), PROMPT_TOKENS,
         )  # fmt: skip
     return plan
 
 
-def _job(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Job:
-    """The job of a run before its data is read."""
-    written = getattr(config, "gconfig", None)
-    longest = written.max_new_tokens if written is not None else max(1, config.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
-    return job_of(config, machine, Lengths(PROMPT_TOKENS, longest), read)
-
-
-def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> TrainEngineConfig:
-    """The actor's configuration with open settings chosen for these GPUs: how often gradients are summed over ranks, chunks
-    of logits, and the largest micro-batches that fit.
-
-    The choice follows from the configuration and the size of the GPU, not from the memory that happens to be free. So every
-    rank, `tandem plan` and a resumed run choose the same and cut batches alike.
-    """
-    actor, settings = config.actor, dict[str, Any]()
-    if machine.kind == "cpu":
-        return actor
-    read = functools.cache(read)
-
-    def planned(tokens: int) -> Plan:
-        changed = replace(actor, **settings | {"max_tokens_per_micro_batch": tokens})
-        job = _job(replace(config, actor=changed), machine, read)
-        # Two full micro-batches on each rank: nobody knows how long the prompts are, and gradients lie between the two.
-        each = 2 * -(-tokens // (job.lengths.prompt + job.trained * job.lengths.longest))
-        full = each * max(model.ranks * model.mini_batches for model in job.models)
-        return make_plan(replace(job, groups=max(job.groups, full)), machine)
-
-    def fits(tokens: int) -> bool:
-        return tokens == MICRO_BATCH_TOKENS or planned(tokens).fits
-
-    if actor.gradient_sync is None:
-        plan = planned(actor.micro_batch_tokens)
-        model = plan.job.actor
-        if model.fsdp and model.parts > 1 and not model.sync_each and not plan.fits:
-            settings["gradient_sync"] = "micro_batch"
-
-    if actor.logprob_chunk_tokens is None:
-        model = planned(actor.micro_batch_tokens).job.actor
-        rows = int(machine.memory_gib * GIB) // (LOGITS_SHARE * FLOAT32 * model.piece.vocab)
-        settings["logprob_chunk_tokens"] = max(CHUNK_TOKENS, rows)
-        if not planned(actor.micro_batch_tokens).fits:
-            settings["logprob_chunk_tokens"] = CHUNK_TOKENS
-
-    if actor.max_tokens_per_micro_batch is None:  # smaller ones need less
-        settings["max_tokens_per_micro_batch"] = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]
-    return replace(actor, **settings)
-
-
-def holders(plan: Plan, device: int) -> str:
-    """The holders of a device's memory at the worst instant, largest first, with certain bytes only."""
-    instant = max(plan.instants, key=lambda one: plan.certain_at(one, device))
-    held: dict[str, float] = {}
-    for item in plan.certain_items(instant, device):
-        held[item.role] = held.get(item.role, 0.0) + item.num_bytes / GIB
-    rows = sorted(held.items(), key=lambda row: -row[1])
-    return " + ".join(f"{role} {gib:.2f}" for role, gib in rows if gib >= 0.005) + f" while {instant.phase}"
-
-
 def _remedy(plan: Plan, config: BaseConfig) -> str:
-    """One sentence that says what would make the run fit, or what is largest."""
+    """Returns a sentence: a setting that may make the run fit, or `Plan.advice`."""
     generator = plan.job.generator
     shares = generator is not None and generator.foreign is not None and any(0 in seat.devices for seat in generator.seats)
     if not shares or not isinstance(config, TrainConfig) or config.memory_limit_gib is not None:
@@ -141,3 +178,260 @@ def _remedy(plan: Plan, config: BaseConfig) -> str:
         f"With memory_limit_gib={int(plan.usable_gib)} models and server give memory back in turns; a smaller "
         "rollout.fleet.memory_share is another way"
     )
+
+
+def _plan(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]) -> Plan:
+    """Returns the plan of a run before its data is read."""
+    return Plan(job_of(config, machine, Lengths(PROMPT_TOKENS, longest_of(config, PROMPT_TOKENS)), read), machine)
+
+
+def fitting(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> TrainEngineConfig:
+    """Returns the actor's configuration with values for the settings that are left open: how often gradients are summed over
+    ranks, the size of chunks of logits, and the largest micro-batches that fit into the GPUs.
+
+    The values depend on the configuration and the size of the GPU, not on the memory that is free at present. So every rank,
+    `tandem plan` and a resumed run use the same values, and cut batches in the same way.
+    """
+    actor, settings = config.actor, dict[str, Any]()
+    if machine.cpu:
+        return actor
+    read = functools.cache(read)
+
+    def planned(tokens: int) -> Plan:
+        changed = replace(actor, **settings | {"max_tokens_per_micro_batch": tokens})
+        job = _plan(replace(config, actor=changed), machine, read).job
+        # Assumes two full micro-batches on each rank, because prompt lengths are unknown; gradients are held between them.
+        each = 2 * -(-tokens // (job.lengths.prompt + job.trained * job.lengths.longest))
+        full = each * max(model.ranks * model.mini_batches for model in job.models)
+        return Plan(replace(job, groups=max(job.groups, full)), machine)
+
+    def fits(tokens: int) -> bool:
+        return tokens == MICRO_BATCH_TOKENS or planned(tokens).fits
+
+    plan = planned(actor.micro_batch_tokens)
+    model = plan.job.actor
+    if actor.gradient_sync is None and model.fsdp and model.parts > 1 and not model.sync_each and not plan.fits:
+        settings["gradient_sync"] = "micro_batch"
+
+    if actor.logprob_chunk_tokens is None:
+        rows = int(machine.memory_gib * GIB) // (LOGITS_SHARE * FLOAT32 * model.piece.vocab)
+        settings["logprob_chunk_tokens"] = max(CHUNK_TOKENS, rows)
+        if not planned(actor.micro_batch_tokens).fits:
+            settings["logprob_chunk_tokens"] = CHUNK_TOKENS
+
+    if actor.max_tokens_per_micro_batch is None:  # a smaller one needs less memory
+        settings["max_tokens_per_micro_batch"] = MICRO_BATCHES[bisect.bisect_left(MICRO_BATCHES, True, key=fits)]
+    return replace(actor, **settings)
+
+
+SMALL_GIB = 0.005
+"""Items below this size in GiB are left out of the tables."""
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """Neighbouring devices with the same items in memory."""
+
+    devices: range
+    who: str
+    """The ranks and servers on them."""
+
+    residents: dict[str, tuple[float, ...]]
+    """Role → GiB in each phase of the plan."""
+
+
+def uses(plan: Plan) -> tuple[DeviceUse, ...]:
+    """Returns the use of every device in order; neighbouring devices with the same items are one row."""
+    each = ((device, _residents(plan, device)) for device in range(plan.devices))
+    found = []
+    for residents, group in itertools.groupby(each, key=lambda one: one[1]):
+        devices = [device for device, _ in group]
+        found.append(DeviceUse(range(devices[0], devices[-1] + 1), _who(plan, devices), residents))
+    return tuple(found)
+
+
+def _residents(plan: Plan, device: int) -> dict[str, tuple[float, ...]]:
+    held: dict[str, list[float]] = {}
+    for phase, instant in enumerate(plan.instants):
+        for item in instant.items:
+            if device in item.devices:
+                held.setdefault(item.role, [0.0] * len(plan.instants))[phase] += item.num_bytes / GIB
+    return {role: tuple(gib) for role, gib in held.items() if max(gib) >= SMALL_GIB}
+
+
+def _who(plan: Plan, devices: Sequence[int]) -> str:
+    if plan.machine.cpu:
+        return ""
+    ranks = [device for device in devices if device < max(model.ranks for model in plan.job.models)]
+    there = [f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"] if ranks else []
+    seats = plan.job.generator.seats if plan.job.generator is not None else ()
+    return ", ".join([*there, *(seat.words() for seat in seats if set(devices) & set(seat.devices))])
+
+
+def drawing(plan: Plan) -> Iterator[str]:
+    """Yields the lines of a table: a row for each device and role, a column for each phase, GiB in the cells."""
+    phases = [instant.phase for instant in plan.instants]
+    widths = [max(9, len(phase) + 2) for phase in phases]
+
+    def row(name: str, cells: Sequence[str]) -> str:
+        return f"{name:<22}" + "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+    yield row("GiB of each device", phases)
+    for use in uses(plan):
+        first, last = use.devices[0], use.devices[-1]
+        gpus = f"GPU {first}" if first == last else f"GPU {first} to {last}, each"
+        yield plan.machine.name if plan.machine.cpu else f"{gpus}: {use.who}"
+        total = tuple(map(sum, zip(*use.residents.values(), strict=True)))
+        for role, figures in [*use.residents.items(), (f"all, of {plan.machine.memory_gib:.1f}", total)]:
+            yield row(f"  {role}", _cells(figures)).rstrip()
+
+
+def _cells(figures: Sequence[float]) -> list[str]:
+    return ["" if gib < SMALL_GIB else f"{gib:.2f}" for gib in figures]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan with the other texts and figures of its report."""
+
+    title: str
+    plan: Plan
+    lengths: str
+    arithmetic: str
+    time: str = ""
+    """Lines about the time of a step."""
+
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Figures of a measured step; each name ends in its unit."""
+
+    def text(self) -> str:
+        """Returns the report as text."""
+        plan, machine = self.plan, self.plan.machine
+        each = " each" if machine.count > 1 else ""
+        blocks = [
+            [f"{self.title} on {machine.words}, {machine.memory_gib:.1f} GiB{each}", *map(_model, plan.job.models)],
+            [*_memory(plan)],
+            [*drawing(plan)],
+            [describe_sleep(plan.job.sleeping)] if plan.job.sleeping is not None else [],
+            [*_verdict(plan)],
+            [self.time],
+            [*_disk(plan)],
+            [self.arithmetic],
+            ["Assumed:", *(f"  - {line}" for line in self.assumptions())],
+        ]
+        return "\n\n".join("\n".join(lines) for lines in blocks if any(lines))
+
+    def data(self) -> dict[str, Any]:
+        """Returns the report as data for programs; keys of figures with a unit end in the unit."""
+        plan, job = self.plan, self.plan.job
+        checkpoint = checkpoint_of(job.models, job.saves)
+        kinds = {"checkpoint": sum(checkpoint.values())} | checkpoint
+        return {
+            "machine": plan.machine.words,
+            "sources": list(plan.machine.sources),
+            "parameters": job.actor.shape.parameters(job.actor.head),
+            "fits": plan.fits,
+            "problems": list(plan.problems),
+            "advice": "" if plan.fits else plan.advice,
+            "memory": {
+                "available_gib": round(plan.machine.memory_gib, 4),
+                "peak_gib": round(plan.peak_gib(), 4),
+                "host_gib": round(plan.peak_gib(None), 4),
+                "worst": plan.worst().phase,
+                "phases": {instant.phase: _items(instant) for instant in plan.instants},
+                "devices": [_use(plan, use) for use in uses(plan)],
+            },
+            "measured": {name: round(figure, 4) for name, figure in self.measured.items()},
+            "disk": {f"{kind}_gib": round(num_bytes / GIB, 4) for kind, num_bytes in kinds.items()}
+            | {"checkpoints": job.saves.most},
+            "lengths": {"prompt_tokens": job.lengths.prompt, "longest_tokens": job.lengths.longest},
+            "assumptions": list(self.assumptions()),
+        }
+
+    def assumptions(self) -> Iterator[str]:
+        """Yields the assumptions behind the figures, as text."""
+        machine, generator = self.plan.machine, self.plan.job.generator
+        yield self.lengths
+        yield f"memory of the machine: {'; '.join(machine.sources)}"
+        yield f"{RESERVE:.0%} of the memory is left to others"
+        if not machine.cpu:
+            yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
+        if generator is not None and generator.foreign is not None:
+            yield f"{generator.foreign} servers take their share of memory, whatever they need of it"
+        if generator is not None:
+            yield "every sequence has a gradient: groups without spread cost a forward pass only"
+        if any(model.layout.zero is not None for model in self.plan.job.models):
+            yield "DeepSpeed's buffers are those of its code"
+
+
+def _use(plan: Plan, use: DeviceUse) -> dict[str, Any]:
+    phases = [instant.phase for instant in plan.instants]
+    held = {
+        f"{role}_gib": dict(zip(phases, (round(gib, 4) for gib in figures), strict=True))
+        for role, figures in use.residents.items()
+    }
+    return {"devices": list(use.devices), "who": use.who, "residents": held}
+
+
+def _items(instant: Instant) -> dict[str, float]:
+    rows: dict[str, float] = {}
+    for item in instant.items:
+        name = f"{item.role}: {item.what}{'' if item.devices else ' (host)'}_gib"
+        rows[name] = rows.get(name, 0.0) + item.num_bytes / GIB
+    return {name: round(gib, 4) for name, gib in rows.items()} | {"total_gib": round(instant.total() / GIB, 4)}
+
+
+def _model(model: PlannedModel) -> str:
+    shape, rank = model.shape, f"adapters of rank {model.adapters.rank}" if model.adapters is not None else ""
+    if not model.own:
+        return f"{model.role}: the actor's model without its adapters; it takes no memory of its own"
+    kind = "trained" if model.trained else "frozen"
+    if rank:
+        kind = f"frozen with {rank}"
+        if model.trained:
+            kind = f"frozen beside {rank}, {model.masters / 1e6:,.2f} M parameters, trained"
+    said = (
+        f"{model.role}: {model.parameters / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of width "
+        f"{shape.hidden}, {shape.vocab} tokens of vocabulary), {kind}, {model.dtype}, "
+        f"{'1 rank' if model.ranks == 1 else f'{model.ranks} ranks'}"
+    )
+    if model.trunk_of is None:
+        return said
+    own = (model.masters + model.base) / 1e6
+    return (
+        f"{said}; its weights are those of {model.trunk_of}, in memory once, but for {own:,.2f} M of its head and adapters"
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """Yields the lines of a table of GiB by phase and kind of memory; the phase with the largest use has a ``*``."""
+    yield "Memory in GiB, by phase (* the worst instant)"
+    yield f"  {'':<20}" + "".join(f"{head:>13}" for head in (*HEADINGS, "other", "total"))
+    for instant in plan.instants:
+        cells = "".join(cell.rjust(13) for cell in _cells([*instant.columns().values(), instant.total() / GIB]))
+        yield f"{'*' if instant is plan.worst() else ' '} {instant.phase:<20}{cells}"
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    there, peak, host = plan.machine.memory_gib, plan.peak_gib(), plan.peak_gib(None)
+    if plan.fits:
+        worst = f"{peak:.2f} GiB at the worst instant ({plan.worst().phase})"
+        yield f"It fits: {worst}, {there - peak:.2f} GiB of {there:.2f} GiB stay free."
+    else:
+        yield f"It does not fit: {'; '.join(plan.problems)}."
+        yield f"{plan.advice}."
+    if host >= SMALL_GIB:
+        yield f"Host memory beside the device: {host:.2f} GiB."
+
+
+def _disk(plan: Plan) -> Iterator[str]:
+    found, most = checkpoint_of(plan.job.models, plan.job.saves), plan.job.saves.most
+    names, each = {"state": "state to resume from"}, sum(found.values()) / GIB
+    shares = ", ".join(f"{names.get(kind, kind)} {size / GIB:.2f} GiB" for kind, size in found.items() if size)
+    yield f"Disk: {each:.2f} GiB for each checkpoint ({shares})."
+    if most is None:
+        yield "All that are made are kept, or many: set total_train_steps, and the plan adds them up."
+    elif most == 0:
+        yield "This run saves nothing."
+    else:
+        yield f"At most {most} checkpoint{'' if most == 1 else 's'} at a time: {most * each:.2f} GiB."

@@ -1,71 +1,75 @@
-"""A machine as the plan sees it, here or from the table of devices: how much memory it has, and what a process takes of it
-before it holds a model."""
+"""The machine for which a plan is made, this one or one from the table of devices: its memory, and the memory that a process
+uses before it loads a model."""
 
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from tandem.api.lazy_torch import torch
-from tandem.config.cores import usable_cores
+from tandem.config.devices import usable_cores
 from tandem.config.errors import ConfigError, nearest_names
-from tandem.models.precision import fast_bfloat16
+from tandem.models.hardware import Hardware, fast_bfloat16
+from tandem.state.machine import GIB
 from tandem.state.machine import machine as described
 
 CONTEXT_GIB, SLACK = 0.6, 0.2
-"""A CUDA context with its libraries, and the caching allocator's holes, see `Machine.slack`. Assumed."""
+"""Assumed GiB of a CUDA context with its libraries; assumed share of memory lost to fragmentation, see `Machine.slack`."""
 
 PROCESS_GIB, WORKER_GIB = 0.57, 0.06
-"""Resident memory of processes on a CPU, measured once with torch 2.13: a trainer or engine (0.44 GiB after the first step
-of a tiny model, and what its heap keeps of freed memory in a run), and a reward worker."""
+"""Resident GiB of processes on a CPU, measured once with torch 2.13: of a trainer or engine (0.44 GiB after the first step
+of a tiny model, and freed memory that the heap keeps during a run), and of a reward worker."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """One kind of device, ``count`` of them."""
+@dataclass(frozen=True, kw_only=True)
+class Machine(Hardware):
+    """``count`` devices of one kind."""
 
     name: str
-    kind: Literal["cpu", "gpu"]
-    memory_gib: float
-    """Memory of one device; on a CPU the memory that all processes share."""
-
     count: int = 1
-    """GPUs; 1 where it is a CPU, whose cores are ``threads``."""
+    """Number of GPUs; 1 for a CPU, whose number of cores is ``threads``."""
 
-    fast_bfloat16: bool = True
     process_gib: float = 0.0
-    """Memory of one process before it holds a model: interpreter and libraries; on a GPU its context there."""
+    """GiB of one process before it loads a model: interpreter and libraries; on a GPU, its CUDA context."""
 
     worker_gib: float = 0.0
-    """Host memory of one reward worker."""
+    """GiB of host memory of one reward worker."""
 
     slack: float = 0.0
-    """Holes between what comes and goes in turns, as a share of it: a GPU's allocator takes them on top. Assumed."""
+    """GPU memory lost to fragmentation, as a share of the memory that a phase allocates and frees. An assumption."""
 
     threads: int = 1
     sources: tuple[str, ...] = ()
     """The sources of the figures."""
 
+    @property
+    def words(self) -> str:
+        """The name of the machine, with the number of its GPUs."""
+        return self.name if self.cpu else f"{self.name} × {self.count}"
+
 
 def gpus(name: str, memory_gib: float, count: int, sources: tuple[str, ...] = ()) -> Machine:
-    """GPUs of which the memory is known."""
-    return Machine(name, "gpu", memory_gib, count, process_gib=CONTEXT_GIB, slack=SLACK, threads=16 * count, sources=sources)
+    """Returns a machine with ``count`` GPUs of this memory."""
+    taken = {"process_gib": CONTEXT_GIB, "slack": SLACK}
+    return Machine(name=name, kind="gpu", memory_gib=memory_gib, count=count, threads=16 * count, sources=sources, **taken)
 
 
 def this_machine(*, device: str = "auto", threads: int | None = None) -> Machine:
-    """The machine that this process is on. ``device`` and ``threads`` are the run's."""
+    """Returns the machine of this process, or of all machines with ranks of the run. ``device``: `auto`, `cpu`, `cuda`,
+    or one GPU, as `choose_device` returns it; ``threads``: the run's."""
     if device != "cpu" and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
-        return gpus(f"{name} × {count}", memory, count, ("what torch reports",))
+        gpu = torch.cuda.get_device_properties("cuda" if device == "auto" else device)
+        machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        count = torch.cuda.device_count() * max(1, machines)
+        return gpus(gpu.name, gpu.total_memory / GIB, count, ("what torch reports",))
     cores = threads or usable_cores()
     return Machine(
-        f"{described()['cpu'] or platform.machine()}, {cores} thread{'' if cores == 1 else 's'}",
-        "cpu",
-        host_memory() / 2**30,
-        fast_bfloat16=fast_bfloat16(torch.device("cpu")),
+        name=f"{described()['cpu'] or platform.machine()}, {cores} thread{'' if cores == 1 else 's'}",
+        kind="cpu",
+        memory_gib=host_memory() / GIB,
+        fast_bfloat16=fast_bfloat16("cpu"),
         process_gib=PROCESS_GIB,
         worker_gib=WORKER_GIB,
         threads=cores,
@@ -74,7 +78,7 @@ def this_machine(*, device: str = "auto", threads: int | None = None) -> Machine
 
 
 def host_memory() -> int:
-    """Bytes of memory that processes here may have: the machine's, or the container's limit."""
+    """Returns the bytes of memory that processes here may use: all of the machine's, or the container's limit."""
     total = psutil.virtual_memory().total
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -84,17 +88,17 @@ def host_memory() -> int:
 
 
 ACCELERATORS = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md"
-"""Peaks without sparsity of all but the consumer cards."""
+"""Source of the peaks without sparsity, except for consumer cards."""
 
 UPGRADE = "https://github.com/stas00/ml-engineering/blob/master/insights/when-to-upgrade-gpus/README.md"
-"""Memory of H200 and B200."""
+"""Source of the memory of H200 and B200."""
 
 LOCKWOOD = "https://glennklockwood.com/garden/processors/"
-"""Memory of A100 and H100, after NVIDIA's data sheets."""
+"""Source of the memory of A100 and H100, which quotes NVIDIA's data sheets."""
 
 H100_SHEET = "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
 H100_HBM2E = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-"""The machines of its tables have 96 GB; their peak is not known, and taken as the others'."""
+"""The machines in its tables have 96 GB. Their peak is unknown; the plan assumes that of other H100s."""
 
 H200_MLPERF = (
     "https://github.com/mlcommons/inference_results_v4.1/blob/main/closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json"
@@ -106,16 +110,16 @@ RTX_FLOAT32 = "https://huggingface.co/datasets/ohdoking/gpu_spec"
 
 @dataclass(frozen=True)
 class Device:
-    """A line of the table."""
+    """A row of the table of devices."""
 
     memory_gb: float
-    """Memory that the vendor advertises, in GB: 80 for an 80-GB card. Only the page on planning shows it."""
+    """Memory that the vendor advertises, in GB: 80 for an 80-GB card. Only docs/planning.md shows it."""
 
     memory_gib: float
-    """Memory that torch reports (`total_memory`) and plans are made with: the least that was seen, see docs/planning.md."""
+    """Memory that torch reports (`total_memory`), used for plans: the smallest value observed, see docs/planning.md."""
 
     bfloat16_tflops: float
-    """Dense peak with float32 accumulation, without sparsity: what a share of the peak (MFU) is a share of."""
+    """Peak with float32 accumulation, without sparsity; the peak to which MFU refers."""
 
     float32_tflops: float
     sources: tuple[str, ...]
@@ -131,14 +135,14 @@ DEVICES: dict[str, Device] = {
     "l40s": Device(48, 44.3, 362, 91.6, (L40S_SHEET, ACCELERATORS)),
     "rtx4090": Device(24, 23.5, 165.2, 82.6, (RTX_4090, RTX_FLOAT32)),
 }
-"""Name → figures. The peaks of the data sheets are halved where they are given with sparsity."""
+"""Name → device. A peak that the data sheet gives with sparsity is halved."""
 
 
 def device(name: str, count: int = 1) -> Machine:
-    """``count`` devices of the table in one machine.
+    """Returns a machine with ``count`` devices of this name in the table.
 
     Raises:
-        ConfigError: no such device; tells the nearest name.
+        ConfigError: the table has no such device; the message has the nearest name.
     """
     key = name.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia-")
     if key not in DEVICES:
@@ -146,4 +150,4 @@ def device(name: str, count: int = 1) -> Machine:
             f"--device {name} is not in the table; {nearest_names(key, DEVICES)}. Leave it out for this machine"
         )
     row = DEVICES[key]
-    return gpus(f"{key} × {count}", row.memory_gib, count, row.sources)
+    return gpus(key, row.memory_gib, count, row.sources)

@@ -1,278 +1,400 @@
-"""The memory of a run: what each phase holds, who holds it, and which instant is the worst.
+"""Predicts the memory of a run: the items in memory in each phase, their owners, and the instant of the largest use.
 
-The figures follow the code. What a model keeps depends on its layout. FSDP: trained weights in float32, one part per rank,
-gathered a layer at a time (`tandem.engines.train.holders`). One process: the whole model in float32, and a rounded copy to
-compute with. DeepSpeed: flat pieces of its own (`tandem.engines.train.zero`); stages 1 and 2 also keep the whole model in
-the dtype of the computation, which in float32 holds the masters. The embedded engine has its own copy, and a second one
-while an update is staged. Under `memory_limit_gib` a phase holds only what is awake in it (`tandem.flow.sleep_plan`);
-otherwise nothing sleeps.
+The figures follow the code. A model's memory depends on its layout. FSDP: trained weights in float32, one part per rank,
+gathered a layer at a time (`tandem.engines.train.holders`). One process: the whole model in float32, and a rounded copy for
+the computation. DeepSpeed: its own flat pieces (`tandem.engines.train.zero`); stages 1 and 2 also keep the whole model in
+the dtype of the computation; if that is float32, this copy contains the masters. The embedded engine has its own copy, and a
+second one while an update is staged. Under `memory_limit_gib` only awake parts are counted (`tandem.flow.sleep_plan`).
+
+The functions from `states` to `_generation` return bytes by name, for one rank or one engine. `instants` assigns the bytes
+to devices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from tandem.api.engines import InferencePart, TrainPart
 from tandem.flow.sleep_plan import GIB, Part
-from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
-from tandem.models.shape import BYTES
+from tandem.models.shape import BYTES, FLOAT32, cache_bytes, row_capacity
 from tandem.planning.job import Generator, Job
 from tandem.planning.machine import Machine
-from tandem.planning.planned_model import MicroBatch, PlannedModel, Step, activation_bytes, cut_step, head_bytes, passing
+from tandem.planning.planned_model import MicroBatch, PlannedModel, Step, cut_step, head_bytes, kept_by_head, pass_bytes
 
-Place = Literal["device", "host"]
+Bytes = dict[str, float]
+"""Name of an item in memory → bytes."""
 
-COLUMNS = {
-    "weights": (
-        "parameters",
-        "parameters, rounded",
-        "masters",
-        "gathered parameters",
-        "shared weights",
-        "kept versions",
-        "files of the base",
-    ),
-    "optimizer": ("optimizer",),
-    "gradients": (
-        "gradients",
-        "gradient of the head",
-        "gradient of the embedding",
-        "norm of the gradients",
-        "buffer of gradients",
-        "buckets",
-    ),
-    "activations": ("activations",),
-    "logits": ("logits",),
-    "KV cache": ("KV cache",),
-    "staged": (
-        "staged weights",
-        "rounded weights",
-        "one whole tensor",
-        "adapter",
-        "weights before",
-        "weights to write",
-        "copy that is saved",
-    ),
+HEADINGS = {
+    "weights": "parameters; parameters, rounded; masters; gathered parameters; shared weights; kept versions; "
+    "files of the base",
+    "optimizer": "optimizer",
+    "gradients": "gradients; gradient of the head; gradient of the embedding; norm of the gradients; "
+    "buffer of gradients; buckets",
+    "activations": "activations",
+    "logits": "logits",
+    "KV cache": "KV cache",
+    "staged": "staged weights; rounded weights; one whole tensor; adapter; weights before; weights to write; "
+    "copy that is saved",
 }
-"""Heading of the table → the items that it sums up; all others are under `other`."""
+"""Heading of the table → names of the items in its sum; all other items are under `other`."""
+
+HOST = range(0)
+"""The devices of an item in host memory beside GPUs: none."""
+
+OFFLOADED = ("parameters", "optimizer", "gradients", "norm of the gradients")
+"""Items that are in host memory with `actor.offload`."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """A number of bytes and their holder."""
+    """An item in memory: owner, name and size."""
 
     role: str
     what: str
     num_bytes: float
-    """Bytes in its place: a CPU's memory, the first GPU's, or host memory beside GPUs."""
+    """Bytes on each of the item's devices, or in host memory."""
 
-    place: Place = "device"
-    devices: int = 1
-    """Number of GPUs that each hold as many bytes."""
-
-    first: int = 0
-    """Index of the first of these GPUs; 0 on a CPU."""
-
-    def on(self, device: int) -> bool:
-        """True if a GPU (or with 0 a CPU's memory) holds the item."""
-        return self.place == "device" and self.first <= device < self.first + self.devices
+    devices: range = range(1)
+    """Indices of the GPUs that each hold ``num_bytes``. 0 also stands for a CPU, and `HOST` for host memory beside GPUs."""
 
 
 @dataclass(frozen=True)
 class Instant:
-    """The items of one phase, at its worst moment, on the device (or machine) that holds most."""
+    """The items of one phase, at the moment when it needs the most memory."""
 
     phase: str
     items: tuple[MemoryItem, ...]
 
-    def total(self, place: Place = "device") -> float:
-        """Total bytes in ``place``; for a device those of the first GPU."""
-        if place == "host":
-            return sum(item.num_bytes for item in self.items if item.place == "host")
-        return self.on(0)
-
-    def on(self, device: int) -> float:
-        """Total bytes on one GPU."""
-        return sum(item.num_bytes for item in self.items if item.on(device))
+    def total(self, device: int | None = 0) -> float:
+        """Returns the bytes on one device (a GPU's index; 0 for a CPU), or, with None, in host memory beside GPUs."""
+        return sum(one.num_bytes for one in self.items if (device in one.devices if device is not None else not one.devices))
 
     def columns(self, device: int = 0) -> dict[str, float]:
-        """GiB of one GPU under each heading of `COLUMNS`, and `other`."""
-        found = dict.fromkeys([*COLUMNS, "other"], 0.0)
+        """Returns a device's GiB under each heading of `HEADINGS`, and under `other`."""
+        found = dict.fromkeys([*HEADINGS, "other"], 0.0)
         for item in self.items:
-            if item.on(device):
-                found[next((head for head, kinds in COLUMNS.items() if item.what in kinds), "other")] += item.num_bytes / GIB
+            if device in item.devices:
+                head = next((head for head, kinds in HEADINGS.items() if item.what in kinds.split("; ")), "other")
+                found[head] += item.num_bytes / GIB
         return found
 
 
-@dataclass(frozen=True)
-class Room:
-    """The memory of some ranks: on a CPU one memory for all, otherwise a device each beside host memory."""
-
-    ranks: int
-    shared: bool
-    first: int = 0
-    """Number of the first of these ranks."""
-
-    def item(self, role: str, what: str, each: float, place: Place = "device") -> MemoryItem:
-        """An item of ``each`` bytes on every one of these ranks."""
-        if self.shared or place == "host":
-            return self.one(role, what, each * self.ranks, place)
-        return MemoryItem(role, what, each, devices=self.ranks, first=self.first)
-
-    def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> MemoryItem:
-        """An item that only the first rank holds, or all ranks together."""
-        return MemoryItem(role, what, num_bytes, "device" if self.shared else place)
-
-
 NORM_BYTES = 12
-"""Bytes per number of the largest gradient while its norm is taken: its square in float32 and again in float64."""
+"""Bytes for each element of the largest gradient while the norm is computed: the square in float32 and in float64."""
 
 BUCKET = 50_000_000
-"""Most numbers that DeepSpeed sends at a time, and under stage 3 fetches ahead (`tandem.engines.train.zero_library`)."""
+"""Most numbers that DeepSpeed sends at once, and under stage 3 fetches in advance (`tandem.engines.train.zero`)."""
+
+TOKENIZER_BYTES = 1000
+"""Bytes of a tokenizer per token of its vocabulary, measured once: 46 MiB for a vocabulary of 49,152."""
 
 
-def states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Weights and moments of a model, which stay through all phases."""
+def states(model: PlannedModel) -> Bytes:
+    """Returns the bytes of weights and moments, which stay in memory in all phases. DeepSpeed's stages 1 and 2 hold the
+    whole model, as views of a flat tensor. Stage 3 holds a part, and a buffer to sum gradients, also for a frozen model."""
+    stage, part, held = model.layout.zero, model.masters / model.parts, Bytes()
     if not model.own:
-        return
-    if model.layout.zero is not None:
-        yield from _zero_states(model, room)
-        return
-    yield room.item(model.role, "parameters", model.weight_bytes, _place(model))
-    if not model.fsdp and model.dtype != "float32":
-        yield room.item(model.role, "parameters, rounded", model.rounded_bytes)
-    if model.trained:
-        yield room.item(model.role, "optimizer", model.optimizer_bytes, _place(model))
-
-
-def _zero_states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Weights and moments under DeepSpeed. Stages 1 and 2: the whole model, as views of a flat tensor. Stage 3: a part of
-    it, and the buffer in which gradients are summed, also for a frozen model."""
-    whole, part, stage = model.masters, model.masters / model.parts, model.layout.zero
-    yield room.item(model.role, "parameters", BYTES[model.dtype] * (part if stage == 3 else whole))
-    if model.dtype != "float32":  # else they share the memory of the parameters
-        yield room.item(model.role, "masters", FLOAT32 * part)
+        return held
+    held["parameters"] = (
+        model.weight_bytes if stage is None else BYTES[model.dtype] * (part if stage == 3 else model.masters)
+    )
+    if model.dtype != "float32" and stage is not None:  # in float32 they share the memory of the parameters
+        held["masters"] = FLOAT32 * part
+    elif model.dtype != "float32" and not model.fsdp:
+        held["parameters, rounded"] = model.rounded_bytes
     if stage == 3:
-        yield room.item(model.role, "buffer of gradients", FLOAT32 * part)
-    if model.trained:
-        yield room.item(model.role, "optimizer", 2 * FLOAT32 * part)
+        held["buffer of gradients"] = FLOAT32 * part
+    return held | ({"optimizer": model.optimizer_bytes} if model.trained else {})
 
 
-def gathered(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Parameters that are gathered while a model computes. FSDP: everything outside the layers, the present layer and the
-    next. Stage 3: also what DeepSpeed fetches ahead."""
-    root, layer = model.piece.root(model.head), model.piece.layer
+def gathered(model: PlannedModel) -> Bytes:
+    """Returns the bytes of parameters that are gathered while a model computes. FSDP: all outside the layers, the present
+    layer and the next. Stage 3: all outside the layers, one layer, and the parameters that DeepSpeed fetches in advance."""
+    root, layer, size = model.piece.root(model.head), model.piece.layer, BYTES[model.dtype]
     if model.adapters is not None:
         layer += model.adapters.rank * model.adapters.widths(model.shape)
     if model.fsdp:
-        yield room.item(model.role, "gathered parameters", BYTES[model.dtype] * (root + 2 * layer))
-    elif model.layout.zero == 3:
-        yield room.item(
-            model.role, "gathered parameters", BYTES[model.dtype] * min(model.masters + model.base, root + layer + BUCKET)
-        )
+        return {"gathered parameters": size * (root + 2 * layer)}
+    whole = model.masters + model.base
+    return {"gathered parameters": size * min(whole, root + layer + BUCKET)} if model.layout.zero == 3 else {}
 
 
-def gradients_between(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Gradients from the second micro-batch of a step on: whole until they are divided over ranks, then a part. DeepSpeed
-    sends them in buckets, in the dtype of the computation and in float32; on a CPU gloo copies them."""
-    stage = model.layout.zero
+def gradients_between(model: PlannedModel, *, cpu: bool) -> Bytes:
+    """Returns the bytes of gradients that are held between the micro-batches of a step: of the whole model, or of one rank's
+    part if each micro-batch is summed over ranks. DeepSpeed also has buckets to send gradients, in the dtype of the
+    computation and in float32; on a CPU gloo copies them."""
+    stage, held = model.layout.zero, Bytes()
     whole = stage == 1 if stage is not None else not model.sync_each
-    if stage != 3:  # which has its buffer at all times
-        yield gradients(model, room, FLOAT32 * model.masters / (1 if whole else model.parts))
+    if stage != 3:  # stage 3 has its buffer at all times
+        held["gradients"] = FLOAT32 * model.masters / (1 if whole else model.parts)
     if stage is not None:
-        a_number = BYTES[model.dtype] + (2 + room.shared) * FLOAT32
-        yield room.item(model.role, "buckets", float(a_number * min(model.masters, BUCKET)))
+        held["buckets"] = float((BYTES[model.dtype] + (2 + cpu) * FLOAT32) * min(model.masters, BUCKET))
+    return held
 
 
-def gradients_of_the_step(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Gradients while the optimizer works. DeepSpeed joins its pieces in one more tensor."""
-    pieces = 2 if model.layout.zero in (1, 2) else 1
-    yield gradients(model, room, pieces * FLOAT32 * model.masters / model.parts)
+def gradients_of_the_step(model: PlannedModel) -> Bytes:
+    """Returns the bytes of gradients while the optimizer works. DeepSpeed's stages 1 and 2 copy them to one more tensor."""
+    pieces, adapters = 2 if model.layout.zero in (1, 2) else 1, model.adapters
     largest = max(model.piece.embedding, model.piece.hidden * model.piece.intermediate)
-    if model.adapters is not None:
-        largest = model.adapters.rank * max((max(model.shape.linears[name]) for name in model.adapters.modules), default=0)
-    yield room.item(model.role, "norm of the gradients", NORM_BYTES * largest / model.parts, _place(model))
-
-
-def gradients(model: PlannedModel, room: Room, each: float) -> MemoryItem:
-    """The gradients of a model, ``each`` bytes on every rank."""
-    return room.item(model.role, "gradients", each, _place(model))
-
-
-def _place(model: PlannedModel) -> Place:
-    return "host" if model.offload else "device"
-
-
-TOKENIZER_BYTES = 1000
-"""Bytes per token of the vocabulary: the library held 46 MiB for a vocabulary of 49,152, measured once."""
+    if adapters is not None:
+        largest = adapters.rank * max((max(model.shape.linears[name]) for name in adapters.modules), default=0)
+    return {
+        "gradients": pieces * FLOAT32 * model.masters / model.parts,
+        "norm of the gradients": NORM_BYTES * largest / model.parts,
+    }
 
 
 def step_of(job: Job, model: PlannedModel, mini_batches: int = 1) -> Step:
-    """The micro-batches of a pass at full length; ranks that share tokens take as many times more of them together."""
+    """Returns the micro-batches of a pass in which all sequences have full length. Ranks that share the tokens of sequences
+    (context parallelism) have one micro-batch together, which is larger by their number."""
     layout, groups = model.layout, -(-job.groups // mini_batches)
-    most, prompt, longest = model.max_tokens * layout.context, job.lengths.prompt, job.lengths.longest
+    most, prompt, longest = model.config.micro_batch_tokens * layout.context, job.lengths.prompt, job.lengths.longest
     step = cut_step(groups, job.trained, prompt, longest, most=most, ranks=layout.batches, together=job.together)
     if not model.gathers_keys:
         return step
-    alone = tuple((prompt, 1) for _, count in step.largest.groups for _ in range(count))  # prompts are not shared then
+    alone = tuple((prompt, 1) for _, count in step.largest.groups for _ in range(count))  # then prompts are not shared
     return Step(MicroBatch(alone, longest), step.count)
 
 
+def _scoring(job: Job, model: PlannedModel) -> Bytes:
+    """Returns the bytes of a pass without gradients."""
+    batch = step_of(job, model).largest
+    held = gathered(model) | {"activations": float(pass_bytes(model, batch).scoring)}
+    return held | ({"logits": head_bytes(model, batch, backward=False)[0]} if model.head != "scalar" else {})
+
+
+def _update(job: Job, model: PlannedModel, *, cpu: bool) -> Bytes:
+    """Returns the bytes of an update at the moment when it needs the most: the beginning of the backward pass (all
+    activations exist), or its end (all gradients exist)."""
+    batch, count = step_of(job, model, model.mini_batches)
+    between = gradients_between(model, cpu=cpu) if count > 1 or model.layout.zero else None
+    moments = [gathered(model) | moment for moment in (_begins(model, batch, between or {}), _ends(model, between, cpu=cpu))]
+    return max(moments, key=lambda held: sum(held[what] for what in held if not (model.offload and what in OFFLOADED)))
+
+
+def _begins(model: PlannedModel, batch: MicroBatch, between: Bytes) -> Bytes:
+    layers = pass_bytes(model, batch)
+    in_layers = {"activations": float(layers.kept + layers.backward)}
+    if model.head == "scalar":
+        return between | in_layers
+    head, (logits, gradient) = kept_by_head(model, batch), head_bytes(model, batch, backward=True)
+    if layers.backward > head + logits + gradient:  # the head's backward pass is over when those of the layers begin
+        waits = 0.0 if model.adapters is not None else float(BYTES[model.dtype] * model.piece.embedding)
+        return between | in_layers | {"gradient of the head": waits}
+    return between | {"activations": float(layers.kept + head), "logits": logits, "gradient of the head": gradient}
+
+
+def _ends(model: PlannedModel, between: Bytes | None, *, cpu: bool) -> Bytes:
+    """Returns the bytes at the end of the backward pass. A tied head's gradient is kept until the embedding's is added; over
+    several ranks their sum is reduced in float32, and gloo copies it. ``between``: None if there is one micro-batch."""
+    held = between if between is not None else {"gradients": FLOAT32 * model.masters / model.parts}
+    if model.adapters is not None:
+        return held
+    waiting = (2 if model.piece.tied and model.head != "scalar" else 1) * BYTES[model.dtype]
+    if model.fsdp or model.layout.zero in (1, 2) or model.dtype != "float32":
+        waiting += FLOAT32
+    if model.fsdp and model.layout.shards > 1 and cpu:
+        waiting += FLOAT32
+    return held | {"gradient of the embedding": float(waiting * model.piece.embedding)}
+
+
+def _verifying(actor: PlannedModel) -> Bytes:
+    """Returns the bytes of weight copies with which deliveries are verified; in float32 too if one process rounds."""
+    held = {"weights before": (FLOAT32 * actor.masters + BYTES[actor.dtype] * actor.base) / actor.parts}
+    if actor.dtype != "float32" and actor.parts == 1:
+        held["weights in float32"] = float(FLOAT32 * (actor.masters + actor.base))
+    return held
+
+
+def kv_tokens(generator: Generator) -> tuple[int, int]:
+    """Returns (samples that one engine generates at once, tokens of cache that they fill at full length).
+
+    The samples of a prompt share the prompt's keys and values; each sample has its own row for its completion.
+    """
+    prompt, own, samples = generator.lengths.prompt, generator.lengths.longest, generator.sharing
+    wanted = min(-(-generator.sequences // generator.engines), generator.max_running)
+    budget = int(generator.kv_cache_gib * GIB) // (BYTES[generator.dtype] * generator.shape.kv_values)
+    a_sample = float(row_capacity(generator.lengths.total - 1))
+    if samples > 1:
+        a_sample = row_capacity(max(1, own - 1)) + row_capacity(prompt) / samples
+    running = max(1, min(wanted, int(budget / a_sample)))
+    return running, min(budget, int(running * a_sample))
+
+
+def kv_needed(generator: Generator) -> float:
+    """Returns the bytes of cache for one sample of the largest length; an engine with a smaller cache refuses the sample."""
+    return cache_bytes(generator.shape, generator.dtype, row_capacity(generator.lengths.total - 1))
+
+
+def _cache(generator: Generator) -> Bytes:
+    tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
+    rows = 20.0 * generator.max_running * max(16, generator.lengths.longest)
+    tokens = kv_tokens(generator)[1]
+    return {"KV cache": cache_bytes(generator.shape, generator.dtype, tokens), "tables": tables + rows}
+
+
+def _generation(generator: Generator) -> Bytes:
+    shape, size = generator.shape, BYTES[generator.dtype]
+    a_logit = 2 * FLOAT32 + (size if generator.dtype == "bfloat16" else 0)
+    width = shape.query + 2 * shape.key + 3 * shape.intermediate + 3 * shape.hidden
+    return {
+        "logits": float(min(generator.max_running, generator.sequences) * shape.vocab * a_logit),
+        "activations": float(size * generator.prefill_chunk * width),
+    }
+
+
 def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
-    """Every phase of a step once the optimizers have their moments, in order."""
-    room = Room(job.actor.ranks, shared=machine.kind == "cpu")
-    rooms = {model.role: replace(room, ranks=model.ranks, first=model.layout.first) for model in job.models}
-    partners = [one for one in job.writers.values() if one.in_episodes]
-    steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
-    steady += [_of_engines(one, "parameters", engine_weights(one, machine)) for one in job.writers.values()]
-    steady += [item for one in partners for item in _cache_of(job, one)]
-    steady += [*_engine(job, machine), *_processes(job, machine, room), *_copied(job, room)]
-    coming: dict[str, list[MemoryItem]] = {}
-    asked = [item for model in job.models if model.role in job.asked for item in _scoring(job, model, rooms[model.role])]
-    generator = job.generator
-    if generator is not None and (generator.foreign is None or generator.seats):
-        coming["generate"] = asked
-        if generator.foreign is None:
-            coming["generate"] += [item for one in (generator, *partners) for item in _generation(one)]
-    scoring = {role for _, role in job.passes} - set(job.asked)
+    """Returns the phases of a step in order, after the first step, when the optimizers have their moments."""
+    steady = [*_steady(job, machine)]
+    return tuple(_worst(job, machine, phase, steady, coming) for phase, coming in _coming(job, machine))
+
+
+def _lay(role: str, sizes: Bytes, count: int, apart: range | None, host: Sequence[str] = ()) -> Iterator[MemoryItem]:
+    """Yields the items of ``count`` processes, each with ``sizes``: on the devices ``apart``; None: all in one memory."""
+    for what, each in sizes.items():
+        if what in host:
+            yield MemoryItem(role, what, each * count, HOST)
+        else:
+            yield MemoryItem(role, what, each if apart else each * count, apart or range(1))
+
+
+def _on_ranks(model: PlannedModel, machine: Machine, sizes: Bytes, role: str = "") -> Iterator[MemoryItem]:
+    """Yields the items of a model's ranks. ``role``: the owner, if it is not the model."""
+    first = model.layout.first
+    apart, host = (None, ()) if machine.cpu else (range(first, first + model.ranks), OFFLOADED if model.offload else ())
+    return _lay(role or model.role, sizes, model.ranks, apart, host)
+
+
+def _on_engines(generator: Generator, sizes: Bytes, role: str = "") -> Iterator[MemoryItem]:
+    first = generator.seats[0].devices[0] if generator.seats else 0
+    apart = range(first, first + generator.engines) if generator.apart else None
+    return _lay(role or generator.role, sizes, generator.engines, apart)
+
+
+def _beside(machine: Machine, role: str, what: str, num_bytes: float) -> MemoryItem:
+    """Returns an item in host memory; without GPUs this is the memory that also holds the models."""
+    return MemoryItem(role, what, num_bytes, range(1) if machine.cpu else HOST)
+
+
+def _steady(job: Job, machine: Machine) -> Iterator[MemoryItem]:
+    """Yields the items that stay in memory in all phases unless they sleep: models, engines, processes, and the copy for
+    asynchronous saves (masters, moments, and weights rounded to the checkpoint's dtype)."""
+    generator, process = job.generator, {"interpreter and libraries": machine.process_gib * GIB}
     for model in job.models:
-        writing = job.writers.get(model.role)
-        if writing is not None and not writing.in_episodes:  # its cache is given back when it has judged
-            coming[f"score: {model.role}"] = [*_cache_of(job, writing), *_generation(writing)]
-        elif writing is None and model.role in scoring:
-            coming[f"score: {model.role}"] = [*_scoring(job, model, rooms[model.role])]
-    if job.verifies:
-        coming["verify"] = [*_verifying(job.actor, room), *_scoring(job, job.actor, room)]
+        if model.role not in job.writers:
+            yield from _on_ranks(model, machine, states(model))
+    for one in job.writers.values():
+        yield from _on_engines(one, {"parameters": one.weights})
+    for one in job.partners:
+        yield from _on_engines(one, _cache(one))
+    if generator is not None:
+        yield from _engine(job, generator, machine)
+    yield from _on_ranks(job.actor, machine, process, "process")
+    if generator is not None and generator.foreign is None and generator.own_process:
+        yield from _on_engines(generator, process)
+    if machine.cpu:
+        tokenizer = {"tokenizer": float(TOKENIZER_BYTES * job.actor.shape.vocab)}
+        yield from _on_ranks(job.actor, machine, tokenizer, "process")
+        yield MemoryItem("process", "reward workers", machine.worker_gib * GIB * job.workers)
+    for model in job.models:
+        if model.trained and job.saves.beside:  # for each rank; tensor-parallel ranks count norms each
+            each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not machine.cpu else 0)
+            copied = float(each * model.masters * model.layout.tensor)
+            yield _beside(machine, model.role, "copy that is saved", copied)
+
+
+def _engine(job: Job, generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
+    """Yields the embedded engine's weights and cache. vLLM and SGLang servers reserve a share of each of their GPUs:
+    weights, and the remainder as cache."""
+    if generator.foreign is not None:
+        for seat in generator.seats:
+            if seat.memory_share is not None:
+                share, devices = seat.memory_share * machine.memory_gib * GIB, range(seat.devices[0], seat.devices[-1] + 1)
+                weights = min(share, generator.weights / len(devices))
+                yield from _lay(generator.role, {"parameters": weights, "KV cache": share - weights}, 1, devices)
+        if generator.opened:
+            yield MemoryItem(generator.role, "delivered weights", float(generator.opened))
+        return
+    whole = generator.shape.parameters()
+    yield from _on_engines(generator, {"parameters": generator.weights} | _cache(generator))
+    # one delivery: the weights, or only an adapter, which is not rounded
+    delivered = float(FLOAT32 * generator.adapter or BYTES[generator.delivered] * whole)
+    if generator.adapter and machine.cpu:  # pages of files, mapped at each delivery; the system may free them
+        yield MemoryItem("publish", "files of the base", float(generator.shape.stored * whole))
+    if generator.own_process:  # the shared memory segment, or the cached pages of the folder
+        yield _beside(machine, "engine", "shared weights", delivered)
+    if job.kept_versions:
+        yield _beside(machine, "verify", "kept versions", delivered * job.kept_versions)
+
+
+def _coming(job: Job, machine: Machine) -> Iterator[tuple[str, list[MemoryItem]]]:
+    """Yields each phase with the items that exist only in this phase."""
+    generator = job.generator
+
+    def scoring(model: PlannedModel) -> list[MemoryItem]:
+        return [*_on_ranks(model, machine, _scoring(job, model))]
+
+    engines = [generator, *job.partners] if generator is not None and generator.foreign is None else []
+    generates = engines or (generator is not None and generator.seats)
+    if generates:
+        asked = [item for model in job.models if model.role in job.asked for item in scoring(model)]
+        yield "generate", [*asked, *(item for one in engines for item in _on_engines(one, _generation(one)))]
+    for model in job.models:
+        judge = job.writers.get(model.role)
+        if judge is not None and judge not in job.partners:  # its cache is freed after it has judged
+            yield f"score: {model.role}", [*_on_engines(judge, _cache(judge)), *_on_engines(judge, _generation(judge))]
+        elif judge is None and any(model.role == scored for _, scored in job.passes):
+            yield f"score: {model.role}", scoring(model)
+    if job.kept_versions:
+        yield "verify", [*_on_ranks(job.actor, machine, _verifying(job.actor), "verify"), *scoring(job.actor)]
     for model in job.models:
         if model.trained:
-            coming[f"update: {model.role}"] = _update(job, model, rooms[model.role])
-            coming[f"optimizer: {model.role}"] = [*gradients_of_the_step(model, rooms[model.role])]
-    if generator is not None and (generator.foreign is None or generator.seats):
-        coming["publish"] = [*_publishing(job, machine)] if generator.foreign is None else []
-    coming["save"] = [*_saving(job, room)]
-    return tuple(_worst(job, phase, steady, items, machine, room) for phase, items in coming.items())
+            yield f"update: {model.role}", [*_on_ranks(model, machine, _update(job, model, cpu=machine.cpu))]
+            yield f"optimizer: {model.role}", [*_on_ranks(model, machine, gradients_of_the_step(model))]
+    if generates:
+        yield "publish", [*_publishing(job.actor, engines[0])] if engines else []
+    yield "save", [*_saving(job, machine)]
 
 
-PARTS: dict[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
-ENGINE_PARTS: dict[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
-"""Name of an item → the part of the engine that it sleeps with."""
+def _publishing(actor: PlannedModel, generator: Generator) -> Iterator[MemoryItem]:
+    """Yields the items of a delivery: the engine stages the update in addition to the weights that it serves."""
+    yield from _on_engines(generator, {"staged weights": generator.weights})
+    zero = actor.layout.zero  # in stages 1 and 2 each DeepSpeed rank has the whole model, in the dtype of the computation
+    if actor.fsdp or actor.layout.tensor > 1 or zero == 3 or (zero is not None and actor.dtype != "float32"):
+        yield MemoryItem("publish", "one whole tensor", float(FLOAT32 * actor.shape.embedding))
+    if generator.adapter:
+        yield from _on_engines(generator, {"adapter": float(FLOAT32 * generator.adapter)}, "publish")
+    elif not generator.own_process and generator.delivered != "float32":
+        rounded = {"rounded weights": float(BYTES[generator.delivered] * generator.shape.parameters())}
+        yield from _on_engines(generator, rounded, "publish")
 
 
-def _worst(
-    job: Job, phase: str, steady: Sequence[MemoryItem], coming: Sequence[MemoryItem], machine: Machine, room: Room
-) -> Instant:
-    """A phase at that of its stages in which most is awake. The allocator's surplus is added to the ``coming`` items."""
-    slack = machine.slack * sum(item.num_bytes for item in coming if item.on(0))
-    coming = [*coming, *([room.item("process", "allocator", slack)] if slack else [])]
-    sleeping = job.sleeping
-    if sleeping is None or not sleeping.sleeps or phase not in job.awake:
-        return Instant(phase, (*steady, *coming))
-    instants = [Instant(phase, (*_of_awake(job, steady, one, machine), *coming)) for one in job.awake[phase]]
-    return max(instants, key=lambda instant: instant.total())
+def _saving(job: Job, machine: Machine) -> Iterator[MemoryItem]:
+    """Yields the item of a synchronous save: a copy of one trained model in the dtype of the checkpoint, in host memory. On
+    a CPU in float32 no copy is needed, except to merge adapters or to gather weights from several ranks."""
+    for model in job.models if not job.saves.beside else ():
+        rounded = not machine.cpu or model.dtype != "float32"
+        if model.trained and (rounded or model.ranks > 1 or model.adapters is not None):
+            yield _beside(machine, "save", "weights to write", float(BYTES[model.dtype] * model.parameters))
+            return
 
 
-def _of_awake(job: Job, steady: Sequence[MemoryItem], awake: frozenset[Part], machine: Machine) -> Iterator[MemoryItem]:
-    """The items that are awake. Sleeping ones lie on disk if the device is the host, and in host memory beside a GPU."""
+PARTS: Mapping[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
+ENGINE_PARTS: Mapping[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
+"""Name of an item → the part of the engine to which it belongs in the plan of sleeping parts."""
+
+
+def _worst(job: Job, machine: Machine, phase: str, steady: Sequence[MemoryItem], coming: Sequence[MemoryItem]) -> Instant:
+    """Returns a phase at the stage in which it needs the most memory. Adds the assumed fragmentation to ``coming``, the
+    items that exist only in this phase."""
+    slack = machine.slack * Instant(phase, tuple(coming)).total()
+    if slack:
+        coming = [*coming, *_on_ranks(job.actor, machine, {"allocator": slack}, "process")]
+    found = [Instant(phase, (*_of_awake(job, machine, steady, awake), *coming)) for awake in job.awake.get(phase, ())]
+    return max(found, key=Instant.total, default=Instant(phase, (*steady, *coming)))
+
+
+def _of_awake(job: Job, machine: Machine, steady: Sequence[MemoryItem], awake: frozenset[Part]) -> Iterator[MemoryItem]:
+    """Yields the items that are awake. A sleeping item is on disk if the device is a CPU, else in host memory."""
     assert job.sleeping is not None
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
@@ -280,187 +402,5 @@ def _of_awake(job: Job, steady: Sequence[MemoryItem], awake: frozenset[Part], ma
         part = None if what is None else Part(item.role, what)
         if part is None or part in awake or part not in job.sleeping.parts:
             yield item
-        elif machine.kind != "cpu" and not in_engine:
-            yield replace(item, place="host", devices=1)
-
-
-def _engine(job: Job, machine: Machine) -> Iterator[MemoryItem]:
-    """The embedded engine's weights and cache, or the servers' shares, which stay through all phases."""
-    generator = job.generator
-    place: Place = "device" if machine.kind == "cpu" else "host"
-    if generator is None:
-        return
-    if generator.foreign is not None:
-        yield from _shares(generator, machine)
-        return
-    yield _of_engines(generator, "parameters", engine_weights(generator, machine))
-    yield from _cache_of(job, generator)
-    # one update: the weights, or an adapter alone, which is not rounded
-    delivered = float(FLOAT32 * generator.adapter or BYTES[generator.delivered] * generator.shape.parameters())
-    if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
-        yield MemoryItem("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
-    if generator.own_process:  # the segment, or the folder's pages
-        yield MemoryItem("engine", "shared weights", delivered, place)
-    if job.kept_versions:
-        yield MemoryItem("verify", "kept versions", delivered * job.kept_versions, place)
-
-
-def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
-    """The memory that vLLM and SGLang servers take of each of their GPUs: the weights, and the rest for the cache."""
-    for seat in generator.seats:
-        if seat.memory_share is not None:
-            share = seat.memory_share * machine.memory_gib * GIB
-            weights = min(share, engine_bytes(generator.shape, generator.dtype, cpu=False) / len(seat.devices))
-            where = {"devices": len(seat.devices), "first": seat.devices[0]}
-            yield MemoryItem(generator.role, "parameters", weights, **where)
-            yield MemoryItem(generator.role, "KV cache", share - weights, **where)
-    if generator.opened:
-        yield MemoryItem(generator.role, "delivered weights", float(generator.opened))
-
-
-def _cache_of(job: Job, generator: Generator) -> Iterator[MemoryItem]:
-    yield _of_engines(generator, "KV cache", cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1]))
-    tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
-    yield _of_engines(
-        generator, "tables", tables + 20.0 * generator.max_running * max(16, (generator.lengths or job.lengths).longest)
-    )
-
-
-def _of_engines(generator: Generator, what: str, each: float) -> MemoryItem:
-    """An item of ``each`` bytes for every engine: on devices of their own, or all in one memory."""
-    if generator.apart:
-        first = generator.seats[0].devices[0] if generator.seats else 0
-        return MemoryItem(generator.role, what, each, devices=generator.engines, first=first)
-    return MemoryItem(generator.role, what, each * generator.engines)
-
-
-def engine_weights(generator: Generator, machine: Machine) -> float:
-    """Bytes of one engine's weights."""
-    return engine_bytes(generator.shape, generator.dtype, cpu=machine.kind == "cpu")
-
-
-def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
-    """Returns (samples that run at once in one engine, tokens of cache that they fill at full length).
-
-    Samples of a prompt share its keys; each has its own row for what it writes.
-    """
-    lengths = generator.lengths or job.lengths
-    prompt, own, samples = lengths.prompt, lengths.longest, 1 if generator.lengths else max(1, job.generated)
-    wanted = min(-(-generator.sequences // generator.engines), generator.max_running)
-    budget = int(generator.kv_cache_gib * GIB) // (BYTES[generator.dtype] * generator.shape.kv_values)
-    a_sample = float(row_capacity(prompt + own - 1))
-    if samples > 1:
-        a_sample = row_capacity(max(1, own - 1)) + row_capacity(prompt) / samples
-    running = max(1, min(wanted, int(budget / a_sample)))
-    return running, min(budget, int(running * a_sample))
-
-
-def kv_needed(job: Job, generator: Generator) -> float:
-    """Bytes of cache that the longest sample needs alone; an engine with less refuses it."""
-    return cache_bytes(generator.shape, generator.dtype, row_capacity(job.lengths.prompt + job.lengths.longest - 1))
-
-
-def _processes(job: Job, machine: Machine, room: Room) -> Iterator[MemoryItem]:
-    generator, each = job.generator, machine.process_gib * GIB
-    yield room.item("process", "interpreter and libraries", each)
-    if generator is not None and generator.foreign is None and generator.own_process:
-        yield _of_engines(generator, "interpreter and libraries", each)
-    if machine.kind == "cpu":
-        yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
-        yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
-
-
-def _generation(generator: Generator) -> Iterator[MemoryItem]:
-    shape, size = generator.shape, BYTES[generator.dtype]
-    a_logit = 2 * FLOAT32 + (size if generator.dtype == "bfloat16" else 0)
-    yield _of_engines(generator, "logits", float(min(generator.max_running, generator.sequences) * shape.vocab * a_logit))
-    width = shape.query + 2 * shape.key + 3 * shape.intermediate + 3 * shape.hidden
-    yield _of_engines(generator, "activations", float(size * generator.prefill_chunk * width))
-
-
-def _scoring(job: Job, model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """The items of a pass without gradients."""
-    batch = step_of(job, model).largest
-    yield from gathered(model, room)
-    yield room.item(model.role, "activations", passing(model, batch, backward=False))
-    if model.head != "scalar":
-        yield room.item(model.role, "logits", head_bytes(model, batch, backward=False)[0])
-
-
-def _verifying(actor: PlannedModel, room: Room) -> Iterator[MemoryItem]:
-    """Copies of the weights while deliveries are verified; also in float32 if one process rounds them."""
-    before = FLOAT32 * actor.masters + BYTES[actor.dtype] * actor.base
-    yield room.item("verify", "weights before", before / actor.parts)
-    if actor.dtype != "float32" and actor.parts == 1:
-        yield room.item("verify", "weights in float32", float(FLOAT32 * (actor.masters + actor.base)))
-
-
-def _update(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
-    """The items of an update at its worst moment: the backward pass begins (all activations are kept), or ends (all
-    gradients exist)."""
-    moments = [_backward_begins(job, model, room), _backward_ends(job, model, room)]
-    return max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
-
-
-def _backward_begins(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
-    batch, count = step_of(job, model, model.mini_batches)
-    kept, layer = activation_bytes(model, batch), passing(model, batch, backward=True)
-    items = [*gathered(model, room), *(gradients_between(model, room) if count > 1 or model.layout.zero else ())]
-    if model.head == "scalar":
-        return [*items, room.item(model.role, "activations", kept + layer)]
-    logits, gradient = head_bytes(model, batch, backward=True)
-    if layer > logits + gradient:  # the head is done when the layers are
-        kept, logits = kept + layer, 0.0
-        gradient = 0.0 if model.adapters is not None else BYTES[model.dtype] * model.piece.embedding
-    named = {"activations": kept, "logits": logits, "gradient of the head": gradient}
-    return [*items, *(room.item(model.role, what, each) for what, each in named.items())]
-
-
-def _backward_ends(job: Job, model: PlannedModel, room: Room) -> list[MemoryItem]:
-    """The items at the end of a backward pass. A tied head's gradient waits for the embedding's; over several ranks their
-    sum is reduced in float32, which gloo copies."""
-    shape, size = model.piece, BYTES[model.dtype]
-    several = step_of(job, model, model.mini_batches).count > 1 or model.layout.zero is not None
-    items = [*gathered(model, room)]
-    items += gradients_between(model, room) if several else [gradients(model, room, FLOAT32 * model.masters / model.parts)]
-    if model.adapters is not None:
-        return items
-    waiting = (2 if shape.tied and model.head != "scalar" else 1) * size
-    if model.fsdp or model.layout.zero in (1, 2) or model.dtype != "float32":
-        waiting += FLOAT32
-    if model.fsdp and model.layout.shards > 1 and room.shared:
-        waiting += FLOAT32
-    return [*items, room.item(model.role, "gradient of the embedding", float(waiting * shape.embedding))]
-
-
-def _publishing(job: Job, machine: Machine) -> Iterator[MemoryItem]:
-    """The items of a delivery: the engine stages the update beside the weights that it serves."""
-    generator, actor = job.generator, job.actor
-    assert generator is not None
-    yield _of_engines(generator, "staged weights", engine_weights(generator, machine))
-    zero = actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
-    if actor.fsdp or actor.layout.tensor > 1 or zero == 3 or (zero is not None and actor.dtype != "float32"):
-        yield MemoryItem("publish", "one whole tensor", float(FLOAT32 * actor.shape.embedding))
-    if generator.adapter:
-        yield replace(_of_engines(generator, "adapter", float(FLOAT32 * generator.adapter)), role="publish")
-    elif not generator.own_process and generator.delivered != "float32":
-        rounded = float(BYTES[generator.delivered] * generator.shape.parameters())
-        yield replace(_of_engines(generator, "rounded weights", rounded), role="publish")
-
-
-def _copied(job: Job, room: Room) -> Iterator[MemoryItem]:
-    """The copy that a background save writes: masters, moments, and their rounding to the checkpoint's dtype. The copy stays
-    for the next save. Each rank copies its part; norms, which all ranks of a cut matrix have, count on each."""
-    for model in job.models if job.saves_beside else ():
-        if model.trained:
-            each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not room.shared else 0)
-            yield room.one(model.role, "copy that is saved", float(each * model.masters * model.layout.tensor), "host")
-
-
-def _saving(job: Job, room: Room) -> Iterator[MemoryItem]:
-    """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, except
-    what is merged or gathered from several ranks."""
-    for model in job.models if not job.saves_beside else ():
-        if model.trained and (not room.shared or model.dtype != "float32" or model.ranks > 1 or model.adapters is not None):
-            yield room.one("save", "weights to write", float(BYTES[model.dtype] * model.parameters), "host")
-            return
+        elif not machine.cpu and not in_engine:
+            yield replace(item, devices=HOST)

@@ -1,148 +1,251 @@
-"""A model in a training engine, as far as it costs anything: how it lies over ranks, and the bytes of its passes.
+"""Predicts the memory of a model in a training engine: its layout over ranks, and the bytes of its passes.
 
-What autograd keeps, and what exists for a moment, is in closed form. The forms follow the code that computes: transformers'
-layers with packed attention (`models/attention.py`), the chunked head (`models/logprobs.py`). A test counts what autograd
-really keeps of every architecture and compares. `PlannedModel.piece` is what one rank computes with; where ranks share
-tokens (`context`) each has a part of them.
+The bytes of the layers are counted, by running their code on tensors without memory: two layers, which stand for all others,
+are on the device ``meta``, where operators compute only sizes. Temporary memory inside compiled kernels is not seen. Closed
+formulas give the bytes of the chunked head (`models/logprobs.py`). A test compares them with the bytes that autograd keeps
+in every architecture. `PlannedModel.piece` is the tensor-parallel piece of one rank; with context parallelism each rank has
+a part of the tokens.
 """
 
 import functools
+import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tandem.engines.train.check import check_heads, check_layout
+import torch
+from torch.fx.experimental import _config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.config.errors import ConfigError, kind_and_text
+from tandem.config.train_engine import LoRAConfig, TrainEngineConfig
 from tandem.engines.train.micro_batches import PlannedSequence, plan
-from tandem.flow.plan import Resident
-from tandem.flow.state_parts import Where, footprint
-from tandem.models.cpu_attention import fits
-from tandem.models.footprint import FLOAT32, Footprint
+from tandem.engines.train.spread import check_layout
+from tandem.flow.planned_models import Resident
+from tandem.flow.sleep_plan import footprint
+from tandem.models.attention import MIN_SAVING, plan_calls
+from tandem.models.context_parallel import refuse_uneven_heads
+from tandem.models.hardware import Hardware
 from tandem.models.logprobs import ROWS_FOR_ONE
-from tandem.models.prefixes import MIN_SAVING
-from tandem.models.shape import BYTES, Dtype, Shape
-from tandem.planning.machine import Machine
+from tandem.models.lora import put_adapters
+from tandem.models.packed import PackedCausalLM, TokenLayout
+from tandem.models.shape import BYTES, FLOAT32, Adapters, Dtype, Footprint, Shape
+
+META = torch.device("meta")
+
+
+class NotCounted(ConfigError):
+    """A model whose memory cannot be planned, because its code does not run without memory."""
+
+
+class PassBytes(NamedTuple):
+    """Bytes of the layers of one pass, without parameters, gradients of parameters, and the head."""
+
+    kept: int
+    """Bytes that autograd keeps of all layers from the forward to the backward pass."""
+
+    backward: int
+    """Most bytes of temporary tensors in the backward pass, in addition to ``kept``."""
+
+    scoring: int
+    """Most bytes of a pass without gradients."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators make, for as long as these exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def know(self, *tensors: torch.Tensor) -> None:
+        """Leaves out the memory of these tensors."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operator(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _gone(self, known: int, num_bytes: int) -> None:
+        self._known.discard(known)
+        self.now -= num_bytes
+
+
+@functools.lru_cache(256)
+def count_pass(
+    shape: Shape, dtype: Dtype, groups: Sequence[tuple[int, int]], length: int, *, adapters: Adapters | None = None,
+    checkpointing: bool = False, selective: bool = False, gpu: bool = False,
+) -> PassBytes:  # fmt: skip
+    """Returns the bytes of the layers of a model in a pass over one micro-batch: ``groups`` of completions of ``length``
+    tokens, see `MicroBatch`. ``gpu``: computes attention with the kernel for GPUs.
+
+    Raises:
+        NotCounted: the code of this architecture does not run on tensors without memory.
+    """
+    try:
+        model = _model(shape, dtype, adapters)
+        return _count(model, shape, _layout(model, groups, length, gpu=gpu), checkpointing, selective)
+    except Exception as error:  # boundary: code of transformers and torch, whose versions differ
+        raise NotCounted(
+            f"the memory of a model of type {shape.kind} cannot be planned: its layers do not run on tensors without memory "
+            f"({kind_and_text(error)})"
+        ) from error
+
+
+def _count(model: PackedCausalLM, shape: Shape, layout: TokenLayout, checkpointing: bool, selective: bool) -> PassBytes:
+    if checkpointing:
+        model.enable_gradient_checkpointing(selective)
+    live, at = LiveBytes(), list[int]()
+    live.know(*model.parameters(), *model.buffers())
+    for module in (model.decoder.layers[-1], model.decoder.norm):
+        module.register_forward_pre_hook(lambda *_: at.append(live.now))
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    # all completions are equally long, so that no padding is left out
+    with _config.patch(meta_nonzero_assume_all_nonzero=True), live:
+        with torch.no_grad():
+            model.hidden(layout)
+        scoring, live.most = live.most, 0
+        at.clear()
+        states = model.hidden(layout)
+        kept = live.now - states.untyped_storage().nbytes()
+        loss = states.sum()
+        del states
+        live.most = 0
+        loss.backward()
+    return PassBytes(kept + (shape.layers - 2) * (at[1] - at[0]), live.most - kept, scoring)
+
+
+def _model(shape: Shape, dtype: Dtype, adapters: Adapters | None) -> PackedCausalLM:
+    """Returns a model of two layers of this shape, with a small vocabulary. With adapters all else is frozen."""
+    config = AutoConfig.for_model(
+        shape.kind, num_hidden_layers=2, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
+        attention_bias=shape.qkv_bias, mlp_bias=shape.mlp_bias, max_position_embeddings=shape.context,
+        vocab_size=8, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    if not shape.attention_softcap:
+        config.attn_logit_softcapping = None
+    number = getattr(torch, dtype)
+    with META:
+        model = PackedCausalLM(AutoModelForCausalLM.from_config(config, dtype=number))
+    if adapters is not None:
+        lora = LoRAConfig(rank=adapters.rank, target_modules=adapters.modules, dropout=0.5 if adapters.dropout else 0.0)
+        put_adapters(model, lora, number, seed=0)
+        model.to(number)
+    return model
+
+
+def _layout(model: PackedCausalLM, groups: Sequence[tuple[int, int]], length: int, *, gpu: bool) -> TokenLayout:
+    rows = [
+        torch.cat([torch.full((prompt,), number), torch.zeros(length, dtype=torch.int64)])
+        for number, (prompt, count) in enumerate(groups, 1)
+        for _ in range(count)
+    ]
+    mask = torch.cat([torch.arange(len(row)) >= len(row) - length for row in rows])
+    bounds = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    layout = model.lay_out(torch.cat(rows), bounds, mask, torch.ones(len(rows)), META)
+    calls = tuple(call.on(META) for call in plan_calls(layout.packing.runs)) if gpu else ()
+    return replace(layout, packing=replace(layout.packing, calls=calls))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(Footprint):
-    """A model in a training engine, with what its passes cost."""
+    """A model in a training engine, with the properties from which the bytes of its passes follow."""
 
     role: str
-    max_tokens: int
-    chunk_tokens: int
-    checkpointing: bool = False
-    selective: bool = False
-    """Checkpointing keeps the results of products and attention."""
-
-    sync_each: bool = False
-    """Gradients are summed over ranks with each micro-batch, and not once a step."""
-
-    gathers_keys: bool = False
-    """Ranks that share tokens gather keys and values, instead of exchanging heads for tokens."""
-
+    config: TrainEngineConfig
     on_cpu: bool = False
-    """Computed on a CPU, which has attention of its own for short sequences."""
+    """True if the model computes on a CPU, which has its own attention kernel."""
 
     own: bool = True
-    """False: the actor's model without its adapters, which is no second one."""
+    """False: this is the actor's model without its adapters, which uses the actor's memory."""
 
     trunk_of: str | None = None
-    """The model in whose memory its frozen weights are."""
+    """Name of the model in whose memory the frozen weights are; None: in its own."""
 
     mini_batches: int = 1
 
     @property
     def ranks(self) -> int:
-        """Processes that hold it together."""
+        """Number of ranks over which the model is distributed."""
         return self.layout.ranks
 
+    @property
+    def sync_each(self) -> bool:
+        """True if gradients are summed over ranks after each micro-batch; False: once a step."""
+        return self.config.gradient_sync == "micro_batch" or self.offload
 
-def planned_model(resident: Resident, machine: Machine, shape: Shape) -> PlannedModel:
-    """A resident of a run that has a train engine, or a judge's model, which is in an inference engine.
+    @property
+    def gathers_keys(self) -> bool:
+        """True if context parallelism gathers keys and values; False: it exchanges heads for tokens."""
+        ranks = self.layout.tensor * self.layout.context
+        return self.layout.context > 1 and bool(self.shape.heads % ranks or self.shape.kv_heads % ranks)
+
+
+def planned_model(resident: Resident, where: Hardware, shape: Shape) -> PlannedModel:
+    """Returns the planned model of a resident with a train engine, or of a judge's model, which is in an inference engine.
 
     Raises:
-        ConfigError: what the engine itself would refuse.
+        ConfigError: the engine would refuse the configuration.
     """
     config, head = resident.engine, "lm" if resident.head == "text" else resident.head
     assert config is not None, "the inference engine is no model of its own"
-    found = footprint(replace(resident, head=head), shape, where_of(machine))
-    layout, ranks = found.layout, found.layout.tensor * found.layout.context
-    check_layout(config, layout, resident.key, cpu=machine.kind == "cpu", rounded=found.dtype != "float32")
-    check_heads(config, layout, shape.heads, shape.kv_heads, resident.key)
-    divides = shape.heads % ranks == 0 == shape.kv_heads % ranks
-    exchanges = config.context_parallel == "all_to_all" or (config.context_parallel == "auto" and divides)
-    return PlannedModel(
-        **vars(found),
-        role=resident.name,
-        max_tokens=config.micro_batch_tokens,
-        chunk_tokens=config.chunk_tokens,
-        checkpointing=config.gradient_checkpointing,
-        selective=config.gradient_checkpointing and config.selective_checkpointing,
-        sync_each=config.gradient_sync == "micro_batch" or config.offload,
-        gathers_keys=layout.context > 1 and not exchanges,
-        on_cpu=machine.kind == "cpu",
-        trunk_of=resident.trunk_of,
-        mini_batches=resident.mini_batches,
-    )
-
-
-def where_of(machine: Machine) -> Where:
-    """The machine as the plan of sleeping sees it."""
-    gpu = machine.memory_gib if machine.kind == "gpu" else None
-    return Where(gpu is None, lambda name: resolved(name, machine), machine.fast_bfloat16, gpu)
-
-
-def resolved(name: str, machine: Machine) -> Dtype:
-    """`auto` as `tandem.models.precision.resolve_dtype` reads it, on a machine that need not be here."""
-    if name == "auto":
-        return "bfloat16" if machine.fast_bfloat16 else "float32"
-    return "bfloat16" if name == "bfloat16" else "float32"
+    found = footprint(replace(resident, head=head), shape, where)
+    check_layout(config, found.layout, resident.key, cpu=where.cpu, rounded=found.dtype != "float32")
+    refuse_uneven_heads(shape.heads, shape.kv_heads, found.layout.tensor, resident.key)
+    more = {"trunk_of": resident.trunk_of, "mini_batches": resident.mini_batches}
+    return PlannedModel(**vars(found), role=resident.name, config=config, on_cpu=where.cpu, **more)
 
 
 MOST_SEQUENCES = 20_000
-"""Only so many sequences of a larger batch are cut into micro-batches; the rest is assumed to be like them."""
+"""Largest number of sequences that are cut into micro-batches; the others of a larger batch are assumed to be alike."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: groups of completions behind a common prompt.
+    """The input of one forward pass: groups of completions, each group with a common prompt.
 
     Example: two groups of 3 completions of 5 tokens behind prompts of 10: ``MicroBatch(((10, 3), (10, 3)), 5)`` computes
     2 · (10 + 3 · 5) = 50 tokens and predicts 30.
     """
 
     groups: tuple[tuple[int, int], ...]
-    """(tokens of the prompt, completions) each."""
+    """(tokens of the prompt, number of completions) of each group."""
 
     length: int
     """Tokens of each completion."""
 
     @property
     def predicted(self) -> int:
-        """Tokens whose log-probability is computed."""
+        """Number of tokens whose log-probability is computed."""
         return self.length * sum(count for _, count in self.groups)
 
     @property
     def alone(self) -> int:
-        """Tokens with a copy of its prompt before each completion."""
+        """Number of tokens if each completion has its own copy of the prompt."""
         return sum(count * (prompt + self.length) for prompt, count in self.groups)
 
     @property
     def shared(self) -> bool:
-        """True if prompts are computed once: where that saves too little, it is not worth its gathers."""
+        """True if each prompt is computed once for its group; False if it saves less than `MIN_SAVING` of the tokens."""
         saved = sum(prompt * (count - 1) for prompt, count in self.groups)
         return saved > 0 and saved >= MIN_SAVING * self.alone
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the layers."""
+        """Number of tokens that the layers compute."""
         return sum(prompt + count * self.length for prompt, count in self.groups) if self.shared else self.alone
-
-    def squares(self) -> float:
-        """Pairs of a query and a key in one head, none skipped, as soft-capped attention holds them."""
-        if not self.shared:
-            return sum(count * (prompt + self.length) ** 2 for prompt, count in self.groups)
-        return sum(prompt**2 + count * self.length * (prompt + self.length) for prompt, count in self.groups)
 
 
 class Step(NamedTuple):
@@ -150,16 +253,16 @@ class Step(NamedTuple):
 
     largest: MicroBatch
     count: int
-    """Micro-batches of each rank."""
+    """Number of micro-batches of each rank."""
 
 
 @functools.lru_cache(64)
 def cut_step(
     groups: int, completions: int, prompt: int, length: int, *, most: int, ranks: int = 1, together: bool = False
 ) -> Step:
-    """``groups`` prompts with ``completions`` each, cut into micro-batches of at most ``most`` tokens for each rank.
+    """Cuts ``groups`` prompts with ``completions`` each into micro-batches of at most ``most`` tokens for each rank.
 
-    ``together``: the completions of a prompt are one unit, as the sides of a pair are.
+    ``together``: True keeps the completions of a prompt in one micro-batch, such as the two sides of a pair.
     """
     taken = max(min(groups, ranks), min(groups, MOST_SEQUENCES // completions))
     owner = [group for group in range(taken) for _ in range(completions)]
@@ -170,97 +273,42 @@ def cut_step(
     return Step(max(batches, key=lambda batch: batch.tokens), len(planned[0]))
 
 
-def kept_by_layer(model: PlannedModel, batch: MicroBatch) -> float:
-    """Bytes that autograd keeps of one layer until its backward pass.
+def pass_bytes(model: PlannedModel, batch: MicroBatch) -> PassBytes:
+    """Returns the bytes of the layers in a pass on one rank, without those of the head.
 
-    A norm keeps its float32 input and the normalised one; a projection its input; attention the rotated queries and keys,
-    the values and its output; the gated MLP its gate before and after the activation, the other half, and their product.
-    Beside adapters, norms and matrices are frozen: they keep what their input's gradient needs, and the adapters theirs.
+    Ranks that share the tokens of sequences (context parallelism) have a part each, and besides it the output of attention,
+    which is sent back to them, or keys and values of all tokens.
     """
-    shape, size, context, adapters = model.piece, BYTES[model.dtype], model.layout.context, model.adapters
-    norm = _norm(model)
-    inputs, product, low_rank = 2, 1, 0
-    if adapters is not None:
-        inputs = adapters.has("q_proj", "k_proj", "v_proj") + adapters.has("gate_proj", "up_proj")
-        product, low_rank = int(adapters.has("down_proj")), adapters.rank * len(adapters.modules)
-        low_rank += 2 * sum(shape.linears[name][0] for name in adapters.modules) if adapters.dropout else 0
-    a_token = shape.norms * norm * shape.hidden + size * inputs * shape.hidden + size * (3 + product) * shape.intermediate
-    if shape.qk_norm:
-        a_token += norm * (shape.query + shape.key)
-    a_token += size * (2 * shape.query + 2 * shape.key + low_rank)
-    if context > 1:  # the output goes back to the ranks whose tokens it is of, or is joined
-        a_token += size * shape.query
-    gathered = size * 2 * shape.key * batch.tokens * (context - 1) if model.gathers_keys else 0
-    return (batch.tokens * a_token + gathered + _kept_by_attention(model, batch)) / context
+    config, context, shape = model.config, model.layout.context, model.piece
+    counted = count_pass(
+        shape, model.dtype, batch.groups, batch.length, adapters=model.adapters, gpu=not model.on_cpu,
+        checkpointing=config.gradient_checkpointing, selective=config.selective_checkpointing,
+    )  # fmt: skip
+    if context == 1:
+        return counted
+    sent = shape.query + (2 * shape.key * (context - 1) if model.gathers_keys else 0)
+    layers = 1 if config.gradient_checkpointing else shape.layers
+    kept, *moments = (one // context for one in counted)
+    return PassBytes(kept + layers * BYTES[model.dtype] * sent * batch.tokens // context, *moments)
 
 
-def _norm(model: PlannedModel) -> int:
-    """Bytes that a norm keeps of each number; what its own gradient needs is not kept where it has none."""
-    if model.adapters is not None:
-        return FLOAT32
-    return FLOAT32 + (FLOAT32 if model.shape.post_norms else BYTES[model.dtype])
-
-
-def _kept_by_attention(model: PlannedModel, batch: MicroBatch) -> float:
-    """Beyond queries, keys, values and one output a token."""
-    shape, size = model.piece, BYTES[model.dtype]
-    if shape.attention_softcap:  # no fused kernel: keys and values for every head, and the scores
-        repeated = batch.alone
-        scores = size + FLOAT32 + (size if model.dtype == "bfloat16" else 0) + 1  # tanh, softmax, its rounded copy, the mask
-        return size * 2 * repeated * shape.query + scores * shape.heads * batch.squares()
-    extra = FLOAT32 * shape.heads * batch.tokens  # log-sum-exps
-    if model.on_cpu and fits(shape.head_dim):
-        return extra
-    output = size * batch.tokens * shape.query  # the input of the next projection
-    joined = model.adapters is None or model.adapters.has("o_proj")
-    if batch.shared:  # keys and values behind copies of their prompts; gathered queries and outputs; the masks
-        extra += size * batch.alone * 2 * shape.key + (size * 2 * shape.query + 9) * batch.predicted
-        for prompt, _ in batch.groups:
-            extra += size * (prompt * shape.query + batch.length * (prompt + batch.length))
-        return extra if joined else extra - output
-    return extra + output if len(batch.groups) > 1 and joined else extra
-
-
-def activation_bytes(model: PlannedModel, batch: MicroBatch) -> float:
-    """Bytes that autograd keeps of all layers and the head; with checkpointing the input of each layer (and the results of
-    products and attention, where it is selective), and one whole layer at a time."""
-    shape, size, context = model.piece, BYTES[model.dtype], model.layout.context
-    tokens = batch.tokens / context
-    one = kept_by_layer(model, batch)
-    around = (_norm(model) * shape.hidden + 2 * size * shape.head_dim) * tokens
-    if model.head != "scalar":  # the state before each predicted token, and a few numbers of it
-        around += batch.predicted * (size * shape.hidden + 20) / context
-    if not model.checkpointing:
-        begun = 1 if model.adapters is None else 0.9  # before the first adapter nothing has a gradient
-        return (shape.layers - 1 + begun) * one + around
-    results = shape.hidden
-    if model.selective:
-        results += 2 * shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.intermediate
-    return shape.layers * size * results * tokens + one + around
-
-
-def passing(model: PlannedModel, batch: MicroBatch, *, backward: bool) -> float:
-    """Bytes that one layer needs for a moment: the widest part of the MLP and its neighbours, or the gradients of keys and
-    values of each head in float32; gradients in the backward pass."""
-    shape, size = model.piece, BYTES[model.dtype]
-    widest = size * (3 * shape.intermediate + 4 * shape.hidden) * batch.tokens * (2 if backward else 1)
-    if shape.attention_softcap:
-        widest += (FLOAT32 + 2 * size) * shape.heads * batch.squares()
-    elif backward and model.on_cpu and fits(shape.head_dim):
-        widest = max(widest, (2 * FLOAT32 * shape.query + size * (2 * shape.query + 2 * shape.key)) * batch.tokens)
-    return widest / model.layout.context
+def kept_by_head(model: PlannedModel, batch: MicroBatch) -> int:
+    """Returns the bytes that the head keeps: the hidden state before each predicted token, and a few numbers per token."""
+    if model.head == "scalar":
+        return 0
+    return batch.predicted * (BYTES[model.dtype] * model.piece.hidden + 20) // model.layout.context
 
 
 def head_bytes(model: PlannedModel, batch: MicroBatch, *, backward: bool) -> tuple[float, float]:
-    """Bytes of logits at a time, and of the head's own gradient in its backward pass, if it is trained.
+    """Returns (bytes of one chunk of logits, bytes of the gradient of the head's weights in the backward pass, if trained).
 
-    Logits and their softmax are float32, and in bfloat16 a rounded copy of them, and of their gradient, stands beside them;
-    the gradient of the weights is summed in float32. Compiled kernels (bfloat16 on a CPU, `models/logit_kernels.py`) hold
-    four times as many rows in bfloat16 alone, and make a float32 sum only of several chunks.
+    Logits and their softmax are float32; in bfloat16 there are also rounded copies of the logits and of their gradient. The
+    gradient of the weights is summed in float32. Compiled kernels (bfloat16 on a CPU, `models/logprobs.py`) hold four times
+    as many rows, only in bfloat16, and sum in float32 only if there are several chunks.
     """
     shape, size = model.piece, BYTES[model.dtype]
     predicted, rounded = -(-batch.predicted // model.layout.context), 0 if model.dtype == "float32" else size
-    a_logit, rows, summed = FLOAT32 * (2 + shape.final_softcap) + rounded, model.chunk_tokens, True
+    a_logit, rows, summed = FLOAT32 * (2 + shape.final_softcap) + rounded, model.config.chunk_tokens, True
     if backward:
         a_logit = 2 * FLOAT32 * (1 + shape.final_softcap) + 2 * rounded
     if model.on_cpu and model.dtype == "bfloat16" and model.layout.tensor == 1:

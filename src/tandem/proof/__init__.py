@@ -1,1 +1,1 @@
-"""Proof of weight delivery: which weights made which tokens, and what a difference means."""
+"""Proof of weight delivery: tests which weights generated the tokens of a batch, and explains a difference."""

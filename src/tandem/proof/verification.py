@@ -1,61 +1,190 @@
 """Proof of delivery: trajectories are scored again under the weights of the versions that they are stamped with.
 
-Consumes the batch of a step before it is trained on; changes nothing. A server that serves other weights than it says, at
-another temperature or over another text, shows in the difference of log-probabilities, and the run ends. The message says
-the difference, and the cause if it is a missing update or a wrong version.
+A step's batch is read before it is trained on, and not changed. If a server used other weights than it reported, another
+temperature or another text, the log-probabilities differ, and the run ends. The message states the difference, and the cause
+if it is a missing update or a wrong version.
+
+Batches are scored under the newest version of the weights and under the archived ones.
 """
 
+import contextlib
+import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from tandem.algorithms.gap import Evidence, gap
+from tandem.algorithms.correction import Evidence, gap
 from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
+from tandem.api.engines import TrainEngine
 from tandem.api.failures import DeliveryDisproved
-from tandem.config.delivery import VerifyConfig
-from tandem.proof.scoring import Scorer, Verified
+from tandem.api.team import Team
+from tandem.api.weights import FolderSource, stored_entries
+from tandem.config.rollout import VerifyConfig
 from tandem.roles.samples import trained_tokens
+from tandem.weights.publisher import VersionArchive
+
+
+def beginning(folder: Path, engine: TrainEngine) -> FolderSource | None:
+    """Returns the weights with which a run begins: those in its model folder. None if a tensor of the engine has no
+    tensor of the same name in the folder. Collective."""
+    names = {name for name, _ in engine.weights()}
+    return FolderSource(folder) if names <= stored_entries(folder).keys() else None
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A part of a batch, scored again. All tensors are ``[T]``."""
+
+    batch: TensorDict
+    known: torch.Tensor
+    """bool, true for a trained token whose version is archived."""
+
+    stamped: torch.Tensor
+    """Log-probabilities under the version with which each token is stamped."""
+
+    newest: torch.Tensor
+    """Log-probabilities under the weights that are trained now."""
+
+    compared: torch.Tensor
+    """The same log-probabilities as ``stamped``, but computed in float32 if ``exact`` is true."""
+
+    older: torch.Tensor
+    """Log-probabilities under the version before the stamped one, computed like ``compared``; NaN if it is not archived."""
+
+    exact: bool
+    """True if ``compared`` and ``older`` have no rounding noise."""
+
+    unknown_share: float
+    """Share of this part's trained tokens that were not verified, because their version is not archived or they were left
+    out."""
+
+
+class Scorer:
+    """Computes log-probabilities in the trainer, with the weights as they were delivered. All methods are collective."""
+
+    def __init__(self, engine: TrainEngine, archive: VersionArchive | None, dtype: torch.dtype, team: Team, *, rounds: bool):
+        """Makes a scorer.
+
+        Args:
+            archive: on rank 0; None on other ranks.
+            dtype: dtype of the delivery.
+            rounds: the engine computes in a wider dtype, so its own weights must be rounded to equal the delivered ones.
+        """
+        self.engine, self._archive, self._dtype, self._team, self._rounds = engine, archive, dtype, team, rounds
+        self._names: frozenset[str] | None = None
+
+    def kept(self) -> list[int]:
+        """Archived versions that can be scored besides the newest, oldest first."""
+        return self._team.share(lambda: self._archive.versions if self._archive is not None else [])
+
+    @property
+    def kept_gib(self) -> float:
+        """GiB of the archived versions on this machine."""
+        return 0.0 if self._archive is None else self._archive.num_bytes / 2**30
+
+    def score(self, batch: TensorDict, number: int | None) -> torch.Tensor:
+        """Returns log-probabilities ``[T]`` under an archived version; None: under the newest, the engine's own weights."""
+        if number is None and not self._rounds:
+            return self.engine.forward(batch).logprobs
+        # an engine that serves float32 merges without rounding, so there the adapter itself is the more exact choice
+        with self.engine.using(self.tensors(number) if self._rounds or number is None else self._kept(number)):
+            return self.engine.forward(batch).logprobs
+
+    def score_in_float32(self, batch: TensorDict, number: int | None) -> torch.Tensor | None:
+        """Like `score`, without the rounding noise of a bfloat16 forward pass; None if the engine cannot compute that."""
+        served = None if number is None and not self._rounds else self.tensors(number)
+        with contextlib.nullcontext() if served is None else self.engine.using(served), self.engine.in_float32() as exact:
+            return self.engine.forward(batch).logprobs if exact else None
+
+    def tensors(self, number: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the whole weights of a version as they were served: an adapter is merged into its base, then rounded. A
+        tensor is valid until the next is taken."""
+        if number is None:
+            for name, tensor in self.engine.weights():
+                yield name, tensor.to(self._dtype)
+            return
+        stream, adapter = self._kept(number), self.engine.adapter
+        first = next(stream, None)
+        if first is not None:
+            stream = itertools.chain([first], stream)
+        if adapter is None or first is None or not _is_of_adapter(first[0]):
+            yield from stream
+            return
+        for name, tensor in adapter.merged(dict(stream)):
+            yield name, tensor.to(self._dtype)
+
+    def surviving(self) -> float | None:
+        """Returns the share of the last delivered adapter that survives rounding in the engine's weights; None if there is
+        no adapter, if it changes nothing yet, or if the engine serves float32, where rounding is negligible."""
+        if self.engine.adapter is None or self._dtype == torch.float32:
+            return None
+        return self.engine.adapter.surviving(self._dtype)
+
+    def _kept(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of a version as they were delivered, which may be an adapter alone."""
+        if self._names is None:
+            adapter = () if self.engine.adapter is None else self.engine.adapter.weights()
+            self._names = frozenset(name for stream in (self.engine.weights(), adapter) for name, _ in stream)
+        names, archive = self._names, self._archive
+        source = None if archive is None else archive.get(number)
+        stream = () if source is None else source.tensors()
+        # a run's first model folder may hold tied tensors twice, and in another dtype
+        yield from self._team.spread((name, self._delivered(name, tensor)) for name, tensor in stream if name in names)
+
+    def _delivered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if _is_of_adapter(name) else tensor.to(self._dtype)
+
 
 log = logging.getLogger(__name__)
 
 FIRST_STEPS = (1, 3)
-"""Verified beside every so many. At step 1 nothing was delivered yet, so it shows whether the engines agree at all; step 3
-is the first that tells one version too few from none at all."""
+"""Steps that are verified besides every `every_steps`-th. Step 1 is before any update, so it shows whether the engines agree
+at all. Step 3 is the first that can tell an engine that is one version behind from one that never got an update."""
 
 TOLERANCES = {torch.float32: 0.001, torch.bfloat16: 0.1}
-"""Largest mean gap in nats. Agreeing engines were seen at 1e-5 in float32 and at 0.04 in bfloat16."""
+"""Largest mean gap between log-probabilities, in nats. Agreeing engines were seen at 1e-5 in float32 and at 0.04 in
+bfloat16."""
 
 GROUP_FACTOR = 2.0
-"""One group, which one server makes, may be so much further off."""
+"""The mean gap of a single group, which one server generates, may be this many times the tolerance."""
 
 MIN_TOKENS = 16
-"""Fewer tokens of a group are not judged by themselves: single improbable ones decide."""
+"""Groups with fewer tokens are not judged on their own, because single improbable tokens would decide."""
 
 SIGMAS = 5.0
-"""An update counts as arrived, or as missing, if the evidence says so by this many standard errors."""
+"""Evidence of at least this many standard errors decides whether an update arrived or is missing."""
+
+TRAJECTORIES = 8
+"""Number of trajectories that a verification scores, from different groups if possible."""
 
 CONFIRMATIONS = 2
-"""Verifications that must call an update missing before the run ends, if the gap is within the tolerance."""
+"""Number of verifications that must find an update missing before the run ends, if the gap is within the tolerance."""
 
 POOL = 8
-"""Verifications without a result whose evidence is added up: in bfloat16 one is often too few to see a small update."""
+"""Most undecided verifications whose evidence is pooled: in bfloat16 one is often too few to show a small update."""
 
 SURVIVING = 0.5
-"""The share of an adapter below which rounding makes sampling lag behind training, so that the user is told."""
+"""If less than this share of an adapter survives rounding, sampling lags behind training, and the user is warned."""
 
 
 class Schedule:
-    """The steps whose batch is verified, and the versions that must be kept for that.
+    """Decides which steps are verified, and which versions must be kept for that.
 
     While an update is suspected to be missing, every step is verified and every version is kept.
     """
 
     def __init__(self, config: VerifyConfig, eta: int):
-        """``eta``: `max_head_offpolicyness`, the age that a verified token may have."""
+        """``eta``: `max_head_offpolicyness`, the highest age of a verified token, in versions."""
         self._every_steps, self._ages = config.every_steps, range(1, max(1, eta) + 1)
         self.suspicious = False
 
@@ -65,12 +194,13 @@ class Schedule:
         return every is not None and (self.suspicious or step in FIRST_STEPS or step % every == 0)
 
     def wants(self, number: int) -> bool:
-        """True if a verified batch may hold tokens of this version, or of the one after it, once it is not the newest."""
+        """True if version ``number`` must be archived: a later batch that is verified may have tokens of this version or of
+        the next."""
         return any(self.is_due(number + 1 + age) for age in self._ages)
 
 
 class Verifier:
-    """Verifies a batch where one is due. Every rank makes one; what it does is collective."""
+    """Verifies batches when a verification is due. Every rank makes one; its methods are collective."""
 
     def __init__(
         self,
@@ -79,17 +209,17 @@ class Verifier:
         dtype: torch.dtype,
         *,
         schedule: Schedule | None = None,
+        trajectories: int = TRAJECTORIES,
         confirmations: int = CONFIRMATIONS,
         keeps_kv: bool = False,
-        hot_first_token: bool = False,
         seed: int = 0,
     ):
-        """``dtype``: the coarser one of generation and training. ``schedule``: shared with the archive of versions.
-        ``confirmations``: verifications that must agree that an update is missing. ``keeps_kv``: tokens after an update
-        stand on keys and values of before, so they are not verified. ``hot_first_token``: nor is the first token of a reply,
-        drawn at another temperature."""
-        self._scorer, self._config, self._dtype = scorer, config, dtype
-        self._keeps_kv, self._hot_first_token, self._seed = keeps_kv, hot_first_token, seed
+        """``dtype``: the coarser of the dtypes of generation and training. ``schedule``: shared with the archive of
+        versions. ``trajectories``: number of trajectories of a verification. ``confirmations``: number of verifications that
+        must agree that an update is missing. ``keeps_kv``: tokens drawn after an update depend on older keys and values, so
+        they are not verified."""
+        self._scorer, self._trajectories, self._dtype = scorer, trajectories, dtype
+        self._keeps_kv, self._seed = keeps_kv, seed
         self._warned = False
         self._version: Callable[[], int] = lambda: 0
         self._schedule, self._confirmations, self._missed = schedule or Schedule(config, eta=1), confirmations, 0
@@ -98,32 +228,33 @@ class Verifier:
         self.tolerance = config.tolerance or TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
     def follow(self, version: Callable[[], int]) -> None:
-        """``version``: the number of updates that were published so far."""
+        """Sets the function ``version``, which returns the number of updates published so far."""
         self._version = version
 
     def verify_if_due(self, batch: TensorDict) -> dict[str, float]:
-        """``gap/*`` of the batch of this step; where no verification is due only what rounding leaves of an adapter.
+        """Returns metrics ``gap/*`` of this step's batch; without a due verification, only ``gap/adapter_surviving``.
 
         Raises:
-            DeliveryDisproved: other weights, temperature or tokens than are stamped; names a missing update or the
-                version that made them, where one fits.
+            DeliveryDisproved: the trajectories were generated with other weights, temperature or tokens than recorded. The
+                message names a missing update, or the version that fits, if there is one.
         """
         rounded, version = self._rounded(), self._version()
         return rounded | (self.verify(batch, version) if self._schedule.is_due(version + 1) else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The evidence that has not decided yet, and the suspicion; the versions to compare with are the publisher's."""
+        """Returns the undecided evidence, and whether an update is suspected to be missing. The archived versions are in the
+        publisher's state."""
         pool = [{"residual": e.residual, "step": e.step, "sequence": e.sequence} for e in self._pool]
         return {"pool": pool, "undecided": self._undecided, "missed": self._missed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the evidence."""
+        """Replaces the evidence and the suspicion by those of ``state``."""
         self._pool = deque((Evidence(**{k: v.clone() for k, v in part.items()}) for part in state["pool"]), maxlen=POOL)
         self._undecided, self._missed = int(state["undecided"]), int(state["missed"])
         self._schedule.suspicious = self._missed > 0
 
     def _rounded(self) -> dict[str, float]:
-        """The share of an adapter that is left in the rounded weights that are served; warns once if that is little."""
+        """Returns the share of an adapter that is left in the served, rounded weights. Warns once if it is small."""
         share = self._scorer.surviving()
         if share is None:
             return {}
@@ -131,21 +262,21 @@ class Verifier:
             self._warned = True
             log.warning(
                 "only %.0f %% of the adapter is left in the bfloat16 weights that are served: its entries are smaller "
-                "than what rounding takes, so sampling lags behind training. Set rollout.dtype=float32, or a larger "
-                "actor.optimizer.lr or actor.lora.alpha (docs/lora.md); said once, gap/adapter_surviving goes on",
+                "than the rounding error, so sampling lags behind training. Set rollout.dtype=float32, or a larger "
+                "actor.optimizer.lr or actor.lora.alpha (docs/lora.md). This is logged once; see gap/adapter_surviving",
                 100 * share,
             )
         return {"gap/adapter_surviving": share}
 
     def verify(self, batch: TensorDict, version: int) -> dict[str, float]:
-        """Verifies as `verify_if_due` does, always. ``version``: of the weights that train now."""
-        chosen = choose(batch, self._config.trajectories, self._seed + version)
+        """Verifies a batch like `verify_if_due`, even if it is not due. ``version``: that of the weights in training."""
+        chosen = choose(batch, self._trajectories, self._seed + version)
         verified = self.score(select(batch, chosen), version)
         total, count = int(trained_tokens(batch).sum()), int(verified.known.sum())
         share = {"gap/verified": count / max(1, total), "gap/unknown": verified.unknown_share}
         share["memory/kept_versions_gib"] = self._scorer.kept_gib
         if not count:
-            log.warning("no token of the batch could be verified: the versions that made them are not kept")
+            log.warning("no token of the batch could be verified: the versions that generated its tokens are not archived")
             return share
         rollout = verified.batch["rollout_logprobs"]
         off = gap(verified.stamped, rollout, verified.known)
@@ -159,20 +290,24 @@ class Verifier:
         return share | metrics | self._weigh(verified, off, version)
 
     def _weigh(self, verified: Verified, off: torch.Tensor, version: int) -> dict[str, float]:
-        """Adds the evidence that the last update arrived to that of before, and acts on what it says together.
+        """Adds the evidence of this batch about the last update to the earlier evidence, and acts on the result.
 
         Raises:
-            DeliveryDisproved: as many verifications as must agree call the update missing.
+            DeliveryDisproved: enough verifications in a row found the update missing.
         """
-        both = verified.known & ~verified.older.isnan()
-        if int(both.sum()) < MIN_TOKENS:
+        comparable = verified.known & ~verified.older.isnan()
+        if int(comparable.sum()) < MIN_TOKENS:
             return {}
         rollout, sequences = verified.batch["rollout_logprobs"], sequence_index(verified.batch)
-        self._pool.append(Evidence.of(rollout[both], verified.compared[both], verified.older[both], sequences[both]))
+        self._pool.append(
+            Evidence.of(
+                rollout[comparable], verified.compared[comparable], verified.older[comparable], sequences[comparable]
+            )
+        )
         together = Evidence.pooled(list(self._pool))
         metrics = {"gap/update_sigmas": together.sigmas}
         if abs(together.sigmas) < SIGMAS:
-            self._tire(version)
+            self._count_undecided(version)
             return metrics | {"gap/undecided": 1.0}
         self._pool.clear()
         self._undecided = 0
@@ -193,20 +328,21 @@ class Verifier:
             )
         return metrics
 
-    def _tire(self, version: int) -> None:
-        """Gives up a suspicion after `POOL` more verifications without a result, for each costs time and memory."""
+    def _count_undecided(self, version: int) -> None:
+        """Ends the suspicion that an update is missing after `POOL` more undecided verifications, because each costs time
+        and memory."""
         self._undecided += 1
         if self._missed and self._undecided >= POOL:
             self._missed, self._undecided, self._schedule.suspicious = 0, 0, False
             log.warning(
                 "%d more verifications did not show whether the engine had the last update before version %d, so not every "
-                "step is verified any longer; raise rollout.verify.trajectories for more evidence",
+                "step is verified any longer; lower rollout.verify.every_steps for more evidence",
                 POOL,
                 version,
             )
 
     def score(self, part: TensorDict, version: int) -> Verified:
-        """Scores a part of a batch under every version that its tokens, or those of the version before, need."""
+        """Scores a part of a batch under the versions of its tokens, and under the version before each of these."""
         mask, stamps, numbers = self._mask(part), part["versions"], {*self._scorer.kept(), version}
         named = {int(number) for number in stamps[mask].unique()}
         before = {number - 1 for number in named} & numbers
@@ -233,7 +369,7 @@ class Verifier:
         return self._scorer.score(part, None if number == newest else number)
 
     def _scores_in_float32(self, part: TensorDict, numbers: list[int], newest: int) -> dict[int, torch.Tensor] | None:
-        """Scores without rounding noise; None if `_score` gives the same, or the engine cannot compute them."""
+        """Returns scores without rounding noise; None if `_score` has none either, or the engine cannot compute them."""
         scores: dict[int, torch.Tensor] = {}
         for number in numbers if self._dtype != torch.float32 else ():
             scored = self._scorer.score_in_float32(part, None if number == newest else number)
@@ -243,11 +379,9 @@ class Verifier:
         return scores or None
 
     def _mask(self, part: TensorDict) -> torch.Tensor:
-        """The trained tokens that one version made from beginning to end, at the trajectory's temperature. ``[T]`` bool."""
+        """Returns bool ``[T]``, True for trained tokens that can be verified: drawn with keys and values of their own
+        version."""
         mask = trained_tokens(part)
-        if self._hot_first_token:
-            before = torch.cat([mask.new_zeros(1), part["loss_mask"][:-1]])
-            mask = mask & before
         if self._keeps_kv:
             sequence, large = sequence_index(part), part["versions"].max() + 1
             first = torch.full_like(part["cu_seqlens"][:-1], int(large))
@@ -263,31 +397,31 @@ class Verifier:
             return True
         groups = verified.batch["group_id"]
         for group in groups.unique():
-            mine = groups == group
-            if counts[mine].sum() >= MIN_TOKENS and sums[mine].sum() > GROUP_FACTOR * self.tolerance * counts[mine].sum():
+            rows = groups == group
+            if counts[rows].sum() >= MIN_TOKENS and sums[rows].sum() > GROUP_FACTOR * self.tolerance * counts[rows].sum():
                 return True
         return False
 
     def _describe(self, verified: Verified, off: torch.Tensor, cause: str, *, within: bool) -> str:
-        """The message. ``within``: the gap is within the tolerance, and only its direction is wrong."""
+        """Returns the message. ``within``: the gap is within the tolerance, and only its direction is wrong."""
         dtype = str(self._dtype).removeprefix("torch.")
         stamps, count = verified.batch["versions"][verified.known], int(verified.known.sum())
         named = str(int(stamps.min())) + (f" to {int(stamps.max())}" if stamps.min() < stamps.max() else "")
         if within:
             return (
-                f"the trajectories of version {named} were not made as they say. The mean difference to their scores under "
+                f"the trajectories of version {named} were not made as recorded. The mean difference to their scores under "
                 f"the weights of their versions, {float(off.sum()) / count:.4g} nats over {count} tokens, is within the "
                 f"tolerance ({self.tolerance:g} in {dtype}), but its direction shows an older version. Likely cause: {cause}"
             )
         return (
-            f"the trajectories of version {named} were not made as they say: scored again under the weights of their "
+            f"the trajectories of version {named} were not made as recorded: scored again under the weights of their "
             f"versions, their log-probabilities differ by {float(off.sum()) / count:.4g} nats on average over {count} "
             f"tokens (tolerance {self.tolerance:g} in {dtype}). Likely cause: {cause}"
         )
 
 
 def _by_stamp(stamps: torch.Tensor, scores: dict[int, torch.Tensor], *, age: int) -> torch.Tensor:
-    """The score of each token ``[T]`` under the version ``age`` before the one that it is stamped with; NaN without it."""
+    """Returns the score of each token ``[T]`` under the version ``age`` before its stamp; NaN if that was not scored."""
     scored_by_stamp = torch.full(stamps.shape, torch.nan)
     for number, scored in scores.items():
         scored_by_stamp = torch.where(stamps == number + age, scored, scored_by_stamp)
@@ -310,16 +444,16 @@ def choose(batch: TensorDict, count: int, seed: int) -> torch.Tensor:
 
 
 WHOLE = 0.75
-"""Share from which on an update counts as missing as a whole."""
+"""Missing share above which an update counts as missing as a whole."""
 
 
 def missing_update(sigmas: float, share: float | None) -> str:
     """Names the cause of a gap that shows only by its direction. ``sigmas``: its size in standard errors. ``share``: the
     missing part of the update; None if rounding hides its size."""
-    much = "all or most" if share is None else "all" if share > WHOLE else "a part"
+    extent = "all or most" if share is None else "all" if share > WHOLE else "a part"
     regression = "" if share is None else f"{share:.0%} by regression, "
     return (
-        f"{much} of the last update before their version is missing ({regression}{sigmas:.0f} standard errors), which is "
+        f"{extent} of the last update before their version is missing ({regression}{sigmas:.0f} standard errors), which is "
         "too small to see token by token: they are stamped one version too new, or the server did not apply it. Restart the "
         "server, and look in its log for the update"
     )
@@ -335,26 +469,26 @@ def likely_cause(verified: Verified, version: int, tolerance: float, scorer: Sco
         known = known & torch.isin(verified.batch["group_id"], torch.tensor(wrong))[sequence_index(verified.batch)]
     return where + (
         _wrong_version(verified, known, version, tolerance, scorer)
-        or "unknown, for no version that is kept fits. Restart the server, see that it flushes its prefix cache with each "
+        or "unknown, because no kept version fits. Restart the server, make sure that it flushes its prefix cache with each "
         "update, and compare its model folder, tokenizer and temperature with the trainer's"
     )
 
 
 def _off(verified: Verified, scored: torch.Tensor, known: torch.Tensor) -> float:
-    """Mean difference between ``scored`` and the engine's log-probabilities over the ``known`` tokens, all ``[T]``."""
+    """Returns the mean gap between ``scored`` and the engine's log-probabilities over the ``known`` tokens; all ``[T]``."""
     rollout = verified.batch["rollout_logprobs"]
     return float(gap(scored.nan_to_num(0.0), rollout, known).sum()) / max(1, int(known.sum()))
 
 
 def _affected(verified: Verified, tolerance: float) -> tuple[list[int], int]:
-    """The groups whose gap is above the tolerance, and the number of groups with known tokens."""
+    """Returns the groups whose gap is above the tolerance, and the number of groups with known tokens."""
     groups = verified.batch["group_id"][sequence_index(verified.batch)]
     named = groups[verified.known].unique().tolist()
     return [g for g in named if _off(verified, verified.stamped, verified.known & (groups == g)) > tolerance], len(named)
 
 
 def _wrong_version(verified: Verified, known: torch.Tensor, version: int, tolerance: float, scorer: Scorer) -> str:
-    """Looks for one version that made all tokens, or for stamps that are one version too new; empty if neither fits."""
+    """Explains a gap by one version that generated all tokens, or by stamps one version too new; empty if neither fits."""
     stamps = verified.batch["versions"][known]
     newest, oldest = int(stamps.max()), int(stamps.min())
     tried = {number: number for number in scorer.kept()} | {version: None}
@@ -367,19 +501,19 @@ def _wrong_version(verified: Verified, known: torch.Tensor, version: int, tolera
     behind = not bool(verified.older[known].isnan().any()) and _off(verified, verified.older, known) <= limit
     if fitting is not None and fitting > oldest:
         return (
-            f"they are from version {fitting}, newer than they say: the server switched before it stamped. It must stamp "
+            f"they are from version {fitting}, newer than recorded: the server switched before it stamped. It must stamp "
             "each token with the weights that made it"
         )
     if fitting is not None and (not behind or newest - fitting > 1 or fitting == 0):
         late = " (or they are stamped one version too new)" if behind and newest == 1 else ""
         return (
-            f"all of them are from version {fitting}: no update after it was ever applied, though the server said so{late}. "
+            f"all of them are from version {fitting}: no later update was applied, though the server reported it{late}. "
             "Restart the server, and look in its log for the update"
         )
     if behind:
-        said = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
+        recorded = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
         return (
-            f"they are stamped one version too new: those that say {said} are from the version before, or the last update "
+            f"they are stamped one version too new: those of {recorded} are from the version before, or the last update "
             "came after its stamp. The stamp must come from the server that computes, not from the client"
         )
     return ""

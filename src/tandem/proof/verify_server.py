@@ -1,10 +1,11 @@
-"""`tandem verify-weights`: does an engine serve the weights of a model folder? Asks it, and scores what it says."""
+"""`tandem verify-weights`: tests whether an engine serves the weights of a model folder, by scoring its answers again."""
 
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,21 +15,19 @@ from tandem.api.chat_template import render
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.api.team import Team
-from tandem.config.delivery import VerifyConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
+from tandem.config.rollout import GenerationConfig, VerifyConfig
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.models.catalog import resolve
-from tandem.models.precision import resolve_dtype
+from tandem.models.hardware import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
-from tandem.proof.scoring import Scorer, beginning
-from tandem.proof.verification import Verifier
+from tandem.proof.verification import Scorer, Verifier, beginning
 from tandem.state.existing import checkpoints, step_of
-from tandem.state.named import named_run
-from tandem.weights.archive import VersionArchive
+from tandem.state.resuming import named_run
+from tandem.weights.publisher import VersionArchive
 
 QUESTIONS = (
     "What is {} + {}?",
@@ -41,17 +40,18 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Model:
-    """The weights that are expected, and others that the engine may have instead."""
+    """The expected weights, and others that the engine may have instead."""
 
     folder: Path
     number: int
-    """Its version: the step of a checkpoint, 0 for a model folder."""
+    """Version of the expected weights: the step of a checkpoint, 0 for a model folder."""
 
     others: Mapping[int, Path]
+    """Version → folder of the other weights."""
 
 
 def find_model(path: str) -> Model:
-    """``path``: a model, or a run, whose newest checkpoint is expected, or the one of a step.
+    """Finds the expected weights. ``path``: a model, or a run (its newest checkpoint, or that of a named step).
 
     Raises:
         ConfigError: there is no such model, or the run has no checkpoint.
@@ -64,13 +64,13 @@ def find_model(path: str) -> Model:
         raise ConfigError(f"{run} has no checkpoint whose weights could be compared; set checkpoint.every_steps")
     expected = saved[-1] if named.step is None else named.checkpoint
     others = {step_of(folder): folder for folder in saved if folder != expected}
-    with contextlib.suppress(ConfigError):  # of another kind of run, or its model is gone: then its beginning is not known
+    with contextlib.suppress(ConfigError):  # another kind of run, or its model is gone: then its first weights are unknown
         others[0] = resolve(load_config(TrainConfig, run / "config.yaml").config.actor.path)
     return Model(expected, step_of(expected), others)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[int, ...]:
-    """Question ``number``, as a chat where the model has a template."""
+    """Returns the tokens of question ``number``, as a chat if the model has a template."""
     text = QUESTIONS[number % len(QUESTIONS)].format(2 + number // 2, 3 + number)
     if not tokenizer.chat_template:
         return tuple(tokenizer.encode(text))
@@ -79,7 +79,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[int, ...]:
 
 
 async def ask(engine: InferenceEngine, prompts: Sequence[tuple[int, ...]], gconfig: GenerationConfig) -> list[LLMResponse]:
-    """One answer each, all together."""
+    """Returns one answer per prompt, all generated together."""
     requests = [
         LLMRequest(ids, gconfig, NoiseKey(0, group=i), affinity=f"verify-{i}", deadline_s=DEADLINE_S)
         for i, ids in enumerate(prompts)
@@ -92,34 +92,35 @@ def verify_engine(
     model: Model,
     gconfig: GenerationConfig,
     *,
-    dtype: str,
+    dtype: Literal["bfloat16", "float32"],
     questions: int,
     tolerance: float | None,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Metrics ``gap/*`` of the engine's answers under the expected weights, and ``version`` as the engine says it.
+    """Returns metrics ``gap/*`` of the engine's answers under the expected weights, and the ``version`` that it reports.
 
-    ``dtype``: ``bfloat16`` or ``float32``, of the engine.
+    ``dtype``: that of the engine.
 
     Raises:
-        DeliveryDisproved: the engine has other weights, another temperature or tokenizer; names a checkpoint that fits.
+        DeliveryDisproved: the engine has other weights, another temperature or tokenizer; the message names a checkpoint
+            that fits, if there is one.
     """
     tokenizer = load_tokenizer(model.folder)
     responses = asyncio.run(ask(engine, [encode(tokenizer, i) for i in range(questions)], gconfig))
     rows = []
     for number, response in enumerate(responses):
-        size, made = len(response.input_ids), len(response.output_ids)
+        size, drawn = len(response.input_ids), len(response.output_ids)
         rows.append(
             {
                 "input_ids": torch.tensor(response.input_ids + response.output_ids),
-                "loss_mask": torch.tensor([False] * size + [True] * made),
+                "loss_mask": torch.tensor([False] * size + [True] * drawn),
                 "rollout_logprobs": torch.tensor([0.0] * size + list(response.logprobs)),
-                "versions": torch.tensor([-1] * size + [model.number] * made),
+                "versions": torch.tensor([-1] * size + [model.number] * drawn),
                 "temperature": response.temperature,
                 "group_id": number,
             }
         )
-    trainer = build_train_engine(TrainEngineConfig(path=str(model.folder), dtype=dtype), total_steps=0, device=device)
+    trainer = SpreadEngine(TrainEngineConfig(path=str(model.folder), dtype=dtype), total_steps=0, device=device)
     archive = VersionArchive(lambda number: True, model.number)
     for number, folder in model.others.items():
         source = beginning(folder, trainer)
@@ -127,8 +128,9 @@ def verify_engine(
             archive.keep(number, source)
     verifier = Verifier(
         Scorer(trainer, archive, resolve_dtype(dtype, device), Team(), rounds=False),
-        VerifyConfig(every_steps=1, trajectories=questions, tolerance=tolerance),
+        VerifyConfig(every_steps=1, tolerance=tolerance),
         resolve_dtype(dtype, device),
+        trajectories=questions,
         confirmations=1,
     )
     metrics = verifier.verify(pack(rows), model.number)

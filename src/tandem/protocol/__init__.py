@@ -1,1 +1,2 @@
-"""The wire between processes: an HTTP client and server with limits, keys and checked bodies. No model, no engine."""
+"""The wire between processes: an HTTP client and an HTTP server with size limits, tokens and checked bodies. Imports no
+model and no engine."""

@@ -1,6 +1,7 @@
-"""Values against the JSON schemas of users and tools: arguments of a call, which are cast as well, and verdicts of judges.
+"""Checks and casts values against JSON schemas of users and tools: the arguments of tool calls and the verdicts of judges.
 
-`jsonschema` says what is wrong, and where; what a request of our own routes may be says `tandem.protocol.schema`.
+Uses `jsonschema`, which reports the rule and the path of a fault. The bodies of Tandem's own routes are checked by
+`tandem.protocol.bodies` instead.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
+from urllib.parse import urljoin
 
 import regex
 from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
@@ -18,22 +20,22 @@ from jsonschema.validators import extend
 from jsonschema_specifications import REGISTRY
 
 from tandem.config.errors import kind_and_text
-from tandem.protocol.parsing import STRICT
+from tandem.protocol.bodies import STRICT
 
 log = logging.getLogger(__name__)
 
 _KNOWN = Draft202012Validator.VALIDATORS
 _TYPES = Draft4Validator.TYPE_CHECKER
-"""The types of JSON, 3.0 no integer: it is made one."""
+"""JSON's types by draft 4, in which 3.0 is not an integer. So 3.0 in place of an integer is reported, and cast to 3."""
 
 _NAMES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _WORDS: Mapping[str, Mapping[str, Any]] = {"null": {"null": None, "none": None}, "boolean": {"true": True, "false": False}}
 _NO_CAST = object()
 _MAX_CASTS = 8
-"""Most casts one inside of another, such as a text that holds a list of texts that hold numbers."""
+"""Maximum depth of nested casts, such as a string that holds a list of strings that hold numbers."""
 
 _MATCH_S = 0.1
-"""Seconds for a pattern to match: some take for ever, and all episodes would wait."""
+"""Time limit in seconds of one pattern match: some patterns never end, and a match blocks all episodes."""
 
 _SHOWN = 80
 _RULES = {
@@ -60,13 +62,15 @@ _OF_TYPE = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
 _STANDARD = "https://json-schema.org/draft/2020-12/schema"
+_PARTS = (_STANDARD, *(urljoin(_STANDARD, part["$ref"]) for part in REGISTRY.contents(_STANDARD)["allOf"]))
+_KNOWN_WORDS: dict[str, Any] = {word: {} for part in _PARTS for word in REGISTRY.contents(part)["properties"]}
+_REFUSED: dict[str, Any] = {word: {"not": {}} for word in ("$ref", "$dynamicRef", "pattern", "patternProperties", "format")}
 _STRICT_SCHEMA = Draft202012Validator(
     {
         "$id": "urn:tandem:schema",
-        "$ref": _STANDARD,
-        "$dynamicAnchor": "meta",  # the standard's own schema comes back here for each schema inside of another
-        "unevaluatedProperties": False,
-        "properties": {word: {"not": {}} for word in ("$ref", "$dynamicRef", "pattern", "patternProperties", "format")},
+        "$dynamicAnchor": "meta",  # the standard's schema refers back here for each nested schema
+        # separate: in one schema with the first, the second would check everything nested again at each level
+        "allOf": [{"$ref": _STANDARD}, {"unevaluatedProperties": False, "properties": _KNOWN_WORDS | _REFUSED}],
         "dependentSchemas": {
             word: {"required": ["type"], "properties": {"type": {"enum": [kind, "integer"] if kind == "number" else [kind]}}}
             for kind, words in _OF_TYPE.items()
@@ -78,10 +82,11 @@ _STRICT_SCHEMA = Draft202012Validator(
 
 
 class Unfit(ValueError):
-    """A value that its schema does not allow, in words for the model; ``where`` is its path, such as ``edits[2].line``."""
+    """A value that its schema does not allow. The message is written for the model; ``where`` is a path like
+    ``edits[2].line``."""
 
     def __init__(self, error: ValidationError):
-        while error.context:  # of the choices that failed, the one which went deepest
+        while error.context:  # reports the failed choice of `anyOf` that got deepest into the value
             error = max(error.context, key=lambda inner: len(inner.path))
         path, limit, value = [*error.absolute_path], error.validator_value, error.instance
         names = list(error.schema.get("properties", ())) if isinstance(error.schema, Mapping) else []
@@ -101,13 +106,13 @@ class Unfit(ValueError):
 
 
 def fit(arguments: Mapping[str, Any], schema: Mapping[str, Any], *, bare: bool = False) -> dict[str, Any]:
-    """The arguments as the schema wants them: ``"3"`` becomes 3 where an integer is wanted. ``bare``: all are text as it
-    stood in the reply, to be read by the schema.
+    """Returns the arguments cast to the schema: ``"3"`` becomes 3 if the schema asks for an integer. ``bare``: all values
+    are strings as the reply wrote them, and the schema decides how each is parsed.
 
-    Knows JSON Schema 2020-12 and OpenAPI's ``nullable``.
+    Supports JSON Schema 2020-12 and OpenAPI's ``nullable``.
 
     Raises:
-        Unfit: one is missing, of another type, or not allowed.
+        Unfit: an argument is missing, has a type that cannot be cast, or is not allowed.
     """
     checker = _Lenient({"type": "object", **schema}, registry=REGISTRY)
     fitted = copy.deepcopy(dict(arguments))
@@ -118,27 +123,27 @@ def fit(arguments: Mapping[str, Any], schema: Mapping[str, Any], *, bare: bool =
         return dict(_fitted(fitted, checker))
     except (Unfit, RecursionError):
         raise
-    except Exception as error:  # boundary: a tool's schema that is none, or refers to nothing, checks nothing
-        _tell_once(kind_and_text(error)[:300])
+    except Exception as error:  # boundary: an invalid schema of a tool, or one with a dangling $ref, checks nothing
+        _warn_once(kind_and_text(error)[:300])
         return fitted
 
 
 @functools.lru_cache(maxsize=64)
-def _tell_once(why: str) -> None:
-    log.warning("the schema of a tool cannot be read, so the arguments of its calls are not checked: %s", why)
+def _warn_once(reason: str) -> None:
+    log.warning("the schema of a tool cannot be read, so the arguments of its calls are not checked: %s", reason)
 
 
 def check(value: Any, schema: Mapping[str, Any]) -> None:
-    """Raises `Unfit` for a value that the schema does not allow; nothing is cast."""
+    """Raises `Unfit` if the schema does not allow the value. Casts nothing."""
     for error in Draft202012Validator(schema, registry=REGISTRY).iter_errors(value):
         raise Unfit(error)
 
 
 def check_schema(schema: Any) -> None:
-    """Passes if `check` checks all that a schema says.
+    """Checks that a schema uses only keywords that `check` enforces.
 
     Raises:
-        Unfit: it is no schema, has a word that is not known, or a bound without the type that it is for; names the place.
+        Unfit: not a schema, an unknown keyword, or a bound without the type it applies to. Names the place.
     """
     for error in _STRICT_SCHEMA.iter_errors(schema):
         raise Unfit(error)
@@ -150,16 +155,16 @@ def _fitted(value: Any, checker: Any) -> Any:
         errors = list(checker.iter_errors(holder[0]))
         if not errors:
             return holder[0]
-        casts = [([0, *error.path], cast) for error in errors if (cast := _mended(error, checker)) is not _NO_CAST]
+        casts = [([0, *error.path], cast) for error in errors if (cast := _repaired(error, checker)) is not _NO_CAST]
         if not casts:
             break
-        for (*way, last), cast in casts:
-            functools.reduce(getitem, way, holder)[last] = cast
-    raise Unfit(min(errors, key=lambda error: len(error.path)))  # what is missing before what is wrong inside
+        for (*path, last), cast in casts:
+            functools.reduce(getitem, path, holder)[last] = cast
+    raise Unfit(min(errors, key=lambda error: len(error.path)))  # the outermost fault first
 
 
-def _mended(error: ValidationError, checker: Any) -> Any:
-    """The value at fault as the schema wants it; `_NO_CAST` if it cannot be."""
+def _repaired(error: ValidationError, checker: Any) -> Any:
+    """Returns the faulty value in a form that its schema allows, or `_NO_CAST` if there is none."""
     if error.validator == "type":
         casts = (_cast(error.instance, name) for name in _names(error.validator_value))
         return next((cast for cast in casts if cast is not _NO_CAST), _NO_CAST)
@@ -170,7 +175,8 @@ def _mended(error: ValidationError, checker: Any) -> Any:
 
 
 def _read(text: Any, checker: Any) -> Any:
-    """The value of a bare text: itself where a text is allowed, else what it says."""
+    """Returns the value of an argument that the model wrote as text: the text itself if the schema allows a string, else the
+    JSON value in it."""
     if not isinstance(text, str):
         return text
     types = set(_types(checker.iter_errors(_NO_CAST)))
@@ -178,7 +184,7 @@ def _read(text: Any, checker: Any) -> Any:
         if (cast := _cast(text, name)) is not _NO_CAST:
             return cast
     if types:
-        return text  # another type is cast
+        return text  # `_fitted` casts it to another type
     try:
         return STRICT.decode(text)
     except (ValueError, RecursionError):
@@ -186,14 +192,14 @@ def _read(text: Any, checker: Any) -> Any:
 
 
 def _types(errors: Any) -> Iterator[str]:
-    """The types that a schema allows, by its faults with a value of none of them."""
+    """Yields the types that a schema allows. ``errors``: the schema's errors for a value that has none of JSON's types."""
     for error in errors:
         yield from _names(error.validator_value) if error.validator == "type" else _types(error.context)
         yield from ("null",) if error.schema.get("nullable") else ()
 
 
 def _cast(value: Any, name: str) -> Any:
-    """The same thing as another type; `_NO_CAST` if it cannot be."""
+    """Returns the value converted to the type ``name``, or `_NO_CAST` if that is impossible."""
     if name == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)
     if name == "string" and isinstance(value, int | float):
@@ -203,14 +209,14 @@ def _cast(value: Any, name: str) -> Any:
     if name in _WORDS:
         return _WORDS[name].get(value.strip().lower(), _NO_CAST)
     try:
-        read = STRICT.decode(value)
+        parsed = STRICT.decode(value)
     except (ValueError, RecursionError):
         return _NO_CAST
-    return read if _TYPES.is_type(read, name) else _cast(read, name) if isinstance(read, float) else _NO_CAST
+    return parsed if _TYPES.is_type(parsed, name) else _cast(parsed, name) if isinstance(parsed, float) else _NO_CAST
 
 
 def _type(checker: Any, types: str | Sequence[str], value: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
-    """A type that JSON does not have allows everything, and ``nullable`` allows null."""
+    """Checks the keyword ``type``: a type name that JSON does not have allows everything; ``nullable`` allows null."""
     if _NAMES.issuperset(_names(types)) and not (value is None and schema.get("nullable")):
         yield from _KNOWN["type"](checker, types, value, schema)
 

@@ -1,12 +1,12 @@
-"""The one HTTP client to inference servers: JSON in, JSON out, every wait with a deadline, every body with a bound.
+"""HTTP client to inference servers. Sends and receives JSON; every wait has a deadline and every body a size limit.
 
-All clients of a process share one event loop in a thread of its own, so a connection outlives the loop of whoever asks.
-What goes wrong becomes one of three values, so that callers need to know neither HTTP nor the library:
+All clients of a process share one event loop in its own thread, so a connection survives the end of the caller's loop.
+Failures are reported as one of three exceptions, so that callers need not know HTTP or the library:
 
-- `DataFailure`: status 400, 413 or 422: the request itself is at fault, on any server. Its reason is ``refused_by_server``,
-  or ``prompt_too_long`` where the server says that;
-- `ServerFailed`: all else that is no answer: connection refused or cut, deadline, other 4xx, 3xx, 5xx, no JSON, no end,
-  another process than the one that was spoken to before (`HttpClient.expects`);
+- `DataFailure`: status 400, 413 or 422: the request itself is wrong and would fail on any server. Its reason is
+  ``refused_by_server``, or ``prompt_too_long`` if the server says so;
+- `ServerFailed`: everything else: connection refused or cut, deadline passed, other 4xx, 3xx or 5xx, a body that is not
+  JSON or is incomplete, or an answer from another process than before (`HttpClient.expects`);
 - `EngineDied`: this client was closed.
 """
 
@@ -27,23 +27,24 @@ from tandem.config.errors import ConfigError, kind_and_text
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 256 << 20
-"""Largest answer that is read; a completion has some hundred bytes a token."""
+"""Maximum size of an answer in bytes. A completion takes a few hundred bytes for each token."""
 
 REQUEST_AT_FAULT = frozenset({400, 413, 422})
 
 KNOWN_REASONS = frozenset({"prompt_too_long", "media_mismatch", "media_missing"})
-"""Codes of refusals that are passed on, because our own engines drop a prompt for the same reason."""
+"""Error codes that become the reason of the failure. Tandem's own engines drop prompts for the same reasons."""
 
 _CHUNK_BYTES = 1 << 16
 _CLOSE_TIMEOUT_S = 10.0
 _MESSAGE_CHARACTERS = 500
 _CLOSED = "the client was closed"
 _KEEP_ALIVE_S = 2.0
-"""Idle connections are dropped before any server would (5 s): a request must not be sent into a closing one."""
+"""Idle connections are closed after this many seconds. Servers close them later (after 5 s), so no request is sent into a
+closing connection."""
 
 
 class _LoopThread:
-    """An event loop in a thread, for as long as there are clients of it."""
+    """An event loop in its own thread, shared by all clients; stopped when the last client is closed."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _shared: ClassVar["_LoopThread | None"] = None
@@ -76,11 +77,11 @@ class _LoopThread:
 
 
 class HttpClient:
-    """Talks to one server. All methods may be called from any thread, the coroutines awaited on any event loop.
+    """HTTP client of one server. Its methods may be called from any thread, and its coroutines awaited on any event loop.
 
-    ``token`` goes with every request as ``Authorization: Bearer``; ``admin_token`` takes its place where ``admin`` is
-    set. Both are sent to ``base_url`` only: redirects are not followed and proxies not used. Nothing is sent or started
-    before the first request.
+    ``token`` is sent with every request as ``Authorization: Bearer``; calls with ``admin=True`` send ``admin_token``
+    instead, if set. Both are sent to ``base_url`` only: redirects are not followed and proxies not used. No connection or
+    thread is started before the first request.
 
     Example: ``HttpClient("http://127.0.0.1:8000").call("/v1/models", deadline_s=5.0)``
     """
@@ -97,13 +98,14 @@ class HttpClient:
         parts = urlsplit(base_url)
         plain = parts.hostname and not ("@" in parts.netloc or parts.query or parts.fragment)
         if parts.scheme not in ("http", "https") or not plain:
-            shown = base_url.rpartition("@")[2].partition("?")[0].partition("#")[0]  # what is cut off may be a password
+            shown = base_url.rpartition("@")[2].partition("?")[0].partition("#")[0]  # the removed parts may hold a password
             raise ConfigError(f"a server's address is http://HOST:PORT or https://HOST:PORT and no more, got {shown!r}")
         self.base_url = base_url.rstrip("/")
         self._token, self._admin_token = token, admin_token
         self._connect_timeout_s, self._max_body_bytes = connect_timeout_s, max_body_bytes
         self.expects: tuple[str, str] | None = None
-        """Header and value of every answer from now on: of another process behind the address nothing is believed."""
+        """(name, value) of a header that every answer must have, or None. An answer without it comes from another process
+        that has taken the address, and is rejected."""
 
         self._lock = threading.Lock()
         self._thread: _LoopThread | None = None
@@ -112,31 +114,32 @@ class HttpClient:
         self._closed = False
 
     async def post(self, path: str, body: dict[str, Any], *, deadline_s: float, admin: bool = False) -> Any:
-        """Sends ``body`` and returns the answer, parsed; None for an empty one. Cancelling it drops the connection.
+        """Sends ``body`` and returns the parsed answer; None if it is empty. Cancelling the call drops the connection.
 
         Raises:
-            DataFailure, ServerFailed, EngineDied: see the module.
+            DataFailure, ServerFailed, EngineDied: see the module's docstring.
         """
         return await asyncio.wrap_future(self._start("POST", path, body, deadline_s, admin))
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, deadline_s: float, admin: bool = False) -> Any:
-        """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else GET."""
+        """Sends a request and blocks until its answer arrives. The method is POST if ``body`` is not None (``{}`` counts),
+        else GET."""
         return self._wait(self._start("GET" if body is None else "POST", path, body, deadline_s, admin), deadline_s)
 
     def call_text(self, path: str, *, deadline_s: float) -> str:
-        """A page that is no JSON, such as Prometheus' metrics."""
+        """Fetches a page that is not JSON, such as Prometheus metrics."""
         return str(self._wait(self._start("GET", path, None, deadline_s, False, text=True), deadline_s))
 
     def _wait(self, future: Future[Any], deadline_s: float) -> Any:
         try:
-            # The exchange ends itself at its deadline; that long again would mean a dead event loop.
+            # The exchange ends itself at its deadline, so this longer wait runs out only if the event loop is dead.
             return future.result(deadline_s + _CLOSE_TIMEOUT_S)
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Drops all connections; requests under way fail with `EngineDied`. Idempotent."""
+        """Closes all connections; running requests fail with `EngineDied`. Idempotent."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -166,14 +169,14 @@ class HttpClient:
         try:
             async with asyncio.timeout(deadline_s):
                 status, raw = await self._send(method, url, data, admin)
-        except (aiohttp.ClientError, ValueError) as error:  # ValueError: some answers that are no HTTP
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: some answers that are not HTTP
             raise ServerFailed(f"{url}: {kind_and_text(error)}", url=url) from error
         except TimeoutError:
             raise ServerFailed(f"{url} gave no answer within {deadline_s:g} s", url=url) from None
         except OSError as error:
             raise ServerFailed(f"{url}: {kind_and_text(error)}", url=url) from error
         except asyncio.CancelledError as error:
-            if error.args == (_CLOSED,):  # not by the caller, who would not hear it
+            if error.args == (_CLOSED,):  # cancelled by `close`, not by the caller
                 raise EngineDied(f"the client of {self.base_url} was closed") from None
             raise
         finally:
@@ -181,7 +184,7 @@ class HttpClient:
         return self._read(url, status, raw, text)
 
     async def _send(self, method: str, url: str, data: bytes | None, admin: bool) -> tuple[int, bytes]:
-        headers = {"Accept": "*/*", "Accept-Encoding": "identity"}  # tokens are not worth the time of compressing
+        headers = {"Accept": "*/*", "Accept-Encoding": "identity"}  # compressing tokens costs more time than it saves
         token = (self._admin_token or self._token) if admin else self._token
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
@@ -200,7 +203,8 @@ class HttpClient:
             return answer.status, b"".join(chunks)
 
     def _check_process(self, url: str, answer: aiohttp.ClientResponse) -> None:
-        """Also of a refusal: what another process refuses says nothing of the one that is meant."""
+        """Rejects an answer of another process. Refusals are checked too, because a refusal of another process says nothing
+        about the intended server."""
         if self.expects is not None and answer.headers.get(self.expects[0]) != self.expects[1]:
             raise ServerFailed(
                 f"{url} answered {answer.status}, but not as the process that this client spoke to: it was restarted, or "
@@ -209,10 +213,10 @@ class HttpClient:
             )
 
     def _opened(self) -> aiohttp.ClientSession:
-        """The session, made on the loop that it belongs to."""
+        """Returns the session; creates it on its event loop at the first call."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # the fleet bounds how many requests are under way, not the connector
+                # the fleet limits the number of running requests, not the connector
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -230,7 +234,9 @@ class HttpClient:
         try:
             return read_json(raw)
         except (ValueError, RecursionError) as error:
-            raise ServerFailed(f"{url} answered {status} with what is no JSON: {error}", url=url, status=status) from error
+            raise ServerFailed(
+                f"{url} answered {status} with a body that is not JSON: {error}", url=url, status=status
+            ) from error
 
     async def _shut(self) -> None:
         tasks = [*self._tasks]
@@ -242,11 +248,11 @@ class HttpClient:
 
 
 def read_json(raw: bytes | str) -> Any:
-    """The value of an answer, for every client of servers: three times as fast as Python's reader, which reads what orjson
-    refuses (NaN, infinities, halves of characters). Of equal keys the last counts; whole numbers beyond 64 bits are floats.
+    """Parses JSON. orjson is three times as fast as Python's reader, which parses what orjson rejects (NaN, infinities,
+    unpaired surrogates). The last of equal keys wins; integers beyond 64 bits become floats.
 
     Raises:
-        ValueError, RecursionError: it is no JSON, or too deep.
+        ValueError, RecursionError: not JSON, or nested too deeply.
     """
     try:
         return orjson.loads(raw)
@@ -255,16 +261,16 @@ def read_json(raw: bytes | str) -> Any:
 
 
 def failure_of(url: str, status: int, raw: bytes) -> DataFailure | ServerFailed:
-    """The failure that an answer without success means, see the module."""
-    said, code = _said(raw)
-    message = f"{url} answered {status}: {said}"
+    """Returns the failure for an HTTP status other than 2xx; see the module's docstring."""
+    reason, code = _error_text(raw)
+    message = f"{url} answered {status}: {reason}"
     if status in REQUEST_AT_FAULT:
         return DataFailure(code if code in KNOWN_REASONS else "refused_by_server", message)
     return ServerFailed(message, url=url, status=status)
 
 
-def _said(raw: bytes) -> tuple[str, str]:
-    """The message of an error's body, in the shapes that servers give it, and its code (empty without one)."""
+def _error_text(raw: bytes) -> tuple[str, str]:
+    """Returns the message and the code of an error's body, in any server's format; the code is empty if there is none."""
     try:
         body = read_json(raw)
     except (ValueError, RecursionError):
@@ -284,10 +290,10 @@ _END = "[DONE]"
 async def stream_events(
     url: str, body: dict[str, Any], *, token: str | None, deadline_s: float
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Posts ``body`` and yields each event's JSON, up to the end that OpenAI's protocol marks.
+    """Posts ``body`` and yields each server-sent event's JSON until OpenAI's end mark ``[DONE]``.
 
     Raises:
-        DataFailure, ServerFailed: as `HttpClient`; also where the stream ends without its mark, or holds an error.
+        DataFailure, ServerFailed: as for `HttpClient`; also if the stream ends without ``[DONE]`` or contains an error.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
@@ -320,7 +326,7 @@ def _parsed(url: str, event: str) -> dict[str, Any]:
     try:
         parsed = read_json(event)
     except (ValueError, RecursionError) as error:
-        raise ServerFailed(f"{url} sent an event that is no JSON: {error}", url=url, status=200) from error
+        raise ServerFailed(f"{url} sent an event that is not JSON: {error}", url=url, status=200) from error
     if not isinstance(parsed, dict) or "error" in parsed:
         raise ServerFailed(f"{url} ended its answer: {parsed}", url=url, status=200)
     return parsed

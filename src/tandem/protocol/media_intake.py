@@ -1,5 +1,5 @@
-"""Images and sounds of requests: counted by their headers, then decoded beside everything else, with bounds on each request
-and on all at once."""
+"""Intake of the images and sounds of requests: checks their sizes in the headers, then decodes them in threads. Limits each
+request and the number of requests."""
 
 import asyncio
 import contextlib
@@ -13,26 +13,27 @@ from tandem.api.media import MediaKind, Medium
 from tandem.config.errors import ConfigError
 from tandem.media.bound import StoreBound
 from tandem.media.parts import NOWHERE, Allowed, Source, with_parts
-from tandem.protocol.limits import ServerLimits
-from tandem.protocol.refusal import Refusal
+from tandem.protocol.access import ServerLimits
+from tandem.protocol.bodies import Refusal
 
 LOG = logging.getLogger("tandem.serve")
 
 LACKING = (
-    "an image or sound that the request names by number is not in the server's media store, or damaged there, which its log "
-    "says; send it to /media and ask again"
+    "an image or sound that the request names by number is missing or damaged in the server's media store (the server's log "
+    "says which); send it to /media and ask again"
 )
-"""Told to a client in place of the error itself, which names a folder of this machine."""
+"""Message to a client about a medium that is not in the store. The error's own text is not sent, because it names a folder
+of this machine."""
 
 DECODERS = 2
-"""Media that are decoded at once; an image is at most 33 million pixels, so this bounds the memory too."""
+"""Number of media decoded at the same time; an image has at most 33 million pixels, so this also bounds the memory."""
 
 
 class MediaIntake:
-    """Reads the media of requests, one after another of each request, so that no small request waits long."""
+    """Reads the media of requests. Each request reads one medium at a time, so that no small request waits long."""
 
     def __init__(self, limits: ServerLimits, allowed: Allowed = NOWHERE, bound: StoreBound | None = None):
-        """``bound``: of the media store; None: it grows."""
+        """``bound``: the size limit of the media store; None: the store may grow without limit."""
         self._limits, self._allowed, self.bound = limits, allowed, bound
         self._pool = ThreadPoolExecutor(DECODERS, "media")
         self.num_requests = 0
@@ -40,12 +41,13 @@ class MediaIntake:
     async def read(
         self, messages: Sequence[Mapping[str, Any]], kinds: Collection[MediaKind], room: int, param: str
     ) -> list[dict[str, Any]]:
-        """The messages with every image and sound in the media store, as `tandem.media.parts.read_media` gives them.
-        ``kinds``: those that the model takes.
+        """Returns the messages with every image and sound moved to the media store, in the form of
+        `tandem.media.parts.read_media`. ``kinds``: the kinds of media that the model takes. ``room``: the size of the
+        model's context in tokens; each medium takes at least one of them. ``param``: the body's field, for errors.
 
         Raises:
-            Refusal: 400, a medium is of another kind or cannot be read, or there are more than ``room`` tokens could stand
-                for; 413, together they are too large; 503, too many requests wait for theirs, or the store takes no more.
+            Refusal: 400, a medium is of another kind or cannot be read, or the media alone would fill the context; 413,
+                together they are too large; 503, too many requests are waiting for media, or the store is full.
         """
         sources: list[Source] = []
 
@@ -66,7 +68,7 @@ class MediaIntake:
             raise Refusal(400, message, code="prompt_too_long", param=param)
         if self.num_requests >= self._limits.max_media_requests:
             most = self._limits.max_media_requests
-            message = f"{self.num_requests} requests wait for their images and sounds, of at most {most}"
+            message = f"{self.num_requests} requests already wait for their images and sounds, the maximum is {most}"
             raise Refusal(503, f"{message}; try again later", code="full", headers={"Retry-After": "1"})
         self.num_requests += 1
         loop = asyncio.get_running_loop()
@@ -78,7 +80,7 @@ class MediaIntake:
                     self._spend(spent, source, size, param)
                 for source, size in zip(sources, sizes, strict=True):
                     medium = await loop.run_in_executor(self._pool, self._keep, source)
-                    if not size:  # of a host, whose answer alone says how large it is
+                    if not size:  # fetched from a URL: its size is known only after the download
                         self._spend(spent, source, amount(medium), param)
                 return with_parts(made, lambda source: {"type": source.kind, "medium": source.read()})
         finally:
@@ -97,23 +99,24 @@ class MediaIntake:
             )
 
     def using(self, numbers: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """A block in which these media stay in the store."""
+        """Context manager within which these media are not removed from the store."""
         return contextlib.nullcontext() if self.bound is None else self.bound.using(numbers)
 
     def close(self) -> None:
-        """Ends the threads once they have done what they are doing."""
+        """Stops the threads. Media that are being decoded are finished first."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def amount(medium: Medium) -> float:
-    """The pixels of an image, the seconds of a sound."""
+    """Returns the pixels of an image, or the seconds of a sound."""
     width, height = medium.size
     return float(width * height) if medium.kind == "image" else width / height
 
 
 @contextlib.contextmanager
 def reading(param: str) -> Iterator[None]:
-    """Refuses media that are wrong as the fault of the client; that they cannot be kept here is the fault of the server."""
+    """Context manager that turns failures to read media into refusals: 400 if the medium is at fault, 503 if this server
+    cannot store it."""
     try:
         yield
     except DataFailure as failure:

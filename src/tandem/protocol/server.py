@@ -1,7 +1,9 @@
-"""An HTTP server: listens, asks who calls, reads bodies (bounded in bytes and seconds while they come; a
-long one is parsed beside the others), hands them to the routes checked, and ends in good order.
+"""HTTP server: listens, checks who calls, reads bodies with limits on bytes and seconds, checks them against the route's
+schema, calls the route's handler, and shuts down in an orderly way. Long bodies are parsed in a thread or a process.
 
-An `Application` says what it serves: the engine of `tandem serve`, the reward models of `tandem serve-reward`.
+An `Application` defines what is served: the engine of `tandem serve`, or the reward models of `tandem serve-reward`.
+
+`/openapi.json` describes the routes.
 """
 
 import asyncio
@@ -22,35 +24,33 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from tandem import __version__
 from tandem.api.failures import EpisodeFailure, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.protocol.access import Access, Audience
-from tandem.protocol.limits import ServerLimits
-from tandem.protocol.parsing import parse
-from tandem.protocol.refusal import Refusal
-from tandem.protocol.schema import Schema
+from tandem.protocol.access import Access, Audience, ServerLimits
+from tandem.protocol.bodies import ERROR, Refusal, Schema, parse
 
 _LARGE_BYTES = 1 << 16
-"""A body above this is parsed in a thread, so that other requests need not wait."""
+"""A body above this size is parsed in a thread, so that other requests need not wait."""
 
 _HUGE_BYTES = 1 << 20
-"""A body above this is parsed in a process: a thread would hold the interpreter, and keep the memory."""
+"""A body above this size is parsed in a process: a thread would hold the interpreter's lock, and keep the memory."""
 
 _PARSE_S = 60.0
-"""The process is given so long; it takes well below a second."""
+"""Time limit of the parsing process in seconds; parsing normally takes well below a second."""
 
 _BESIDE = ThreadPoolExecutor(2, "bodies")
-"""Few, because each thread that computes makes the loop wait for its turn."""
+"""The threads that parse bodies. Only two, because each computing thread delays the event loop."""
 
-_PARSER = "import sys; sys.path[:] = sys.argv[1:]; from tandem.protocol.parsing import main; main()"
+_PARSER = "import sys; sys.path[:] = sys.argv[1:]; from tandem.protocol.bodies import main; main()"
 
 
 async def read_body(request: web.Request, schema: Schema, limits: ServerLimits, max_bytes: int) -> dict[str, Any]:
-    """The body, checked.
+    """Reads and parses the body of a request and checks it against the schema.
 
     Raises:
-        Refusal: 400 no JSON, too many values or nested too deep, or against the schema; 408 too slow; 413 too long; 415 not
-            called JSON.
+        Refusal: 400, not JSON, too many values, nested too deep, or against the schema; 408, too slow; 413, too long; 415,
+            the Content-Type is not JSON, or the body is encoded.
     """
     if request.content_type != "application/json":
         raise Refusal(415, f"Content-Type must be application/json, got {request.content_type!r}")
@@ -63,7 +63,8 @@ async def read_body(request: web.Request, schema: Schema, limits: ServerLimits, 
 
 
 async def _read(request: web.Request, limits: ServerLimits, max_bytes: int) -> list[bytearray]:
-    """The body in pieces of `_LARGE_BYTES` or a little more: to let one of megabytes grow would copy it again and again."""
+    """Returns the body in pieces of about `_LARGE_BYTES`, because growing one buffer to megabytes would copy it
+    repeatedly."""
     too_long = Refusal(413, f"the body must have at most {max_bytes} bytes", headers={"Connection": "close"})
     if (request.content_length or 0) > max_bytes:
         raise too_long
@@ -84,14 +85,15 @@ async def _read(request: web.Request, limits: ServerLimits, max_bytes: int) -> l
 
 
 def _parse_beside(pieces: list[bytearray], schema: Schema, max_depth: int) -> dict[str, Any]:
-    """`parse`, of a huge body in a process of its own, which ends with it."""
+    """Parses a body in this thread. A huge body is parsed in a separate process, which returns its memory when it ends."""
     if sum(map(len, pieces)) <= _HUGE_BYTES:
         return parse(b"".join(pieces), schema, max_depth)
     command = [sys.executable, "-S", "-c", _PARSER, *sys.path]
     try:
-        given = b"".join((marshal.dumps((dict(schema), max_depth)), *pieces))  # marshalling these would hold it
-        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=_PARSE_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:  # no process can be started, or it was killed
+        # the pieces are joined raw, because marshalling them would hold the interpreter's lock
+        message = b"".join((marshal.dumps((dict(schema), max_depth)), *pieces))
+        done = subprocess.run(command, input=message, stdout=subprocess.PIPE, timeout=_PARSE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:  # the process cannot be started, or it was killed
         words = f"the body could not be parsed ({type(error).__name__} of its process); send it again"
         raise Refusal(503, words, headers={"Retry-After": "1"}) from error
     value, status, message, param = marshal.loads(done.stdout)
@@ -103,24 +105,24 @@ def _parse_beside(pieces: list[bytearray], schema: Schema, max_depth: int) -> di
 LOG = logging.getLogger("tandem.serve")
 HTTP_LOG = logging.getLogger("tandem.serve.http")
 HTTP_LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-"""Bytes that are no HTTP are refused, and are no reason to write a page into the log each time."""
+"""A request that is not HTTP is refused. Its traceback is not logged, because many such requests would fill the log."""
 
 _STRICT = functools.partial(json.dumps, allow_nan=False)
 
 _LINGER_S = 1.0
-"""Seconds for which the rest of a refused body is read, so that its sender sees the answer."""
+"""Seconds for which the remaining bytes of a refused body are read, so that its sender receives the answer."""
 
 _CANCEL_S = 2.0
-"""Seconds that handlers have to end once they are cancelled."""
+"""Maximum time in seconds for cancelled handlers to end."""
 
 
 Handler = Callable[[dict[str, Any], web.Request], Awaitable[Any]]
-"""Gets the checked body; returns the answer's JSON, or a whole response."""
+"""(checked body, request) → the answer as JSON, or a complete response."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One route: who may call it, what it takes and what it gives."""
+    """One route: method and path, its audience, and the schemas of its body and its answer."""
 
     method: str
     path: str
@@ -129,39 +131,39 @@ class Route:
     handler: Handler
     body: Schema | None = None
     answer: Schema | None = None
-    """The schema of the answer; None if it is no JSON."""
+    """The schema of the answer; None if the answer is not JSON."""
 
     max_body_bytes: int = 0
     refused: Callable[[Refusal], dict[str, Any]] = Refusal.body
-    """The body of a refusal."""
+    """Formats a refusal as a response body."""
 
 
 class Application(ABC):
-    """The routes of a server, and what stands behind them. Lives on one event loop."""
+    """The routes of a server and the objects that serve them. Runs on one event loop."""
 
     limits: ServerLimits
     routes: Sequence[Route]
 
     def headers(self) -> Mapping[str, str]:
-        """Sent with every answer, also with a refusal."""
+        """Returns headers that are added to every response, refusals included."""
         return {}
 
     @abstractmethod
     def busy(self) -> bool:
-        """True while requests run that the end of the server should wait for."""
+        """Returns True while requests run that a shutdown should wait for."""
 
     @abstractmethod
     def drain(self) -> None:
-        """The server is about to end: new work is refused from now on. May be called twice."""
+        """Refuses new work from now on, because the server is about to shut down. May be called twice."""
 
     def count(self, route: Route, status: int, seconds: float) -> None:
-        """One request was answered."""
+        """Counts one answered request."""
 
     async def watch(self) -> None:
-        """Runs beside the requests; cancelled at the end."""
+        """Runs in the background while the server listens; cancelled at its end."""
 
     async def close(self) -> None:
-        """Waits for what requests left behind."""
+        """Waits for background work that requests have started."""
 
 
 class Server:
@@ -179,16 +181,17 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """Listens inside the block; gives the port. After it, requests that run have `ServerLimits.shutdown_s` to end.
+        """Listens inside the block and yields the port. When the block ends, running requests have `ServerLimits.shutdown_s`
+        seconds to finish.
 
         Raises:
-            ConfigError: the address is taken or not of this machine.
+            ConfigError: the address is in use, or does not belong to this machine.
         """
         limits = self._application.limits
         runner = web.AppRunner(
             self.app,
             handle_signals=False,
-            handler_cancellation=True,  # a client that leaves frees its request
+            handler_cancellation=True,  # a request is cancelled when its client disconnects
             access_log=None,
             logger=HTTP_LOG,
             keepalive_timeout=limits.idle_timeout_s,
@@ -221,15 +224,15 @@ class Server:
         return server()
 
     async def _drain(self) -> None:
-        """Waits for the requests that run; new ones are refused."""
-        until = time.monotonic() + self._application.limits.shutdown_s
-        while self._application.busy() and time.monotonic() < until:
+        """Waits until the running requests have ended or the time limit has passed."""
+        deadline = time.monotonic() + self._application.limits.shutdown_s
+        while self._application.busy() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             began = time.perf_counter()
-            status = 499  # the client left
+            status = 499  # the client disconnected
             try:
                 response = await self._serve(route, request)
                 status = response.status
@@ -258,8 +261,8 @@ class Server:
     async def _middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answers a request that ends in an error with a refusal, in the shape of the route that its path contains: also
-        where the method is wrong, or the path goes on behind the route."""
+        """Turns every error of a request into a refusal, in the format of the route whose path is a prefix of the request's.
+        This covers a wrong method and a path that continues behind the route."""
 
         def refused(refusal: Refusal) -> web.Response:
             shape = next((route.refused for route in self.routes if f"{route.path}/" in f"{request.path}/"), Refusal.body)
@@ -275,40 +278,40 @@ class Server:
             return await handler(request)
         except Refusal as refusal:
             return refused(refusal)
-        except web.HTTPException as error:  # what the library refuses by itself
+        except web.HTTPException as error:  # refused by aiohttp itself
             return refused(Refusal(error.status, error.reason))
         except (EpisodeFailure, WaitTimeout) as error:
             return refused(Refusal(503, str(error)))
         except (asyncio.CancelledError, ConnectionError):
-            raise  # the client left
-        except Exception:  # the request boundary: one request must not end the server, nor show its inside
+            raise  # the client disconnected
+        except Exception:  # the request boundary: an error must neither end the server nor reach the client with its details
             LOG.exception("%s %s failed", request.method, request.path)
             return refused(Refusal(500, "the server failed; its log says why"))
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Adds the headers of every answer, also of a refusal."""
+        """Adds the server's headers to a response, refusals included."""
         response.headers["Server"] = "tandem"
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers.update(self._application.headers())
 
 
 async def check_free(host: str, port: int) -> None:
-    """Raises `ConfigError` if the address is taken or not of this machine."""
+    """Raises `ConfigError` if the address is in use or does not belong to this machine."""
     (await _bound(asyncio.Protocol, host, port, start_serving=False)).close()
 
 
-async def _bound(protocol: Callable[[], asyncio.Protocol], host: str, port: int, **more: Any) -> asyncio.Server:
+async def _bound(protocol: Callable[[], asyncio.Protocol], host: str, port: int, **options: Any) -> asyncio.Server:
     try:
-        return await asyncio.get_running_loop().create_server(protocol, host, port, backlog=1024, **more)
-    except (OSError, UnicodeError) as error:  # the second: a name that none can be
+        return await asyncio.get_running_loop().create_server(protocol, host, port, backlog=1024, **options)
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise ConfigError(f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
 
 
 async def _close_listener(listener: asyncio.Server) -> None:
-    """Closes the listening sockets once each accepted connection has its transport.
+    """Closes the listening sockets after each accepted connection has its transport.
 
-    asyncio accepts a connection in one turn of the loop and makes its transport in a later one. If the listener closes in
-    between, the connection is never closed (https://github.com/python/cpython/issues/109564).
+    asyncio accepts a connection in one iteration of the loop and creates its transport in a later one. If the listener
+    closes in between, the connection is never closed (https://github.com/python/cpython/issues/109564).
     """
     try:
         for socket in listener.sockets:
@@ -319,7 +322,62 @@ async def _close_listener(listener: asyncio.Server) -> None:
 
 
 class _Refused(asyncio.Protocol):
-    """A connection too many."""
+    """A connection above `max_connections`; it is closed at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
+
+
+REFUSALS = {
+    "400": "the request is at fault",
+    "401": "no token, or a wrong one",
+    "403": "wrong Host or Origin, or a folder that is not allowed",
+    "408": "the body came too slowly",
+    "409": "the server belongs to another run, or its state forbids it",
+    "413": "the body is too long",
+    "415": "the body is not JSON by its Content-Type",
+    "422": "weights that do not fit",
+    "503": "the server cannot answer now",
+    "504": "not done in time",
+}
+
+
+def document(title: str, routes: Sequence[Route]) -> dict[str, Any]:
+    """Returns an OpenAPI 3.1 document of these routes."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": __version__},
+        "paths": paths,
+        "components": {
+            "securitySchemes": {
+                "data": {"type": "http", "scheme": "bearer", "description": "The token, where the server has one."},
+                "control": {"type": "http", "scheme": "bearer", "description": "The admin token."},
+            },
+            "schemas": {"Error": ERROR},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    if route.answer is None:
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": route.answer}}
+        if route.body is not None and "stream" in route.body.get("properties", {}):
+            content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe server-sent events
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": route.path.strip("/").replace("/", "_").replace(".", "_"),
+        "security": [{route.audience: []}],
+        "responses": {
+            "200": {"description": "done", "content": content},
+            **{status: {"description": why, "content": error} for status, why in REFUSALS.items()},
+        },
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}
+    return operation

@@ -16,25 +16,25 @@ from tandem.api.media import kinds_of
 from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError, nearest_names
 from tandem.protocol.arguments import Unfit, fit
-from tandem.protocol.parsing import check_depth
+from tandem.protocol.bodies import check_depth
 from tandem.protocol.tool_families import FAMILIES, SYSTEM_BLOCK, CallText, Family, family_of
 from tandem.protocol.turns import Call, CallStatus, Message, Reply
 
 
 class CallBlock(NamedTuple):
-    """One block of calls in a text."""
+    """One block of tool calls in a reply's text, from ``start`` to ``end``."""
 
     start: int
     end: int
     written: tuple[CallText, ...]
-    """The block's calls; empty if it cannot be read."""
+    """The calls in the block; empty if the block cannot be read."""
 
     status: CallStatus
     why: str
 
 
 class CallReader:
-    """Writes chats with tools through the model's own template, and reads the calls in its replies.
+    """Writes chats with tools by the model's own template, and reads the tool calls in its replies.
 
     Example::
 
@@ -42,17 +42,17 @@ class CallReader:
         prompt = reader.render(messages, tools)
         reply = reader.read(response.output_ids, tools, prompt=prompt, stop_reason=response.stop_reason)
 
-    A template that knows no tools gets them in the system prompt, and calls as Qwen 2.5 writes them (``hermes``).
+    If the template does not support tools, they go into the system prompt, and calls have Qwen 2.5's format (``hermes``).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, family: str | None = None):
-        """``family``: a name of `FAMILIES`; None takes that of the chat template.
+        """``family``: a name of `FAMILIES`; None: the family of the chat template.
 
         Raises:
-            ConfigError: the family is unknown; or the template knows no tools, and cannot write this family.
+            ConfigError: the family is unknown, or the chat template cannot write calls of this family.
         """
         if family is not None and family not in FAMILIES:
-            raise ConfigError(f"no family of tool calls is called {family!r}; {nearest_names(family, FAMILIES)}")
+            raise ConfigError(f"no family of tool calls has the name {family!r}; {nearest_names(family, FAMILIES)}")
         self.tokenizer = tokenizer
         known = FAMILIES[family] if family is not None else family_of(_template_of(tokenizer))
         self.writes_calls = known is not None and _writes(tokenizer, [ASKS, CALLS])
@@ -80,14 +80,14 @@ class CallReader:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The text of a chat as the model reads it. Raises `DataFailure` if the template refuses the chat."""
+        """Renders a chat as the text that the model reads. Raises `DataFailure` if the template rejects the chat."""
         options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         if tools and self.writes_tools:
             options["tools"] = [dict(tool) for tool in tools]
         return render(self.tokenizer, self._spelled(messages, tools), **options)
 
     def _spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in a form that the template takes: parts that it cannot write itself become text."""
+        """Returns the messages in a form that the template accepts. Parts that the template cannot write become text."""
         if not self.writes_calls:
             return plain_chat(messages, tools)
         written = [dict(message) for message in messages]
@@ -96,7 +96,8 @@ class CallReader:
     def read(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
     ) -> Reply:
-        """Reads a reply. ``prompt``: the text before it, because a template may write its beginning. Never raises."""
+        """Reads a reply. ``prompt``: the text before it, because a template may write the beginning of a reply. Never
+        raises."""
         return self.read_text(self._decode(ids), tools, prompt=prompt, stop_reason=stop_reason)
 
     def read_text(
@@ -108,20 +109,20 @@ class CallReader:
         stop_reason: StopReason,
         must_open: bool = False,
     ) -> Reply:
-        """Reads a reply from its text, special tokens included; see `read`. ``must_open``: text before a closing mark counts
-        as thinking only if an opening mark precedes it."""
+        """Reads a reply from its text, special tokens included; see `read`. ``must_open``: text before a closing thinking
+        mark counts as thinking only if an opening mark precedes it."""
         ended = stop_reason == StopReason.STOP
         text = text[: len(text) - len(self._turn_end(text))]
         reasoning, start = self._split_thinking(text, prompt, must_open)
         if not tools and start == 0 and not self.family.noise:
             return Reply(self.words(text), stop_reason=stop_reason)
         calls: list[Call] = []
-        beside, at = [], start
-        for found in self.find(text, start, ended=ended) if tools else ():
-            beside.append(text[at : found.start])
-            at = found.end
-            calls += self._judged(found, text[found.start : found.end], tools)
-        beside.append(text[at:])
+        beside, position = [], start
+        for block in self.find(text, start, ended=ended) if tools else ():
+            beside.append(text[position : block.start])
+            position = block.end
+            calls += self._judged(block, text[block.start : block.end], tools)
+        beside.append(text[position:])
         content = self.words("".join(beside))
         salt = f"{prompt}\0{text}"
         return Reply(
@@ -132,15 +133,14 @@ class CallReader:
         )
 
     def find(self, text: str, start: int = 0, *, ended: bool) -> Iterator[CallBlock]:
-        """Yields the blocks of calls in a text. ``ended``: the turn ends with the text; False: the text may be cut off
-        there."""
+        """Yields the blocks of calls in a text. ``ended``: the model ended its turn here; False: the text may be cut off."""
         opening = self._opening.search(text, start)
         while opening is not None:
-            found = self._one(text, opening, ended)
-            yield found
-            opening = self._opening.search(text, found.end)
+            block = self._block(text, opening, ended)
+            yield block
+            opening = self._opening.search(text, block.end)
 
-    def _one(self, text: str, opening: re.Match[str], ended: bool) -> CallBlock:
+    def _block(self, text: str, opening: re.Match[str], ended: bool) -> CallBlock:
         begin, family = opening.start(), self.family
         try:
             body = family.read(text, opening.end())
@@ -162,23 +162,23 @@ class CallReader:
             return CallBlock(begin, limit, (), CallStatus.INVALID_JSON, why)
         return CallBlock(begin, limit, (), CallStatus.UNCLOSED, f"the call has no closing {family.closing_text}")
 
-    def _end_of(self, text: str, at: int, ended: bool) -> int | None:
-        """The end of a call whose body ends at ``at``; None if its closing mark is missing."""
+    def _end_of(self, text: str, position: int, ended: bool) -> int | None:
+        """Returns the end of a call whose body ends at ``position``; None if its closing mark is missing."""
         if not self.family.closing:
-            return at
+            return position
         if self.family.end_closes:
-            return at if ended or self._closing.match(text, at) else None
-        close = self._closing.match(text, at)
+            return position if ended or self._closing.match(text, position) else None
+        close = self._closing.match(text, position)
         return close.end() if close else None
 
-    def _judged(self, found: CallBlock, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
-        if not found.written:
-            yield Call("", status=found.status, text=text, why=f"This is no call that can be read: {found.why}.")
+    def _judged(self, block: CallBlock, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+        if not block.written:
+            yield Call("", status=block.status, text=text, why=f"This call cannot be read: {block.why}.")
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        for name, arguments, own_id in found.written:
+        for name, arguments, own_id in block.written:
             if name not in schemas:
-                there = ", ".join(sorted(schemas)) or "none"
-                why = f"There is no tool {name!r}. The tools are: {there}."
+                names = ", ".join(sorted(schemas)) or "none"
+                why = f"There is no tool {name!r}. The tools are: {names}."
                 yield Call(name, arguments, CallStatus.UNKNOWN_TOOL, text, why, own_id)
                 continue
             try:
@@ -190,7 +190,7 @@ class CallReader:
                 yield Call(name, fitted, CallStatus.OK, text, call_id=own_id)
 
     def _split_thinking(self, text: str, prompt: str, must_open: bool) -> tuple[str, int]:
-        """Splits off the thinking at the beginning of a reply; returns it and the start of the rest."""
+        """Splits the thinking from the beginning of a reply. Returns the thinking and the position of the content."""
         opening, closing = self.family.thinking
         begins = re.compile(r"\s*" + re.escape(opening.strip())).match(text)
         end = text.find(closing)
@@ -202,7 +202,7 @@ class CallReader:
         return (text[start:], len(text)) if end < 0 else (text[start:end].strip(), end + len(closing))
 
     def _turn_end(self, text: str) -> str:
-        """The special token that ended the turn; empty where it is a mark of the family (``<|call|>``)."""
+        """Returns the special token that ended the turn; empty if it is a mark of the family (such as ``<|call|>``)."""
         last = next((token for token in self._special if text.endswith(token)), "")
         patterns = (self._closing, self._opening, *([self._noise] if self._noise else ()))
         is_mark = last.strip() in self.family.thinking or any(pattern.fullmatch(last) for pattern in patterns)
@@ -212,17 +212,17 @@ class CallReader:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def words(self, text: str) -> str:
-        """The text without marks."""
+        """Removes marks and special tokens from a text."""
         if self._noise is not None:
             text = self._noise.sub("", text)
         return self._marks.sub("", text) if self._special else text
 
 
 class ReplyStream:
-    """Reads a reply while it is written: words at once, calls when it has ended.
+    """Reads a reply while it is generated. Text is returned at once; calls are returned when the reply has ended.
 
-    With tools, content has no white space around it. Text is thinking only if the prompt or the reply opened it before:
-    words that were sent as content stay content.
+    With tools, white space around the content is removed. Text counts as thinking only after an opening mark in the prompt
+    or the reply, because text that was sent as content cannot be taken back.
     """
 
     def __init__(self, reader: CallReader, tools: Sequence[Mapping[str, Any]], prompt: str):
@@ -237,14 +237,14 @@ class ReplyStream:
         self._thinking_marks = regex.compile("|".join([f"(?P<stop>{re.escape(family.thinking[1])})", *no_words]))
 
     def add(self, text: str) -> Reply:
-        """Takes more text, special tokens included; returns the words that are certain."""
+        """Adds more text, special tokens included. Returns the words that later text cannot change."""
         self._text += text
         self._waiting += text
         reasoning = self._reasoning()
         return Reply(self._content() if self._thinks is False else "", reasoning=reasoning)
 
     def finish(self, text: str, stop_reason: StopReason) -> Reply:
-        """Takes the last text; returns the rest of the reply."""
+        """Adds the last text. Returns the rest of the reply."""
         text = self._text + text
         read = self._reader.read_text(text, self._tools, prompt=self._prompt, stop_reason=stop_reason, must_open=True)
         reply = read.shown()
@@ -260,7 +260,7 @@ class ReplyStream:
         if self._thinks is None:
             begun = self._waiting.lstrip()
             if opening.strip().startswith(begun):
-                return ""  # it may become the opening mark
+                return ""  # the text so far may be the beginning of the opening mark
             written = begun.startswith(opening.strip())
             self._thinks = written or self._prompt.rstrip().endswith(opening.strip())
             self._waiting = begun.removeprefix(opening.strip()) if written else self._waiting
@@ -280,8 +280,8 @@ class ReplyStream:
         return self._take("content", at, bare=bool(self._tools or self._sent["reasoning"]))
 
     def _next_mark(self, marks: "regex.Pattern[str]") -> tuple[int, bool]:
-        """Finds the first mark in the waiting text that ends the words: its start (or the start of what may become one), and
-        True if it is complete. Removes marks that are no words."""
+        """Finds the first mark in the waiting text that ends the present kind of text. Returns its start (or the start of a
+        partial mark at the end of the text), and True if the mark is complete. Removes marks that end nothing."""
         mark = marks.search(self._waiting, partial=True)
         while mark is not None and not mark.partial and not mark.groupdict().get("stop"):
             self._waiting = self._waiting[: mark.start()] + self._waiting[mark.end() :]
@@ -289,7 +289,8 @@ class ReplyStream:
         return (len(self._waiting), False) if mark is None else (mark.start(), not mark.partial)
 
     def _take(self, kind: str, end: int, *, bare: bool) -> str:
-        """Takes the waiting text up to ``end``. ``bare``: removes white space around the whole text sent of this kind."""
+        """Removes and returns the waiting text up to ``end``. ``bare``: strips white space at both ends of all text of this
+        kind."""
         words = self._waiting[:end]
         if bare:
             words = words.rstrip()
@@ -301,15 +302,16 @@ class ReplyStream:
 
 
 def plain_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rewrites a chat with tools for any template: tools become text of the system, calls (``hermes``) of the assistant,
-    results of the user. A model whose template knows no tools reads this, so train it on such chats."""
+    """Rewrites a chat with tools for a template without tool support: tools become text of the system, calls (``hermes``)
+    text of the assistant, results text of the user. The model of such a template knows this format only if it is trained on
+    it."""
     written = [dict(message) for message in messages]
     return list(_as_plain_text(_with_system_block(written, tools, FAMILIES["hermes"]) if tools else written))
 
 
 def _with_ids(calls: Sequence[Call], salt: str) -> tuple[Call, ...]:
-    """Gives each call an id: the model's own, or nine letters and digits, as Mistral's templates want. The same reply to the
-    same prompt gets the same ids."""
+    """Gives each call an id: the model's own, or nine hexadecimal digits, as Mistral's templates require. The same reply to
+    the same prompt gets the same ids."""
     made: dict[str, Call] = {}
     for i, call in enumerate(calls):
         digest = hashlib.blake2s(f"{salt}\0{i}".encode(errors="replace")).hexdigest()[:9]
@@ -319,7 +321,7 @@ def _with_ids(calls: Sequence[Call], salt: str) -> tuple[Call, ...]:
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template that is used with tools; empty if there is none."""
+    """Returns the chat template that is used with tools; empty if there is none."""
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("tool_use", template.get("default"))
@@ -327,7 +329,8 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _writes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if the template writes the tools. It is tried out, because many templates mention tools and omit them."""
+    """True if the template writes the tools. An example is rendered to find out, because many templates mention tools and
+    omit them."""
     function = {"name": PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
     return _writes(tokenizer, [ASKS], tools=[{"type": "function", "function": function}])
 
@@ -352,8 +355,8 @@ def _with_system_block(
 
 
 def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Writes calls and results as text of assistant and user, for a template that knows neither. Consecutive results make
-    one turn."""
+    """Rewrites calls and results as text of the assistant and the user, for a template that supports neither. Consecutive
+    results become one turn."""
     results: list[Any] = []
     for message in messages:
         if message["role"] == "tool":
@@ -371,7 +374,7 @@ def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _results(contents: Sequence[Any]) -> Any:
-    """Joins several results: a text, or parts if images or sounds are among them."""
+    """Joins several results into one content: a string, or parts if they contain images or sounds."""
     parts: list[Any] = []
     for content in contents:
         shown = content if kinds_of(content) else [{"type": "text", "text": text_of(content)}]

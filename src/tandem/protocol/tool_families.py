@@ -1,7 +1,7 @@
-"""The forms in which models write tool calls, as data: one row for each family of chat templates.
+"""The formats in which models write tool calls, as data: one row for each family of chat templates.
 
-A family is recognised by the marks in its template. One scanner reads all families, instead of transformers'
-`response_template`: few tokenizers have one, it raises at malformed JSON, and it takes a call that was cut off for complete.
+A family is recognised by marks in its template. One scanner reads all families. transformers' `response_template` is not
+used: few tokenizers have one, it raises for malformed JSON, and it accepts a call that was cut off as complete.
 """
 
 import json
@@ -10,24 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tandem.protocol.parsing import STRICT
+from tandem.protocol.bodies import STRICT
 
 
 class CallText(NamedTuple):
-    """A call as it is written in a text."""
+    """A tool call as parsed from the model's text."""
 
     name: str
     arguments: dict[str, Any]
     call_id: str = ""
-    """The model's own id of the call, to which results refer; empty if its family writes none."""
+    """The model's own id of the call, to which the result refers; empty if the family has no ids."""
 
 
 class Body(NamedTuple):
-    """A reader's result for the text after an opening mark."""
+    """The result of parsing the text behind an opening mark."""
 
     calls: list[CallText]
     end: int
-    """Position in the text after the body."""
+    """Position in the text behind the body."""
 
 
 ReadBody = Callable[[str, int], Body]
@@ -35,14 +35,14 @@ ReadBody = Callable[[str, int], Body]
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value at ``start`` (after white space), and the position where it ends."""
+    """Parses the JSON value at ``start`` (after white space). Returns the value and its end position."""
     start = _skip_space(text, start)
     try:
         value, end = STRICT.raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos - start} of the JSON") from None
     if "\\ud" in text[start:end].lower():
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be encoded again
+        json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate, which cannot be encoded
     return value, end
 
 
@@ -53,14 +53,14 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _as_call(value: Any) -> CallText:
-    """``{"name": …, "arguments" or "parameters": {…}}``, also below the key "function"."""
+    """Parses a call ``{"name": …, "arguments" or "parameters": {…}}``, which may be nested below the key "function"."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
         raise ValueError(f"a call is a JSON object, not {_kind(value)}")
     name = value.get("name") or value.get("function")
     if not isinstance(name, str):
-        raise ValueError('the key "name" is missing or no text')
+        raise ValueError('the key "name" is missing or not a string')
     own_id = value.get("id")
     return CallText(
         name, _as_arguments(value.get("arguments", value.get("parameters"))), own_id if isinstance(own_id, str) else ""
@@ -83,19 +83,20 @@ def _kind(value: Any) -> str:
 
 
 def read_json(text: str, start: int) -> Body:
-    """``{"name": "f", "arguments": {…}}``"""
+    """Parses one call: ``{"name": "f", "arguments": {…}}``."""
     value, end = decode_json(text, start)
     return Body([_as_call(value)], end)
 
 
 def read_json_list(text: str, start: int) -> Body:
-    """``[{"name": "f", "arguments": {…}}, …]``"""
+    """Parses a list of calls: ``[{"name": "f", "arguments": {…}}, …]``."""
     value, end = decode_json(text, start)
-    return Body([_as_call(one) for one in (value if isinstance(value, list) else [value])], end)
+    return Body([_as_call(entry) for entry in (value if isinstance(value, list) else [value])], end)
 
 
 def named_json(name: str) -> ReadBody:
-    """Reads a name by a pattern with the group ``name``, and perhaps ``id``, then a JSON object of arguments."""
+    """Returns a reader of a name and a JSON object of arguments. ``name``: a pattern with the group ``name``, and optionally
+    ``id``."""
     head = re.compile(name)
 
     def read(text: str, start: int) -> Body:
@@ -110,19 +111,20 @@ def named_json(name: str) -> ReadBody:
 
 
 def tagged(head: str, argument: str, end: str) -> ReadBody:
-    """Reads a name (``head``), then arguments (groups ``key`` and ``value``) whose values are bare text, then ``end``."""
-    begins, one, ends = re.compile(head), re.compile(argument, re.DOTALL), re.compile(end)
+    """Returns a reader of calls with arguments in tags: a name (pattern ``head``), then arguments as bare text (pattern
+    ``argument`` with groups ``key`` and ``value``), then ``end``."""
+    begins, pair, ends = re.compile(head), re.compile(argument, re.DOTALL), re.compile(end)
 
     def read(text: str, start: int) -> Body:
         match = begins.match(text, start)
         if match is None:
             raise ValueError("the name of the tool is missing")
         name, arguments = match["name"].strip(), {}
-        while part := one.match(text, match.end()):
+        while part := pair.match(text, match.end()):
             arguments[part["key"].strip()] = part["value"]
             match = part
         if (last := ends.match(text, match.end())) is None:
-            raise ValueError("the arguments are not written as they should be")
+            raise ValueError("the arguments are not in the required format")
         return Body([CallText(name, arguments)], last.end())
 
     return read
@@ -132,7 +134,7 @@ _PYTHON = {"None": None, "True": True, "False": False}
 
 
 def bare_keys(quote: str) -> ReadBody:
-    """``call:f{key:value,…}``: JSON whose keys are bare, and whose texts stand between two ``quote`` marks."""
+    """Returns a reader of ``call:f{key:value,…}``: JSON with unquoted keys, and strings between two ``quote`` marks."""
     head, key = re.compile(r"\s*call:\s*(?P<name>[^\s{]+)\s*(?=\{)"), re.compile(r"\s*([^:,{}\[\]]+):")
 
     def read(text: str, start: int) -> Body:
@@ -150,7 +152,8 @@ def bare_keys(quote: str) -> ReadBody:
                 raise ValueError(f"a text has no closing {quote}")
             return text[at + len(quote) : end], end + len(quote)
         if text[at : at + 1] not in ("{", "["):
-            word = next((word for word in _PYTHON if text.startswith(word, at)), None)  # as some of its templates write
+            # some templates write Python's constants
+            word = next((word for word in _PYTHON if text.startswith(word, at)), None)
             return (_PYTHON[word], at + len(word)) if word else decode_json(text, at)
         return _several(text, at)
 
@@ -184,34 +187,35 @@ def bare_keys(quote: str) -> ReadBody:
 
 @dataclass(frozen=True)
 class Family:
-    """The way in which one family of models writes tool calls."""
+    """The format in which one family of models writes tool calls."""
 
     name: str
     marks: tuple[str, ...]
-    """Texts that all occur in its chat template."""
+    """Texts that must all occur in the family's chat template."""
 
     example: str
-    """Completes "for each function call, …", for templates that do not tell the model."""
+    """Completes the sentence "For each function call, …", for templates that do not explain the format to the model."""
 
     opening: str
-    """Pattern of the mark before a call."""
+    """Pattern of the mark that opens a call."""
 
     read: ReadBody
     closing: str = ""
-    """Pattern of the mark after a call. Empty: the end of the turn closes the call, or `read` finds its end."""
+    """Pattern of the mark that closes a call. Empty: the end of the turn closes a call, or `read` finds the end of the
+    call."""
 
     closing_text: str = ""
-    """The closing mark as the model is told about it."""
+    """The closing mark as named in error messages to the model."""
 
     end_closes: bool = False
-    """True if the end of the turn closes a call too."""
+    """True if the end of the turn may also close a call."""
 
     bare_values: bool = False
-    """True if arguments are written as plain text, which the schema interprets."""
+    """True if arguments are bare text, and the tool's schema decides how each is parsed."""
 
     forced: tuple[str, str, str] | None = None
-    """(text before a JSON call, field of its arguments, text after it), used to force a call; None: calls cannot be forced.
-    """
+    """(text before the JSON of a call, key of its arguments, text behind it), used to force a call; None: calls cannot be
+    forced."""
 
     thinking: tuple[str, str] = ("<think>", "</think>")
     noise: str = ""
@@ -344,7 +348,8 @@ _FAMILIES = (
 )
 
 FAMILIES = {family.name: family for family in _FAMILIES}
-"""Name → family. A template belongs to the first family whose marks it has. Qwen 2.5, Qwen 3 and Hermes are `hermes`."""
+"""Families by name. A template belongs to the first family whose marks it contains. Qwen 2.5, Qwen 3 and Hermes:
+`hermes`."""
 
 SYSTEM_BLOCK = """# Tools
 
@@ -356,9 +361,10 @@ You are provided with function signatures within <tools></tools> XML tags:
 </tools>
 
 For each function call, {example}"""
-"""The system text about tools for a template that does not write them: Qwen 2.5's words, with `hermes` calls."""
+"""System text about the tools, for a template that does not write them: the text of Qwen 2.5, which asks for calls in the
+`hermes` format."""
 
 
 def family_of(template: str) -> Family | None:
-    """The family of a chat template; None if it writes no calls that are known here."""
+    """Returns the family of a chat template; None if the template writes no known format."""
     return next((family for family in _FAMILIES if all(mark in template for mark in family.marks)), None)

@@ -1,8 +1,9 @@
-"""One turn of a chat with tools, whatever dialect it came in: what was asked, and what the model replied.
+"""One turn of a chat with tools in a form common to all dialects: the request for the turn and the model's reply.
 
-Messages are those of a chat template (`transformers`, ``apply_chat_template``): mappings with ``role`` and ``content``, a
-text. An assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{"id", "type": "function", "function":
-{"name", "arguments"}}`` with ``arguments`` as a mapping. A tool's result has ``role`` ``tool``, ``tool_call_id``, ``name``.
+Messages are those of a chat template (`transformers`, ``apply_chat_template``): mappings with ``role`` and ``content`` (a
+string). An assistant's message may have ``reasoning_content`` and ``tool_calls``, each ``{"id", "type": "function",
+"function": {"name", "arguments"}}`` with ``arguments`` as a mapping. A tool's result has ``role`` ``tool``,
+``tool_call_id`` and ``name``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,48 +28,49 @@ class CallStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """A tool that the model called, or tried to call."""
+    """A tool call in a reply, also if the model wrote it wrongly."""
 
     name: str
-    """Empty where none could be read."""
+    """The tool's name; empty if no name could be read."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     status: CallStatus = CallStatus.OK
     text: str = ""
-    """The model's words."""
+    """The call as the model wrote it."""
 
     why: str = ""
-    """Its fault, in words for the model; empty for a call that is ``ok``."""
+    """The call's fault, in words for the model; empty for a call that is ``ok``."""
 
     call_id: str = ""
 
     def message(self) -> dict[str, Any]:
-        """The call in the shape of a chat template."""
+        """Returns the call as an entry of a chat message's ``tool_calls``."""
         return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's turn, as it reads."""
+    """The model's turn, parsed."""
 
     content: str
-    """The text beside thinking and calls."""
+    """The text outside thinking and calls."""
 
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
-    """In the order of the text, the malformed ones too."""
+    """The calls in the order of the text, malformed ones included."""
 
     stop_reason: StopReason = StopReason.STOP
 
     @property
     def good_calls(self) -> tuple[Call, ...]:
-        """The calls that can be carried out."""
+        """The calls that can be executed."""
         return tuple(call for call in self.calls if call.status == CallStatus.OK)
 
     def shown(self, stops: Sequence[str] = ()) -> "Reply":
-        """The reply as a client is shown it: a call that cannot be read, or that no tool answers to, is text of its turn.
+        """Returns the reply as a client sees it. Calls that are malformed or name an unknown tool become text, and
+        the text is cut at the first stop string.
 
-        A text that ends the turn is not. A call whose arguments do not fit is one: the client's own repair runs.
+        Calls with wrong arguments stay calls, so that the client's own repair can run.
         """
         calls = [replace(c, status=CallStatus.OK) if c.status == CallStatus.WRONG_ARGUMENTS else c for c in self.calls]
         content = self.content
@@ -79,7 +81,7 @@ class Reply:
         return replace(self, content=content, calls=tuple(call for call in calls if call.status == CallStatus.OK))
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message of a chat template."""
+        """Returns the reply as an assistant's message of a chat template."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             made["reasoning_content"] = self.reasoning
@@ -89,13 +91,13 @@ class Reply:
 
 
 class AnswerFormat(NamedTuple):
-    """The shape of a reply that is JSON."""
+    """The JSON format that a reply must have."""
 
     schema: Mapping[str, Any]
-    """The JSON schema that its text must fit."""
+    """The JSON schema that the reply's text must satisfy."""
 
     where: str
-    """The schema's place in the body, for errors."""
+    """Path of the schema in the request's body, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +106,22 @@ class Turn:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`` each."""
+    """Each tool is ``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}``."""
 
     tool_choice: Literal["auto", "none", "required"] = "auto"
     chosen_tool: str = ""
-    """The tool that must be called where `tool_choice` is required; empty: any."""
+    """The tool that must be called if `tool_choice` is ``required``; empty: any tool."""
 
     answer_format: AnswerFormat | None = None
-    """The shape of a reply that must be JSON; None: any text."""
+    """The format of a reply that must be JSON; None: any text."""
 
     stops: tuple[str, ...] = ()
-    """Texts that end the turn."""
+    """Strings that end the turn."""
 
     max_tokens: int | None = None
     stream: bool = False
     overridden: tuple[str, ...] = ()
-    """Fields of sampling that the caller set and that the trainer decides instead; for the metrics."""
+    """Sampling fields of the request that the trainer overrides; recorded in the metrics."""
 
     ignored: tuple[str, ...] = ()
-    """Fields that change nothing here."""
+    """Fields of the request that have no effect here."""

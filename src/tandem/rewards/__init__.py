@@ -1,1 +1,2 @@
-"""Rewards: who judges a completion. Workers import this package, so it imports nothing heavy."""
+"""Rewards: functions and models that judge completions. Worker processes import this package, so it imports nothing
+heavy."""

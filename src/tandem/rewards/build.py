@@ -1,4 +1,4 @@
-"""Builds rewards from their spelling: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
+"""Builds rewards from a configuration string: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
 
 import inspect
 import logging
@@ -11,32 +11,28 @@ from tandem.api.services import NOTHING, Services, arguments_of, factory_of
 from tandem.api.workflow import GroupReward, RewardFn
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Term, read_terms
-from tandem.rewards.function import AsyncReward, FunctionReward, OwnGroupReward, OwnReward, WorkerReward
-from tandem.rewards.outcome import is_async
-from tandem.rewards.pool import WorkerPool
-from tandem.rewards.reward import Judge, Sum
-from tandem.rewards.signatures import adapted, origin_of
-from tandem.rewards.terms import RewardTerm, needs_model, read_sum
+from tandem.rewards.function import AsyncReward, FunctionReward, OwnGroupReward, OwnReward, WorkerPool, WorkerReward
+from tandem.rewards.reward import Judge, RewardTerm, Sum, needs_model, read_sum
+from tandem.rewards.signatures import adapted, is_async, origin_of
 
 log = logging.getLogger(__name__)
 
 
 def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, services: Services | None = None) -> RewardFn:
-    """The reward that a configuration names, for samples by themselves. ``workers``: most processes of one that runs in
-    workers; None: `most_workers`. ``services``: what a class of the user's may ask for by argument name, besides
-    ``timeout_s``.
+    """Builds the configured reward for single samples. ``workers``: maximum number of processes of a reward that runs in
+    workers; None: `most_workers`. ``services``: objects that a user's class gets if it names them as arguments.
 
     Raises:
-        ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
+        ConfigError: unknown name (suggests the nearest), file, function or knob; a malformed ``spec``; or a term that needs
             a model or a batch.
     """
     model = next((term for term in read_terms(spec) if needs_model(term)), None)
     if model is not None:
         raise ConfigError(
-            f"reward {spec!r}: {model.short_name} needs a model, which `tandem train` and `tandem eval` hold; leave it out"
+            f"reward {spec!r}: {model.short_name} needs a model, which `tandem train` and `tandem eval` load; leave it out"
         )
-    one = build_sum(spec, read_sum(spec), timeout_s=timeout_s, workers=workers, services=services)
-    return one.alone or one
+    total = build_sum(spec, read_sum(spec), timeout_s=timeout_s, workers=workers, services=services)
+    return total.alone or total
 
 
 def build_sum(
@@ -51,9 +47,9 @@ def build_sum(
     cost: str | None = None,
     awaited: Mapping[str, RewardFn] = NOTHING,
 ) -> Sum:
-    """The terms of ``spec`` with those who judge them at once, or when their group stands. ``made``: judges that are there,
-    by the spelling of their terms; the others are added to it. ``awaited``: those with a model that judge in the episode, by
-    the names of their terms. The rest: see `build_reward` and `Sum`.
+    """Builds the sum of ``terms`` with the judges of single samples and of complete groups. ``made``: existing judges by the
+    spelling of their terms; new judges are added to it. ``awaited``: rewards of models that are computed within the episode,
+    by the labels of their terms. The other arguments: see `build_reward` and `Sum`.
 
     Raises:
         ConfigError: see `build_reward`.
@@ -77,15 +73,17 @@ def build_sum(
 
 
 def worker_counts(judges: Sequence[Judge]) -> set[int]:
-    """The most worker processes of each that runs in workers."""
+    """Returns the maximum numbers of worker processes of the judges that run in workers."""
     pools = (getattr(judge, "pool", None) for judge in judges)
     return {pool.size for pool in pools if isinstance(pool, WorkerPool)}
 
 
 def asked_columns(judges: Sequence[Judge]) -> set[str]:
-    """The names that functions of the user's ask for; ``row`` is all of them."""
-    asked = [judge.arguments for judge in judges if isinstance(judge, FunctionReward)]
-    return {name for one in asked for name in one.names} | {"row" for one in asked if one.rest}
+    """Returns the column names that users' functions take as arguments; ``row`` stands for all columns."""
+    signatures = [judge.arguments for judge in judges if isinstance(judge, FunctionReward)]
+    return {name for signature in signatures for name in signature.names} | {
+        "row" for signature in signatures if signature.rest
+    }
 
 
 def build_judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> Judge:
@@ -99,15 +97,18 @@ def build_judge(term: Term, timeout_s: float, workers: int | None, services: Ser
                 raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
         knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
         return cast(Judge, services.make(key, make, knobs, {"timeout_s": timeout_s}))
-    if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
+    if inspect.isclass(make):
+        if not issubclass(make, RewardFn | GroupReward):
+            name = make.__name__
+            raise ConfigError(f"{key}: class {name} is not derived from tandem.RewardFn; write class {name}(RewardFn)")
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
     if isinstance(make, GroupReward):
         check_coroutine(key, make.compare, "compare(self, samples, row)", (), {})
         return OwnGroupReward(make, term.name, timeout_s=timeout_s)
     if isinstance(make, RewardFn):
-        given = dict.fromkeys(("prompt", "completion", "prompt_ids", "completion_ids", "row"))
+        arguments = dict.fromkeys(("prompt", "completion", "prompt_ids", "completion_ids", "row"))
         form = "__call__(self, *, prompt, completion, prompt_ids, completion_ids, row)"
-        check_coroutine(key, make.__call__, form, **given, **({"messages": ()} if make.reads_messages else {}))
+        check_coroutine(key, make.__call__, form, **arguments, **({"messages": ()} if make.reads_messages else {}))
         return OwnReward(make, term.name, timeout_s=timeout_s)
     if not callable(make):
         raise ConfigError(f"{key} is a {type(make).__name__}; it must be a function, sync or async")
@@ -118,7 +119,7 @@ def build_judge(term: Term, timeout_s: float, workers: int | None, services: Ser
     try:
         inspect.signature(make)
     except (TypeError, ValueError):
-        raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
+        raise ConfigError(f"{key} has no signature that Python can read; wrap it in a function") from None
     if origin := origin_of(make):
         log.warning("%s has the signature of %s: it is called so, with one completion at a time", key, origin)
         make = adapted(make)
@@ -132,7 +133,8 @@ def build_judge(term: Term, timeout_s: float, workers: int | None, services: Ser
 
 
 def _named(term: Term, make: Any) -> Term:
-    """The term without the knob ``name`` where nobody takes it: it is its name in metrics all the same."""
+    """Returns the term, without the knob ``name`` if its reward takes no such argument. In that case the knob only sets the
+    term's name in metrics."""
     takes_knobs = inspect.isclass(make) or not term.is_file
     if "name" not in term.knobs or (takes_knobs and "name" in arguments_of(make, term.name).names):
         return term

@@ -1,6 +1,6 @@
-"""Judges that the run holds itself: a language model writes, in an engine beside the policy's.
+"""Judges within the run: a language model that runs in its own inference engine, next to the policy's.
 
-A judgement is asked for by the same reward as from a server (`tandem.rewards.judge`); only the client differs.
+The judging reward is the same as for a server (`tandem.rewards.judge`); only the client differs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from tandem.api.failures import EngineDied, RewardFailure
 from tandem.api.lazy_torch import TensorDict
 from tandem.api.media import MediaTokens, Medium, encode, prompt_key
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
-from tandem.api.scoring import FrozenModel, Score
-from tandem.api.workflow import GeneratesTokens, GroupReward, RewardFn
-from tandem.config.generation import GenerationConfig
+from tandem.api.workflow import FrozenModel, GeneratesTokens, GroupReward, RewardFn, Score
+from tandem.config.rollout import GenerationConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,21 +27,23 @@ Mark = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
 class SamplePlace(NamedTuple):
-    """A sample among those that are judged together."""
+    """The position of a sample in a judged batch."""
 
     group: int = 0
     sample: int = 0
 
 
 PLACE: contextvars.ContextVar[SamplePlace] = contextvars.ContextVar("PLACE")
-"""The sample that the task judges: requests are admitted in this order, so that those of a group stand side by side."""
+"""The sample that the current task judges. Requests are admitted in the order of samples, so that the requests of a group
+are adjacent."""
 
 
 class EngineJudge:
-    """A language model in an inference engine; it is lent one with `use` while it is awake."""
+    """A language model in an inference engine. Call `use` with the engine whenever the engine is awake."""
 
     def __init__(self, name: str, mark: Mark, *, model: str, n: int, temperature: float, max_tokens: int, patience_s: float):
-        """``name``: of the reward. ``n``: texts for each prompt. ``patience_s``: for all that are asked together."""
+        """``name``: the reward's name. ``n``: number of texts for each prompt. ``patience_s``: time limit in seconds for all
+        concurrent requests together."""
         self.name, self.mark, self.model, self.patience_s = name, mark, model, patience_s
         self.votes, self.max_tokens = n, max_tokens
         greedy = temperature == 0
@@ -52,20 +53,20 @@ class EngineJudge:
         self._engine: GeneratesTokens | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.issued = 0
-        """Requests so far."""
+        """Number of requests sent so far."""
 
     def use(self, engine: GeneratesTokens, tokenizer: PreTrainedTokenizerBase) -> None:
-        """From now on this engine is asked."""
+        """Sets the engine that is used from now on."""
         self._engine, self._tokenizer = engine, tokenizer
 
     async def texts(self, prompt: str, media: Sequence[Medium] = ()) -> list[str]:
-        """Its words, one text a vote; ``media`` are shown before the prompt.
+        """Returns the model's texts, one a vote. ``media`` are shown before the prompt.
 
         Raises:
-            RewardFailure: ``judge_timeout``, ``judge_died``, or what the engine says of the prompt.
+            RewardFailure: ``judge_timeout``, ``judge_died``, or the engine's failure for the prompt.
         """
-        assert self._engine is not None and self._tokenizer is not None, "it was lent an engine"
-        parts = [*({"type": one.kind, "medium": one} for one in media), {"type": "text", "text": prompt}]
+        assert self._engine is not None and self._tokenizer is not None, "call `use` first"
+        parts = [*({"type": item.kind, "medium": item} for item in media), {"type": "text", "text": prompt}]
         rendered = render(self._tokenizer, [{"role": "user", "content": parts}], add_generation_prompt=True)
         tokens = encode(self._tokenizer, rendered, media)
         return list(await asyncio.gather(*(self._write(tokens, vote) for vote in range(self.votes))))
@@ -75,8 +76,10 @@ class EngineJudge:
         shown = prompt_key(tokens.ids, tokens.media)
         place, digest = PLACE.get(SamplePlace()), hashlib.sha256(str(shown).encode()).digest()
         key = NoiseKey(0, 0, place.group, place.sample, int.from_bytes(digest[:4], "big"), vote)
-        asked = {"media": tuple(tokens.media), "deadline_s": self.patience_s, "needs_logprobs": False}
-        request = LLMRequest(tuple(tokens.ids), self._gconfig, key, **asked)
+        media = tuple(tokens.media)
+        request = LLMRequest(
+            tuple(tokens.ids), self._gconfig, key, media=media, deadline_s=self.patience_s, needs_logprobs=False
+        )
         self.issued += 1
         try:
             response = await self._engine.agenerate(request)
@@ -87,37 +90,38 @@ class EngineJudge:
         return str(self._tokenizer.decode(list(response.output_ids), skip_special_tokens=True))
 
     def close(self) -> None:
-        """The engine is its owner's to close."""
+        """Does nothing: the owner closes the engine."""
 
 
 class WritingReward(Score):
-    """A reward whose model writes. ``reward`` asks and reads the answers; its client is the `EngineJudge`."""
+    """A reward whose model generates text. ``reward`` makes the requests, sends them through an `EngineJudge`, and parses
+    the answers."""
 
     def __init__(self, reward: RewardFn | GroupReward, path: str):
         self.reward, self.name, self.model = reward, str(getattr(reward, "name", "")), FrozenModel(path, head="text")
 
     @property
     def client(self) -> EngineJudge:
-        """The client that asks the engine."""
+        """The client that sends requests to the engine."""
         client = getattr(self.reward, "judge", None)
-        assert isinstance(client, EngineJudge), "without a url it is one"
+        assert isinstance(client, EngineJudge), "a judge without a url has an EngineJudge"
         return client
 
     @property
     def compares(self) -> bool:
-        """True if it judges the samples of a group together."""
+        """True if the reward judges the samples of a group together."""
         return isinstance(self.reward, GroupReward)
 
     @property
     def requests(self) -> int:
-        """The most requests for one sample."""
+        """Maximum number of requests for one sample."""
         return int(getattr(self.reward, "requests", self.client.votes))
 
     @property
     def shown(self) -> int:
-        """The most replies in one request."""
+        """Maximum number of replies in one request."""
         return int(getattr(self.reward, "shown", 1))
 
     def score(self, batch: TensorDict, model: TrainEngine) -> NoReturn:
-        """Nothing is computed from log-probabilities here."""
+        """Always raises: this reward is generated, not computed from log-probabilities."""
         raise TypeError(f"reward {self.name!r} is written, not computed")

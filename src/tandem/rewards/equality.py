@@ -1,4 +1,5 @@
-"""Mathematical equality by math-verify. It can run far past any deadline: imported in worker processes only."""
+"""Mathematical equality by math-verify. A comparison can run past any deadline, so only worker processes import this
+module."""
 
 import logging
 
@@ -7,10 +8,10 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from tandem.rewards.reading import read
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns each time that its time-outs are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its time-outs are off
 
 
-# units are told apart before: left to math-verify, 5m were 5
+# units are compared separately before: math-verify would read 5m as 5
 FORMS = (
     LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True)),
     ExprExtractionConfig(),
@@ -18,9 +19,9 @@ FORMS = (
 
 
 def verify_answer(gold: str, answer: str) -> float:
-    """1 if the two expressions (LaTeX or plain) are mathematically equal, else 0.
+    """Returns 1 if two expressions (LaTeX or plain) are mathematically equal, else 0.
 
-    math-verify's own time-outs are off: they are signals, and would not stop a power tower anyway.
+    math-verify's own time-outs are off: they use signals, and would not stop a power tower anyway.
     """
-    expected, given = (parse(f"${read(text).body}$", FORMS, parsing_timeout=None) for text in (gold, answer))
-    return 1.0 if expected and given and verify(expected, given, timeout_seconds=None) else 0.0
+    expected, actual = (parse(f"${read(text).body}$", FORMS, parsing_timeout=None) for text in (gold, answer))
+    return 1.0 if expected and actual and verify(expected, actual, timeout_seconds=None) else 0.0

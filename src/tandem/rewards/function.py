@@ -1,80 +1,151 @@
-"""A function as a reward: a user's sync function in a worker process, an async one in the event loop."""
+"""Functions as rewards: a user's sync function runs in a pool of worker processes, an async function on the event loop.
+
+A worker process lives long. If a call misses its deadline, its worker is killed.
+"""
 
 import asyncio
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem.api.failures import RewardFailure, UserCodeFailed, described
 from tandem.api.plugins import in_user_code, run_loop, run_user_code
-from tandem.api.samples import Sample
-from tandem.api.workflow import GroupReward, RewardFn, RewardResult
+from tandem.api.workflow import GroupReward, RewardFn, RewardResult, Sample
 from tandem.config.data import OURS
+from tandem.config.devices import usable_cores
 from tandem.config.errors import ConfigError
-from tandem.rewards.outcome import MEDIA, WHOLE, Arguments, late, read_outcome, words_of
-from tandem.rewards.pool import WorkerPool
+from tandem.rewards.signatures import MEDIA, WHOLE, Arguments, late, read_outcome, words_of
+from tandem.workers.process import LOOK_EVERY_S, Silent, Worker, Workers, computes
+
+WORKERS_A_CORE, MOST_WORKERS = 8, 64
+"""Bounds of the default number of workers: the maximum per core, and the maximum in total. There may be more than one per
+core, because most calls only wait; there is a total, because each worker takes memory."""
+
+
+def most_workers(samples: int | None = None) -> int:
+    """Returns the default number of worker processes. ``samples``: the number of samples that are judged together; None:
+    unknown. The result is ``samples``, but at most `WORKERS_A_CORE` per core and `MOST_WORKERS` in total, and never less
+    than the number of cores."""
+    cores = usable_cores()
+    most = min(WORKERS_A_CORE * cores, MOST_WORKERS)
+    return max(cores, most if samples is None else min(most, samples))
+
+
+class WorkerPool(Workers[Worker]):
+    """Runs one function, ``spec``, in up to ``size`` worker processes, each started when first needed. ``size`` None:
+    `most_workers`.
+
+    As many calls as there are cores run at once. A further call begins, in a further worker if necessary, only while fewer
+    calls compute than there are cores. So calls that sleep or wait for a network overlap, while calls that compute neither
+    slow each other down nor take the memory of many workers. The time limit of a call starts when a worker takes the call.
+    The pool may be used from any event loop.
+    """
+
+    failure, closed = RewardFailure, "the reward was closed during the call"
+    reasons: ClassVar = {"late": "reward_timeout", "died": "reward_raised", "unsent": "reward_raised"}
+
+    def __init__(self, spec: str, *, name: str, timeout_s: float, size: int | None = None):
+        self.spec, self.timeout_s, self.size = spec, timeout_s, size or most_workers()
+        self._callers = ThreadPoolExecutor(self.size, thread_name_prefix=f"reward {name}")
+        super().__init__(name, partial(Worker, name, "tandem.rewards.worker", spec), self._callers)
+        self._cores = usable_cores()
+        self._busy: dict[Worker, float] = {}  # the monotonic time when its call began
+        self._room, self._look_at = 0, 0.0
+
+    async def call(self, arguments: dict[str, Any]) -> RewardResult:
+        """Calls the function with keyword arguments.
+
+        Raises:
+            RewardFailure: the function raised an exception, missed its deadline, ended its process, or returned a value that
+                is not a reward.
+        """
+        if self._closed:
+            raise RuntimeError(f"reward {self.name} is closed")
+        return await asyncio.wrap_future(self._callers.submit(self._call, arguments))
+
+    def _call(self, arguments: dict[str, Any]) -> RewardResult:
+        worker = self._take()
+        try:
+            message = self._sound(worker.ask(arguments, self.timeout_s))
+        except Silent as silent:
+            is_late = silent.reason == "late" and not self._closed
+            raise (late(self.name, self.timeout_s, "killed") if is_late else self._failure(silent)) from silent.__cause__
+        finally:
+            self._give_back(worker)
+        return RewardResult(**{name: message[name] for name in ("value", "rewards", "accuracy", "answer", "extracted")})
+
+    def _has_room(self) -> bool:
+        if len(self._busy) < self._cores:
+            return True
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            # a call that has just begun counts as computing, because it has not yet reached the point where it waits
+            computing = sum(now - began < LOOK_EVERY_S or computes(worker.pid) for worker, began in self._busy.items())
+            # if all calls wait, as many again may begin
+            self._room = self._cores - computing if computing else len(self._busy)
+        return self._room > 0
+
+    def _begin(self, worker: Worker) -> None:
+        self._room -= len(self._busy) >= self._cores
+        self._busy[worker] = time.monotonic()
+
+    def _end(self, worker: Worker) -> None:
+        self._busy.pop(worker, None)
+        super()._end(worker)
 
 
 def require_answer(row: Mapping[str, Any], name: str) -> None:
-    """Raises ConfigError where a row has no answer to compare with."""
+    """Raises ConfigError if a row has no answer to compare with."""
     if row.get("answer") is None or not str(row["answer"]).strip():
-        there = ", ".join(column for column in row if column not in ("messages", "answer", *OURS))
+        columns = ", ".join(column for column in row if column not in ("messages", "answer", *OURS))
         raise ConfigError(
             f"reward {name!r} compares with the row's answer, and "
             f"there is none; name its column by answer_column (of train_dataset, valid_dataset or an evaluation's data). "
-            f"Columns there: {there}"
+            f"Columns there: {columns}"
         )
 
 
 class FunctionReward(RewardFn):
-    """The common part of both kinds: the arguments are those that the signature asks for."""
+    """Base class of function rewards. Calls the function with the arguments that the function's signature names."""
 
     tokenizer: Any = None
-    """The policy's, for the completion with special tokens; without one that is the completion."""
+    """The policy's tokenizer, to decode the completion with its special tokens. None: the function gets the completion
+    without special tokens."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
         self.arguments = Arguments(function, name)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Before training.
+        """Checks a row before training.
 
         Raises:
-            ConfigError: the function needs a column that is not there.
+            ConfigError: the function needs a column that the row lacks.
         """
         if missing := self.arguments.missing(row):
             raise ConfigError(missing)
 
-    async def __call__(
-        self,
-        *,
-        prompt: str,
-        completion: str,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-        row: Mapping[str, Any],
-    ) -> RewardResult:
+    async def __call__(self, *, row: Mapping[str, Any], **given: Any) -> RewardResult:
         """Implements `RewardFn.__call__`."""
         try:
             self.check_row(row)
         except ConfigError as error:
-            raise RewardFailure("reward_raised", str(error)) from error
-        given = {
-            "prompt": prompt,
-            "completion": completion,
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "row": dict(row),
-        }
+            raise RewardFailure("row_unfit", str(error)) from error
+        values = {**given, "row": dict(row)}
         if WHOLE in self.arguments.names:
-            given[WHOLE] = self.tokenizer.decode(list(completion_ids)) if self.tokenizer is not None else completion
+            decode = None if self.tokenizer is None else self.tokenizer.decode
+            values[WHOLE] = given["completion"] if decode is None else decode(list(given["completion_ids"]))
         if MEDIA in self.arguments.names and MEDIA not in row:
-            from tandem.media.parts import opened  # noqa: PLC0415 — numpy, which a graph is drawn without
+            from tandem.media.parts import opened  # noqa: PLC0415 — imports numpy, which drawing a graph must not need
 
-            given[MEDIA] = await asyncio.to_thread(opened, row.get("messages") or ())
-        return await self._judge(self.arguments.select(given, row))
+            values[MEDIA] = await asyncio.to_thread(opened, row.get("messages") or ())
+        return await self._judge(self.arguments.select(values, row))
 
     @abstractmethod
     async def _judge(self, arguments: dict[str, Any]) -> RewardResult:
@@ -97,17 +168,17 @@ class WorkerReward(FunctionReward):
 
 
 class DirectReward(FunctionReward):
-    """A function of Tandem's own that takes microseconds: called where it stands."""
+    """One of Tandem's own functions. It takes microseconds, so it is called directly, without a worker process."""
 
     def __init__(
         self, function: Callable[..., Any], name: str, *, check: Callable[[Mapping[str, Any], str], object] | None = None
     ):
-        """``check(row, name)`` raises ConfigError for a row that the function cannot judge."""
+        """``check(row, name)``: raises ConfigError for a row that the function cannot judge."""
         super().__init__(function, name)
         self.function, self.check = function, check
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Checks the columns, and what the function itself needs."""
+        """Checks the row's columns, and calls the function's own check."""
         super().check_row(row)
         if self.check is not None:
             self.check(row, self.name)
@@ -122,7 +193,7 @@ class DirectReward(FunctionReward):
 
 
 class AsyncReward(FunctionReward):
-    """An async function, in the event loop. It must not block: only a worker process could be killed."""
+    """An async function on the event loop. It must not block, because only a worker process can be killed."""
 
     def __init__(self, function: Callable[..., Any], name: str, *, timeout_s: float):
         super().__init__(function, name)
@@ -137,7 +208,7 @@ class AsyncReward(FunctionReward):
             task.cancel()
             raise
         if not done:
-            self._abandon(task)  # not awaited: it may refuse to be cancelled
+            self._abandon(task)  # not awaited, because it may ignore its cancellation
             raise late(self.name, self.timeout_s, "cancelled")
         try:
             return read_outcome(task.result())
@@ -150,67 +221,68 @@ class AsyncReward(FunctionReward):
     async def _called(self, arguments: dict[str, Any]) -> Any:
         try:
             return await self.function(**arguments)
-        except SystemExit as error:  # it would end the event loop too
+        except SystemExit as error:  # SystemExit would end the event loop too
             raise _raised(self.name, error) from error
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read, so that asyncio keeps quiet
+        # retrieves the error, so that asyncio does not report it
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         task.cancel()
 
 
 class OwnReward(AsyncReward):
-    """A `RewardFn` that a user wrote, held to the deadline; what it returns is checked as a function's is."""
+    """A user's `RewardFn` with a deadline. Its result is checked like a function's."""
 
     def __init__(self, reward: RewardFn, name: str, *, timeout_s: float):
-        """``name``: the file and class, for errors."""
+        """``name``: file and class, for errors."""
         super().__init__(reward.__call__, name, timeout_s=timeout_s)
         self.reward, self.reads_messages = reward, reward.reads_messages
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """The reward's own check, where it has one."""
+        """Calls the reward's own check, if it has one."""
         check = getattr(self.reward, "check_row", None)
         if check is not None:
             in_user_code(self.name, check, row)
 
-    async def __call__(self, **given: Any) -> RewardResult:
+    async def __call__(self, **arguments: Any) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        return await self._judge(given)
+        return await self._judge(arguments)
 
     def metrics(self) -> dict[str, float]:
-        """Its own counts.
+        """Returns the reward's own metrics.
 
         Raises:
-            UserCodeFailed: it raised, or gave something else.
+            UserCodeFailed: the reward's method raised, or returned something else.
         """
-        found = run_user_code(self.name, self.reward.metrics)
-        if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(x, Real) for n, x in found.items()):
-            raise UserCodeFailed(f"{self.name!r}: metrics() must give a dict of names and numbers, it gave {found!r:.200}")
-        return found
+        metrics = run_user_code(self.name, self.reward.metrics)
+        if not isinstance(metrics, dict) or not all(isinstance(n, str) and isinstance(x, Real) for n, x in metrics.items()):
+            raise UserCodeFailed(f"{self.name!r}: metrics() must give a dict of names and numbers, it gave {metrics!r:.200}")
+        return metrics
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the reward."""
         self.reward.close()
 
 
 class OwnGroupReward(GroupReward):
-    """A `GroupReward` that a user wrote, held to the deadline of a reward: also where it blocks, for its event loop has a
-    thread of its own, which is left to itself when a call is late."""
+    """A user's `GroupReward` with a deadline. The deadline holds even if the reward blocks, because its event loop runs in a
+    separate thread, which is abandoned when a call is late."""
 
     def __init__(self, reward: GroupReward, name: str, *, timeout_s: float):
         self.reward, self.name, self.timeout_s = reward, name, timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> Sequence[float | RewardResult]:
-        """Implements `GroupReward.compare`. Fails as ``reward_timeout`` or ``reward_raised`` besides."""
+        """Implements `GroupReward.compare`. Further failures: ``reward_timeout`` and ``reward_raised``."""
         loop = self._loop = self._loop or _loop_aside(self.name)
         call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._called(samples, row), loop))
         done, _ = await asyncio.wait({call}, timeout=self.timeout_s)
         if not done:
             call.cancel()
             if self._loop is loop:
-                self._loop = None  # the next call finds a thread that is free; those under way end in this one
+                self._loop = None  # the next call starts a new thread; calls under way end in this one
                 asyncio.run_coroutine_threadsafe(_end(), loop)
             raise late(self.name, self.timeout_s, "left to itself")
         return call.result()
@@ -224,7 +296,7 @@ class OwnGroupReward(GroupReward):
             raise _raised(self.name, error) from error
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the reward and cancels its running calls."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(_end(cancel=True), self._loop)
             self._loop = None
@@ -236,14 +308,14 @@ def _raised(name: str, error: BaseException) -> RewardFailure:
 
 
 def _loop_aside(name: str) -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a thread, which does not keep the process from ending."""
+    """Starts an event loop in a daemon thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=run_loop, args=(loop,), name=f"reward {name}", daemon=True).start()
     return loop
 
 
 async def _end(*, cancel: bool = False) -> None:
-    """Stops the event loop when its other tasks have ended."""
+    """Stops the event loop when its other tasks have ended. ``cancel``: cancels these tasks."""
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in others if cancel else ():
             task.cancel()

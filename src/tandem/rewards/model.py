@@ -1,4 +1,4 @@
-"""A reward model as a reward: the folder that `tandem reward` wrote, or any classifier."""
+"""A reward model as a reward: a folder that `tandem reward` wrote, or any classifier."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, Literal
 from tandem.api.batch import sequence_index
 from tandem.api.engines import TrainEngine
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.api.samples import Sample
-from tandem.api.scoring import FrozenModel, Score, ScoreReader
+from tandem.api.workflow import FrozenModel, Sample, Score, ScoreReader
 from tandem.config.errors import ConfigError
 
 Aggregate = Literal["min", "last", "mean", "product", "none"]
 
 
 class ModelReward(Score):
-    """The scalar that a reward model gives the whole conversation, read after its last token.
+    """The scalar score of a reward model for the whole conversation, read after its last token.
 
-    The conversation is rendered by the reward model's own tokenizer and chat template, so it may be of another family than
-    the actor. ``path``: its folder. ``name``: its name in metrics, where a reward has several. ``center`` is subtracted, and
-    ``scale`` divides: rewards of pairs have no zero and no unit of their own. ``above``: the reward is 1 where this is
-    exceeded, else 0. ``backend``: how the model is spread, as `FrozenModel.backend`. ``class_label``: of a classifier with
-    several classes, the one whose log-odds are the score. ``probability``: σ(score) instead of the score.
+    The conversation is rendered by the reward model's own tokenizer and chat template, so the model may be of another family
+    than the actor. ``path``: its folder. ``name``: its name in metrics, if a reward has several terms. The reward is (score
+    − ``center``) / ``scale``, because scores trained on pairs have no zero or unit of their own. ``above``: makes the reward
+    1 if it exceeds this threshold, else 0. ``backend``: how the model is distributed, see `FrozenModel.backend`.
+    ``class_label``: for a classifier with several classes, the class whose log-odds are the score. ``probability``: use
+    σ(score) instead of the score.
 
-    With ``steps``, the text between the steps of a reply, it is a process reward model: the value of a step is the
-    probability σ(score) that it is right, read after its last token, or after the ``marker`` that the model was trained to
-    see behind each step in place of the separator. ``aggregate`` makes one number of them; ``none`` gives each to the token
-    of the actor that ends its step.
+    With ``steps``, the separator of a reply's steps, it is a process reward model: a step's value is the probability
+    σ(score) that the step is right, read after its last token, or after the ``marker`` that the model was trained to see
+    instead of the separator behind each step. ``aggregate`` combines the values into one number; ``none`` gives each value
+    to the actor's token that ends its step.
     """
 
     def __init__(
@@ -59,27 +59,29 @@ class ModelReward(Score):
         self.per_step = steps is not None and aggregate == "none"
 
     def read(self, sample: Sample, row: Mapping[str, Any], reader: ScoreReader) -> Mapping[str, Any]:
-        """The conversation, with the ends of its steps if these are judged."""
+        """Returns the conversation as tokens; if steps are scored, also the position at which each step ends."""
         if self.steps is None:
             return reader.conversation(sample, row)
         return reader.steps(sample, row, self.steps, marker=self.marker, place=self.per_step)
 
     def score(self, batch: TensorDict, model: TrainEngine) -> torch.Tensor:
-        """(score − center) / scale of each sequence ``[N]``, or of each step; or whether that is above the threshold."""
+        """Returns (score − center) / scale for each sequence ``[N]``, or for each step. With ``above`` returns 1 where that
+        exceeds the threshold, else 0."""
         scores = model.forward(batch).scores
         assert scores is not None, "its head is scalar"
         if self.steps is None:
-            found = scores[batch["cu_seqlens"][1:] - 1]
-            found = found.float().sigmoid() if self.probability else found
+            values = scores[batch["cu_seqlens"][1:] - 1]
+            values = values.float().sigmoid() if self.probability else values
         else:
             ends = batch["step_end"]
-            found = aggregated(scores[ends].float().sigmoid(), sequence_index(batch)[ends], self.aggregate)
-        found = (found - self.center) / self.scale
-        return found if self.above is None else torch.where(found.isfinite(), (found > self.above).to(found), found)
+            values = aggregated(scores[ends].float().sigmoid(), sequence_index(batch)[ends], self.aggregate)
+        values = (values - self.center) / self.scale
+        return values if self.above is None else torch.where(values.isfinite(), (values > self.above).to(values), values)
 
 
 def aggregated(values: torch.Tensor, sequence: torch.Tensor, how: Aggregate) -> torch.Tensor:
-    """One number for each sequence ``[N]`` from those of its steps: ``values [K]``, each in ``sequence [K]``, in order."""
+    """Combines the values of steps into one value for each sequence, ``[N]``. ``values [K]``: the values in order;
+    ``sequence [K]``: the sequence of each value."""
     if how == "none":
         return values
     counts = torch.bincount(sequence)

@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym, judged by the library's own scorers, which parse what a model wrote: in a worker process."""
+"""Rows of reasoning-gym, scored by the library's own scorers. These parse model text, so they run in a worker process."""
 
 import importlib.util
 import re
@@ -7,25 +7,26 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn
-from tandem.config.errors import ConfigError
-from tandem.config.extras import install_extra
-from tandem.rewards.extraction import after_hashes, boxed
+from tandem.config.errors import ConfigError, install_extra
 from tandem.rewards.function import WorkerReward
+from tandem.rewards.reading import after_hashes, boxed
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 def score(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """The scorer of the row's family (``metadata["source_dataset"]``), 0 to 1; right means at least 0.99.
+    """Scores a completion, 0 to 1, with the scorer of the row's family (``metadata["source_dataset"]``). The accuracy is 1
+    for a score of at least 0.99.
 
-    The answer is what stands in the last ``<answer>`` tags, else in a box, else after ``####``, else the whole completion.
+    The answer is the text in the last ``<answer>`` tags; without these, the text in a box, after ``####``, or the whole
+    completion.
     """
     from reasoning_gym import get_score_answer_fn  # noqa: PLC0415 optional library, slow to import
 
     metadata = row.get("metadata")
     family = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
     if not family:
-        raise RewardFailure("reward_raised", f"the row has no metadata['source_dataset']; columns there: {', '.join(row)}")
+        raise RewardFailure("row_unfit", f"the row has no metadata['source_dataset']; columns there: {', '.join(row)}")
     tagged = ANSWER.findall(completion)
     answer = tagged[-1].strip() if tagged else boxed(completion) or after_hashes(completion) or completion.strip()
     value = float(get_score_answer_fn(family)(answer, dict(row)))
@@ -33,7 +34,7 @@ def score(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def build_reasoning_gym(*, timeout_s: float, workers: int | None = None) -> RewardFn:
-    """Builds the reward, see `score`.
+    """Builds the reward `score`, which runs in worker processes.
 
     Raises:
         ConfigError: the library is not installed.

@@ -1,57 +1,186 @@
-"""A reward that another server gives, over HTTP: ``remote(url=http://judge:8001)``."""
+"""Rewards that another server computes, over HTTP: ``remote(url=http://judge:8001)``, and the client with which they ask it.
+
+A request is repeated until the server answers or a time limit has passed.
+"""
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from tandem.api.failures import RewardFailure, described
+from tandem.api.failures import DataFailure, RewardFailure, ServerFailed, described
 from tandem.api.media import kinds_of, media_of
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.protocol.limits import ServerLimits
-from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict, plain_text
-from tandem.rewards.asking import AskedServer, finite_knobs, token_of
+from tandem.protocol.access import ServerLimits
+from tandem.protocol.client import HttpClient
+from tandem.protocol.reward_layouts import LAYOUTS, NotJudged, Question, RequestShape, Verdict, plain_text
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+"""First and longest pause between two tries of a request, in seconds; each pause is twice the previous one."""
+
+_TRY_AGAIN = (408, 429)
+"""HTTP statuses from 400 to 499 after which the same request may succeed later."""
+
+
+class RetryingClient:
+    """A client of one server. It repeats a failed request until the server answers or the patience (a time limit) ends.
+
+    If the patience of a request ends, and no other request was answered meanwhile, the server counts as dead: until it
+    answers again, each request is tried only once. So a dead server costs a run the patience once, and not in each batch.
+    """
+
+    def __init__(self, url: str, token: str | None, path: str, *, request_timeout_s: float, patience_s: float):
+        """``path``: see `client_and_path`. ``request_timeout_s``: time limit of one try, in seconds. ``patience_s``: time
+        limit of a request with all its tries, in seconds."""
+        self._client, self._path = client_and_path(url, token, path)
+        self._request_timeout_s, self._patience_s = request_timeout_s, patience_s
+        self._answered = -math.inf
+        self.is_silent = False
+
+    def until(self) -> float:
+        """Returns the monotonic time at which the patience ends for a request that starts now."""
+        return time.monotonic() + self._patience_s
+
+    async def ask(
+        self,
+        body: dict[str, Any],
+        read: Callable[[Any], T],
+        *,
+        until: float | None = None,
+        once: bool = False,
+        beside: str | None = None,
+    ) -> T:
+        """Sends ``body`` and returns ``read(answer)``; ``read`` raises `ValueError` for an answer of the wrong form.
+
+        A failed request is repeated, with growing pauses, until the monotonic time ``until``; with ``once`` it is not
+        repeated. ``beside``: replaces the last segment of the route, such as ``/media`` to reach a neighbouring route.
+
+        Raises:
+            RewardFailure: ``reward_server_failed``: no answer of the right form in time; ``reward_refused``: the server
+                rejects the request.
+        """
+        began, pause_s, tries = time.monotonic(), 0.0, 0
+        until = self.until() if until is None else until
+        path = self._path if beside is None else self._path.rpartition("/")[0] + beside
+        while True:
+            tries += 1
+            try:
+                answer = await self._try(path, body, read, until)
+                self._answered, self.is_silent = time.monotonic(), False
+                return answer
+            except DataFailure as failure:
+                raise RewardFailure("reward_refused", str(failure)) from failure
+            except ServerFailed as error:
+                pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+                final = error.status is not None and 400 <= error.status < 500 and error.status not in _TRY_AGAIN
+                late = time.monotonic() + pause_s >= until
+                if final or late or once or self.is_silent:
+                    words = self._words(error, tries, began)
+                    self.is_silent |= late and self._answered < began
+                    raise RewardFailure("reward_server_failed", words) from error
+                await asyncio.sleep(pause_s)
+
+    async def _try(self, path: str, body: dict[str, Any], read: Callable[[Any], T], until: float) -> T:
+        left_s = max(until - time.monotonic(), 1e-3)
+        answer = await self._client.post(path, body, deadline_s=min(self._request_timeout_s, left_s))
+        try:
+            return read(answer)
+        except ValueError as error:
+            raise ServerFailed(f"{self._client.base_url}{path}: its answer cannot be read: {error}") from error
+
+    def _words(self, error: ServerFailed, tries: int, began: float) -> str:
+        after = f"after {tries} tries in {time.monotonic() - began:.0f} s" if tries > 1 else "at once"
+        slow = f"; a try has reward_timeout_s={self._request_timeout_s:g}" if "no answer within" in str(error) else ""
+        silent = f"; it has left a question unanswered for patience_s={self._patience_s:g}" if self.is_silent else ""
+        return f"{error} (given up {after}{slow}{silent})"
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._client.close()
+
+
+def client_and_path(url: str, token: str | None, path: str) -> tuple[HttpClient, str]:
+    """Returns a client of the server at ``url``, and the route of requests: the URL's path, or ``path`` if the URL has none.
+    If the URL's path ends with the first segment of ``path``, the other segments are appended: ``http://judge/v1`` with
+    ``/v1/chat/completions`` gives ``/v1/chat/completions``."""
+    route = urlsplit(url).path
+    client, route = HttpClient(url.removesuffix(route) or url, token=token), route.rstrip("/")
+    first = f"/{path.split('/')[1]}" if path.count("/") > 1 else path
+    return client, path if not route else route + path.removeprefix(first) if route.endswith(first) else route
+
+
+def token_of(name: str, token_env: str | None) -> str | None:
+    """Returns the bearer token in an environment variable; None if ``token_env`` is None.
+
+    Raises:
+        ConfigError: the variable is not set. ``name``: the reward's name, for the message.
+    """
+    if token_env is None:
+        return None
+    token = os.environ.get(str(token_env))
+    if not token:
+        raise ConfigError(f"reward {name!r}: token_env={token_env}, and the environment has no variable {token_env}")
+    return token
+
+
+def finite_knobs(name: str, **knobs: Any) -> None:
+    """Raises `ConfigError` if a knob is not a finite number. ``name``: the reward's name, for the message."""
+    for knob, value in knobs.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"reward {name!r}: {knob} must be a finite number, got {value!r}")
+
+
+def read_knob_file(name: str, knob: str, file: str) -> str:
+    """Returns the text of the file that the knob ``knob`` of the reward ``name`` names.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward {name!r}: the {knob} {file} cannot be read: {error}") from error
+
 
 Waiting = tuple[Question, asyncio.Future[Verdict]]
 
+_LARGEST = ServerLimits.max_media_body_bytes - 1024  # maximum size of a medium's base64 in a body
 _GATHER_S = 0.01
-_LARGEST = ServerLimits.max_media_body_bytes - 1024  # of base64 in a body
-"""The first question of a request waits this long for others, unless the request is full before."""
+"""Seconds that the first question of a request waits for further questions, unless the request is full earlier."""
 
 
 class RewardServer:
-    """Asks one server for verdicts. Questions that come close together share a request; a request that fails is repeated."""
+    """Gets verdicts from one server. Questions that arrive close together share a request; a failed request is repeated."""
 
     def __init__(
         self,
-        url: str,
+        server: RetryingClient,
+        layout: RequestShape,
         *,
-        layout: str,
         model: str | None,
         class_label: int | None,
-        token: str | None,
         batch_size: int,
-        request_timeout_s: float,
-        patience_s: float,
     ):
-        """``request_timeout_s``: of one request. ``patience_s``: of a question, all tries of its request together."""
-        self._layout, self._model, self._class = LAYOUTS[layout], model, class_label
-        self._server = AskedServer(url, token, self._layout.path, request_timeout_s=request_timeout_s, patience_s=patience_s)
+        self._server, self._layout, self._model, self._class = server, layout, model, class_label
         self._batch_size = batch_size if self._layout.at_once else 1
-        # by event loop: training and evaluation may ask from different ones, and one may end with questions that wait
+        # by event loop: training and evaluation may use different ones, and one may end while questions wait
         self._waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Waiting]] = WeakKeyDictionary()
         self._requests: set[asyncio.Task[None]] = set()
         self._bringing: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     async def judge(self, question: Question) -> Verdict:
-        """The verdict of one completion.
+        """Returns the verdict on one completion.
 
         Raises:
-            RewardFailure: ``reward_server_failed``, when there was none in time; ``reward_refused``, when the server takes
-                this question for wrong.
+            RewardFailure: ``reward_server_failed``: no verdict in time; ``reward_refused``: the server rejects the question.
         """
         loop = asyncio.get_running_loop()
         verdict: asyncio.Future[Verdict] = loop.create_future()
@@ -64,7 +193,7 @@ class RewardServer:
         return await verdict
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Asks all that wait, in one request."""
+        """Sends all waiting questions in one request."""
         waiting = self._waiting.pop(loop, [])
         if not waiting:
             return
@@ -75,15 +204,15 @@ class RewardServer:
             future.add_done_callback(lambda _: task.cancel() if all(verdict.done() for _, verdict in waiting) else None)
 
     async def _answer(self, waiting: list[Waiting], until: float) -> None:
-        """Gives each question that somebody still waits for its verdict, or the reason why there is none.
+        """Asks the server, and passes the verdicts, or the failure, to the callers that still wait.
 
-        A request of several that fails is cut in halves: one bad question, or too many for the server's time, must not cost
-        the others theirs. Only a single question is asked again and again.
+        A failed request with several questions is split in halves. So one bad question, or too many questions for the
+        server's time limit, does not fail the others. Only single questions are retried.
         """
         waiting = [(question, future) for question, future in waiting if not future.done()]
         try:
             verdicts = await self._ask([question for question, _ in waiting], until) if waiting else []
-        except Exception as error:  # the reward boundary: whoever waits for the verdict raises it
+        except Exception as error:  # the reward boundary: raised by the callers that wait for the verdicts
             dead = self._server.is_silent and getattr(error.__cause__, "status", None) is None
             if len(waiting) > 1 and time.monotonic() < until and not dead:
                 middle = len(waiting) // 2
@@ -99,7 +228,7 @@ class RewardServer:
 
     async def _ask(self, questions: Sequence[Question], until: float) -> list[Verdict]:
         if numbers := {medium.number for question in questions for medium in media_of(question.messages)}:
-            # one after another, so that what two requests show is sent once; each ends by its own `until`
+            # one request at a time, so that media of two requests are sent once; each ends by its own `until`
             async with self._bringing.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
                 await self._bring(numbers, until)
         body, several = self._layout.ask(questions, self._model), len(questions) > 1
@@ -108,19 +237,19 @@ class RewardServer:
         )
 
     async def _bring(self, numbers: set[int], until: float) -> None:
-        """Sends the server those of the images and sounds that it has not."""
-        from tandem.media.parts import sent  # noqa: PLC0415 — numpy, which a graph is drawn without
+        """Sends the server the images and sounds that it lacks. ``numbers``: the numbers of the media in the questions."""
+        from tandem.media.parts import sent  # noqa: PLC0415 — imports numpy, which drawing a graph must not need
 
         try:
-            asked = {"numbers": sorted(numbers)}
-            missing = await self._server.ask(asked, _field("missing", list), until=until, beside="/media/missing")
+            body = {"numbers": sorted(numbers)}
+            missing = await self._server.ask(body, _field("missing", list), until=until, beside="/media/missing")
         except RewardFailure as failure:
             if getattr(failure.__cause__, "status", None) != 404:
                 raise
             raise RewardFailure(
                 "reward_refused",
-                "the server takes no images and sounds: it is of a release before this one, or its models read text alone; "
-                "show_media=false sends it the texts alone",
+                "the server takes no images and sounds: it is of a release before this one, or its models read only text; "
+                "show_media=false sends only the texts",
             ) from failure
         for number in numbers.intersection(missing):
             medium = await asyncio.to_thread(sent, number)
@@ -138,22 +267,22 @@ class RewardServer:
                 )
 
     def close(self) -> None:
-        """Drops all connections."""
+        """Closes all connections."""
         self._server.close()
 
 
 def _field(name: str, kind: type) -> Callable[[Any], Any]:
     def read(answer: Any) -> Any:
-        found = answer.get(name) if isinstance(answer, Mapping) else None
-        if not isinstance(found, kind):
+        value = answer.get(name) if isinstance(answer, Mapping) else None
+        if not isinstance(value, kind):
             raise ValueError(f"`{name}` must be of type {kind.__name__}, got {answer!r:.80}")
-        return found
+        return value
 
     return read
 
 
 def _failure(error: Exception) -> RewardFailure:
-    """A failure of one sample's own."""
+    """Returns a new failure for one sample, because samples must not share an exception."""
     if isinstance(error, RewardFailure):
         return RewardFailure(error.reason, str(error))
     return RewardFailure("reward_raised", described(error))
@@ -162,13 +291,13 @@ def _failure(error: Exception) -> RewardFailure:
 class RemoteReward(RewardFn):
     """The score of another server.
 
-    ``url``: of the server, with the route if it has another than its layout's. ``layout``: the shape of requests, `tandem`
-    (what `tandem serve-reward` serves), `openrlhf`, `slime` or `vllm` (a classifier behind vLLM or SGLang).
-    ``model``: which of its models is asked. ``class_label``: number of the class whose probability counts, where that model
-    has several. ``token_env``: the environment variable with its bearer token. ``batch_size``: most completions of one
-    request. ``patience_s``: how long a completion waits for its score, all tries together. One try has `reward_timeout_s`.
-    ``center`` is subtracted from scores, and ``scale`` divides them. ``above``: the reward is 1 where this is exceeded, else
-    0. ``show_media``: whether the server is shown the images and sounds of the conversation, or its texts alone.
+    ``url``: the server, with the route if it differs from the layout's. ``layout``: the format of requests, `tandem` (of
+    `tandem serve-reward`), `openrlhf`, `slime` or `vllm` (a classifier behind vLLM or SGLang). ``model``: the server's model
+    to use. ``class_label``: number of the class whose probability is the score, if the model has several. ``token_env``: the
+    environment variable with the bearer token. ``batch_size``: maximum number of completions in one request. ``patience_s``:
+    time limit of a completion's score in seconds, including retries; one try has `reward_timeout_s`. The reward is (score −
+    ``center``) / ``scale``. ``above``: makes the reward 1 if it exceeds this threshold, else 0. ``show_media``: show the
+    server the conversation's images and sounds; else only its texts.
     """
 
     reads_messages = True
@@ -204,19 +333,14 @@ class RemoteReward(RewardFn):
             raise ConfigError(f"reward {name!r}: patience_s and scale must be above 0, got {patience_s} and {scale}")
         self.name, self.center, self.scale, self.above = name, center, scale, above
         self._show_media, self._layout = show_media, layout
-        self._server = RewardServer(
-            str(url),
-            layout=layout,
-            model=model,
-            class_label=None if class_label is None else number,
-            token=token_of(name, token_env),
-            batch_size=batch_size,
-            request_timeout_s=timeout_s,
-            patience_s=patience_s,
-        )
+        form, token = LAYOUTS[layout], token_of(name, token_env)
+        client = RetryingClient(str(url), token, form.path, request_timeout_s=timeout_s, patience_s=patience_s)
+        label = None if class_label is None else number
+        self._server = RewardServer(client, form, model=model, class_label=label, batch_size=batch_size)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Before training. Raises `ConfigError` for a row with images or sounds that the layout cannot carry."""
+        """Checks a row before training. Raises `ConfigError` for a row with images or sounds that the layout does not
+        support."""
         self._check_media(row.get("messages") or ())
 
     def _check_media(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -226,16 +350,17 @@ class RemoteReward(RewardFn):
                 raise ConfigError(
                     f"reward {self.name!r}: layout={self._layout} carries texts alone, and there are parts of type "
                     f"{', '.join(sorted(kinds))}; use a server of layout=tandem, model(path=FOLDER), or show_media=false, "
-                    "which judges the texts alone"
+                    "which sends only the texts"
                 )
 
     async def _shown(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-        """The messages as the server is to see them. Raises `RewardFailure` where it cannot."""
+        """Returns the messages in the form in which the server gets them. Raises `RewardFailure` for media that the layout
+        does not support."""
         if not any(kinds_of(message.get("content")) for message in messages):
             return tuple(messages)
         if not self._show_media:
             return tuple({**message, "content": plain_text(message.get("content"))} for message in messages)
-        from tandem.media.parts import read_media  # noqa: PLC0415 — numpy, which a graph is drawn without
+        from tandem.media.parts import read_media  # noqa: PLC0415 — imports numpy, which drawing a graph must not need
 
         try:
             self._check_media(messages)
@@ -248,12 +373,11 @@ class RemoteReward(RewardFn):
         *,
         prompt: str,
         completion: str,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] = (),
+        **_: Any,
     ) -> RewardResult:
-        """Implements `RewardFn.__call__`. What the server cannot judge fails under the reason that it gives."""
+        """Implements `RewardFn.__call__`. If the server cannot judge a completion, fails with the server's reason."""
         answer = row.get("answer")
         question = Question(await self._shown(messages), prompt, completion, None if answer is None else str(answer))
         verdict = await self._server.judge(question)
@@ -265,5 +389,5 @@ class RemoteReward(RewardFn):
         return RewardResult(score if self.above is None else float(score > self.above))
 
     def close(self) -> None:
-        """Drops all connections."""
+        """Closes all connections."""
         self._server.close()

@@ -1,4 +1,4 @@
-"""The answers of `tandem serve-reward`: `/score` in Tandem's layout, `/get_reward` in OpenRLHF's."""
+"""The routes of `tandem serve-reward`: `/score` in Tandem's layout, `/get_reward` in OpenRLHF's."""
 
 import asyncio
 import math
@@ -11,11 +11,10 @@ from aiohttp import web
 from tandem.api.media import MediaKind, media_of
 from tandem.media import store
 from tandem.media.bound import StoreBound
-from tandem.protocol.limits import ServerLimits
+from tandem.protocol.access import ServerLimits
+from tandem.protocol.bodies import Refusal
 from tandem.protocol.media_intake import LACKING, LOG, MediaIntake
-from tandem.protocol.openapi import document
-from tandem.protocol.refusal import Refusal
-from tandem.protocol.rewards import (
+from tandem.protocol.reward_layouts import (
     MEDIUM_ANSWER,
     MEDIUM_BODY,
     MISSING_ANSWER,
@@ -27,12 +26,12 @@ from tandem.protocol.rewards import (
     Question,
     Verdict,
 )
-from tandem.protocol.server import Application, Route
+from tandem.protocol.server import Application, Route, document
 
 
 @dataclass(frozen=True)
 class ServedJudge:
-    """Scores questions with a model: one verdict each. Called in one thread at a time."""
+    """A model that scores questions, with one verdict for each. Called from one thread at a time."""
 
     score: Callable[[Sequence[Question]], list[Verdict]]
     media: tuple[MediaKind, ...] = ()
@@ -43,23 +42,22 @@ class ServedJudge:
 
 
 MAX_WAITING = 8192
-"""Questions that may wait; of a request that would make it more, none is taken."""
+"""Maximum number of waiting questions. A request that would exceed the maximum is refused completely."""
 
 
 class RewardApplication(Application):
-    """Reward models behind a server. Questions that wait are judged together, whoever asked them."""
+    """A server of reward models. Waiting questions of different requests are judged together."""
 
     def __init__(
         self,
         judges: Mapping[str, ServedJudge],
         *,
         batch_size: int = 64,
-        limits: ServerLimits | None = None,
         bound: StoreBound | None = None,
     ):
-        """``judges``: by the names of their models. ``batch_size``: most questions that a model reads at once. ``bound``: of
-        the media store; None: it grows."""
-        self.limits = limits or ServerLimits()
+        """``judges``: name of a model → its judge. ``batch_size``: maximum number of questions that a model reads at once.
+        ``bound``: the size limit of the media store; None: the store may grow without limit."""
+        self.limits = ServerLimits()
         self._judges, self._batch_size, self._draining = judges, batch_size, False
         self._waiting: dict[str, list[tuple[Question, asyncio.Future[Verdict]]]] = {name: [] for name in judges}
         self.models = tuple(judges)
@@ -94,15 +92,15 @@ class RewardApplication(Application):
         )
 
     def busy(self) -> bool:
-        """True while questions wait."""
+        """Returns True while questions wait."""
         return any(self._waiting.values())
 
     def drain(self) -> None:
-        """Refuses new questions."""
+        """Refuses new questions from now on."""
         self._draining = True
 
     async def watch(self) -> None:
-        """Judges whatever waits, model after model."""
+        """Judges the waiting questions, one model after another."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -110,19 +108,19 @@ class RewardApplication(Application):
                 while waiting:
                     batch = waiting[: self._batch_size]
                     await self._judge(name, batch)
-                    del waiting[: len(batch)]  # here, so that the server is busy until they are judged
+                    del waiting[: len(batch)]  # only now, so that the server counts as busy until they are judged
 
     async def _judge(self, name: str, batch: Sequence[tuple[Question, asyncio.Future[Verdict]]]) -> None:
-        asked = [pair for pair in batch if not pair[1].done()]  # whoever left wants no answer
+        pending = [pair for pair in batch if not pair[1].done()]  # others have disconnected
         try:
-            verdicts = await asyncio.to_thread(self._judges[name], [question for question, _ in asked])
-        except Exception as error:  # the request boundary: these questions fail, the server goes on
-            for _, future in asked:
+            verdicts = await asyncio.to_thread(self._judges[name], [question for question, _ in pending])
+        except Exception as error:  # the request boundary: these questions fail, the server continues
+            for _, future in pending:
                 if not future.done():
                     future.set_exception(error)
             return
-        self._judged[name] += len(asked)
-        for (_, future), verdict in zip(asked, verdicts, strict=True):
+        self._judged[name] += len(pending)
+        for (_, future), verdict in zip(pending, verdicts, strict=True):
             if not future.done():
                 future.set_result(verdict)
 
@@ -146,15 +144,16 @@ class RewardApplication(Application):
     async def _score(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         model = body.get("model")
         if model is None and len(self._judges) > 1:
-            raise Refusal(400, f"say which `model`: {', '.join(self._judges)}", param="model")
-        questions = await asyncio.to_thread(lambda: [_question(asked) for asked in body["questions"]])
+            raise Refusal(400, f"choose one with `model`: {', '.join(self._judges)}", param="model")
+        questions = await asyncio.to_thread(lambda: [_question(entry) for entry in body["questions"]])
         shown = [medium.number for question in questions for medium in media_of(question.messages)]
         with self._intake.using(shown):
             name, verdicts = await self._verdicts(model, questions)
         return {"model": name, "results": [_result(number, verdict) for number, verdict in enumerate(verdicts)]}
 
     async def _get_reward(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """This layout has no words for a text that cannot be judged, so the whole request is refused."""
+        """Serves OpenRLHF's layout. The layout has no field for a text that cannot be judged; one such text makes the whole
+        request fail."""
         texts = body["query"]
         _, verdicts = await self._verdicts(None, [Question((), "", text) for text in texts])
         for number, verdict in enumerate(verdicts):
@@ -165,7 +164,7 @@ class RewardApplication(Application):
 
     async def _missing(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         numbers = body["numbers"]
-        with self._intake.using(numbers):  # whoever asks is about to show them: what others send does not push them out
+        with self._intake.using(numbers):  # the client is about to use these media, so uploads of others must not evict them
             return {"missing": await asyncio.to_thread(lambda: [n for n in set(numbers) if not store.is_whole(n)])}
 
     async def _keep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
@@ -184,24 +183,24 @@ class RewardApplication(Application):
         return document("tandem serve-reward", self.routes)
 
 
-def _question(asked: Mapping[str, Any]) -> Question:
-    """A question of `SCORE_BODY` with its media. Raises `Refusal`, 422, for one that is not in the store."""
+def _question(fields: Mapping[str, Any]) -> Question:
+    """Returns a question of `SCORE_BODY` with its media. Raises `Refusal` (422) for a medium that is not in the store."""
 
-    def part(one: Mapping[str, Any]) -> dict[str, Any]:
-        if "medium" not in one:
-            return dict(one)
-        medium = store.medium(one["medium"])
+    def part(item: Mapping[str, Any]) -> dict[str, Any]:
+        if "medium" not in item:
+            return dict(item)
+        medium = store.medium(item["medium"])
         return {"type": medium.kind, "medium": medium}
 
     try:
         messages = tuple(
             {**message, "content": content if isinstance(content := message["content"], str) else [*map(part, content)]}
-            for message in asked.get("messages") or ()
+            for message in fields.get("messages") or ()
         )
     except store.MediaMissing as error:
         LOG.warning("%s", error)
         raise Refusal(422, f"media_missing: {LACKING}", code="media_missing", param="questions") from error
-    return Question(messages, asked.get("prompt", ""), asked["completion"], asked.get("answer"))
+    return Question(messages, fields.get("prompt", ""), fields["completion"], fields.get("answer"))
 
 
 def _result(number: int, verdict: Verdict) -> dict[str, Any]:

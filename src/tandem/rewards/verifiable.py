@@ -1,6 +1,6 @@
-"""Rewards that compare a completion with the row's ``answer``, or look at its form. They judge the completion only.
+"""Rewards that compare a completion with the row's ``answer`` or check its form. They read only the completion.
 
-Text of the prompt never counts: a template that shows ``#### <number>`` to the model earns nothing.
+The prompt has no influence on the reward, so a template that shows ``#### <number>`` to the model earns nothing.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,18 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, is_answer, last_number
-from tandem.rewards.function import DirectReward, require_answer
-from tandem.rewards.pool import WorkerPool
-from tandem.rewards.reading import agree, plain_number, read
+from tandem.rewards.function import DirectReward, WorkerPool, require_answer
+from tandem.rewards.reading import (
+    after_hashes,
+    agree,
+    boxed,
+    final_answer,
+    gold_answer,
+    is_answer,
+    last_number,
+    plain_number,
+    read,
+)
 
 CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
@@ -24,7 +32,8 @@ READABLE = (
 
 
 def _gold_number(row: Mapping[str, Any], name: str) -> str:
-    """The row's number as it is written, with its unit where it is all of the answer; ConfigError where there is none."""
+    """Returns the row's number as written; with its unit if the answer consists of number and unit. Raises ConfigError if
+    the row has no number."""
     require_answer(row, name)
     gold = gold_answer(row["answer"])
     number = gold if plain_number(gold) is not None else last_number(gold)
@@ -41,30 +50,23 @@ def _verdict(right: bool, answer: str | None) -> RewardResult:
 
 
 class MathReward(RewardFn):
-    r"""1 if the final answer (`final_answer`) is mathematically equal to the row's, else 0.
+    r"""1 if the completion's final answer (`final_answer`) is mathematically equal to the row's answer, else 0.
 
-    Plain numbers, units and words are compared exactly, in microseconds (`agree`); everything else goes to math-verify in a
-    worker process. A gold that is prose is a failure, ``answer_unreadable``, unless the completion says the same text.
+    Plain numbers, units and words are compared exactly, in microseconds (`agree`); all other answers by math-verify in a
+    worker process. An answer of the row that is prose is a failure, ``answer_unreadable``, unless the completion has the
+    same text.
     """
 
     def __init__(self, *, timeout_s: float, workers: int | None = None):
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="math", timeout_s=timeout_s, size=workers)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises ConfigError where the row has no answer, or none that can be read."""
+        """Raises ConfigError if the row has no answer, or an answer that cannot be compared."""
         require_answer(row, "math")
         if not is_answer(gold_answer(row["answer"])):
             raise ConfigError(f"reward 'math' cannot read the answer {row['answer']!r:.80}; {READABLE}")
 
-    async def __call__(
-        self,
-        *,
-        prompt: str,
-        completion: str,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-        row: Mapping[str, Any],
-    ) -> RewardResult:
+    async def __call__(self, *, completion: str, row: Mapping[str, Any], **_: Any) -> RewardResult:
         """Implements `RewardFn.__call__`."""
         gold, answer = gold_answer(row.get("answer")), final_answer(completion)
         right = any(read(gold).text == read(text).text for text in (answer, completion) if text)
@@ -73,7 +75,7 @@ class MathReward(RewardFn):
             if not right:
                 self.check_row(row)
         except ConfigError as error:
-            raise RewardFailure("answer_unreadable" if row.get("answer") else "reward_raised", str(error)) from error
+            raise RewardFailure("answer_unreadable" if row.get("answer") else "row_unfit", str(error)) from error
         verdict = right if right or answer is None else agree(gold, answer)
         if verdict is not None:
             return _verdict(verdict, answer)
@@ -86,20 +88,21 @@ class MathReward(RewardFn):
 
 
 def exact_number(completion: str, row: Mapping[str, Any]) -> RewardResult:
-    """1 if the last number of the completion, with the words behind it, is the row's number, else 0."""
-    expected, found = _gold_number(row, "exact_number"), last_number(completion)
-    number = found or ""
-    line = completion[completion.rfind(number) :].split("\n", 1)[0]  # with the unit
-    return _verdict(agree(expected, number if plain_number(line) is None else line) is True, found)
+    """1 if the completion's last number, with the words after it, equals the row's number, else 0."""
+    expected, answer = _gold_number(row, "exact_number"), last_number(completion)
+    number = answer or ""
+    line = completion[completion.rfind(number) :].split("\n", 1)[0]  # the number with its unit
+    return _verdict(agree(expected, number if plain_number(line) is None else line) is True, answer)
 
 
 def has_form(completion: str) -> float:
-    r"""1 if the completion marks its final answer, by ``\boxed{…}`` or by ``####``, else 0."""
+    r"""1 if the completion marks its final answer by ``\boxed{…}`` or ``####``, else 0."""
     return 1.0 if boxed(completion) or after_hashes(completion) else 0.0
 
 
 def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | str | None]:
-    """Right answer 1; closeness up to 0.3; form 0.2 (0.1 for a number without ``####``); so a weak model sees a spread."""
+    """1 for the right answer + up to 0.3 for closeness + 0.2 for form (0.1 for a number without ``####``), so that a weak
+    model sees different rewards."""
     gold, answer = _gold_number(row, "gsm8k"), final_answer(completion)
     expected = plain_number(gold) or Fraction(0)
     number = plain_number(answer or "")
@@ -112,21 +115,21 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | st
     return {"correct": correct, "closeness": closeness, "format": form, "accuracy": correct, "answer": answer}
 
 
-def build_exact_number(*, timeout_s: float) -> RewardFn:
-    """Builds `exact_number`, which takes microseconds, so ``timeout_s`` never passes."""
+def build_exact_number() -> RewardFn:
+    """Builds `exact_number`. It takes microseconds, so it needs no deadline."""
     return DirectReward(exact_number, "exact_number", check=_gold_number)
 
 
-def build_format(*, timeout_s: float) -> RewardFn:
+def build_format() -> RewardFn:
     return DirectReward(has_form, "format")
 
 
-def build_gsm8k(*, timeout_s: float) -> RewardFn:
+def build_gsm8k() -> RewardFn:
     return DirectReward(gsm8k_parts, "gsm8k", check=_gold_number)
 
 
-def build_length(*, timeout_s: float, target_tokens: int = 256) -> RewardFn:
-    """1 up to ``target_tokens`` tokens, then falling in a straight line to 0 at twice as many."""
+def build_length(target_tokens: int = 256) -> RewardFn:
+    """Builds a reward of 1 up to ``target_tokens`` tokens; above, it falls linearly to 0 at twice as many tokens."""
 
     def length(completion_ids: tuple[int, ...]) -> float:
         return min(1.0, max(0.0, 2.0 - len(completion_ids) / target_tokens))

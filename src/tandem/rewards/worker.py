@@ -1,16 +1,15 @@
-"""The worker process in which rewards run that may hang, crash or fork. Imports nothing heavy."""
+"""The worker process for reward functions, which may hang, crash or fork. Imports no large packages."""
 
 from collections.abc import Callable
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.rewards.outcome import read_outcome, words_of
-from tandem.rewards.signatures import adapted
+from tandem.rewards.signatures import adapted, read_outcome, words_of
 from tandem.workers.child import Answering, failure_message, load_function, serve
 
 
 def judge(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """One call as a message: the outcome, or the named failure."""
+    """Calls the reward function and returns a message with its outcome, or with the failure."""
     try:
         outcome = read_outcome(function(**arguments))
     except RewardFailure as failure:
@@ -26,11 +25,11 @@ def judge(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, 
     }
 
 
-def main(requests: int, answers: int, spec: str) -> None:
-    """Serves until the run closes its end of the pipe."""
+def main(spec: str) -> None:
+    """Serves the reward function ``spec`` until the run closes its end of the socket."""
 
     def load() -> Answering:
         function = adapted(load_function(spec))
         return lambda arguments: judge(function, arguments)
 
-    serve(requests, answers, load, reason="reward_raised", tidy=True)
+    serve(load, reason="reward_raised", tidy=True)

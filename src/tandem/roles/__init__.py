@@ -1,1 +1,1 @@
-"""Roles: an engine that they are given, and algorithms, make the methods that a script calls."""
+"""Roles (actor, critic, reference, …): each combines an engine with algorithms, and has the methods that a script calls."""

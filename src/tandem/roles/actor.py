@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.algorithms.kl import adapt_coefficient
-from tandem.api.batch import per_token, select
+from tandem.api.batch import per_token, select, stage, update_stage
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.api.stage import stage, update_stage
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
-from tandem.config.roles import ActorConfig
-from tandem.roles.averages import step_metrics
-from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
+from tandem.config.train_engine import ActorConfig
+from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl, step_metrics
 from tandem.roles.critic import SharedCritic
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.samples import mini_batches, samples_of, trained_tokens, with_fields
@@ -26,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Actor:
-    """An engine and an algorithm: `compute_proximal`, `compute_advantages`, `ppo_update`, in this order.
+    """An engine and an algorithm: call `compute_proximal`, `compute_advantages`, `ppo_update`, in this order.
 
-    Batches are global and come back as new ones; each rank calls the same methods with the same batch.
+    Batches are global, and methods return new ones; each rank calls the same methods with the same batch.
     """
 
     def __init__(
@@ -46,15 +44,15 @@ class Actor:
         parts: AlgorithmParts | None = None,
         resting: Callable[[], bool] | None = None,
     ):
-        """``max_head_offpolicyness``: η, the most versions that a token may be behind. ``reference``: that of the run, or
-        whatever stands for it; needed where KL is measured. ``shared_critic``: the second head of this engine's model, which
-        learns with the first. ``max_new_tokens``: what `constant` and `overlong` take where their knob is not set.
-        ``seed``: of the order of mini-batches over several epochs. ``version``: updates that the weights have had before.
-        ``parts``: of ``algorithm``, if it is resolved. ``resting``: true while weights stay as they are, because a critic
-        warms up; None: never.
+        """``max_head_offpolicyness``: η, the largest staleness of a trained token, in versions. ``reference``: anything but
+        None if the run has a reference; required for a KL term. ``shared_critic``: the second head of this engine's model,
+        trained in the same steps. ``max_new_tokens``: default of the knob ``max_tokens`` of the aggregation `constant` and
+        the shaping `overlong`. ``seed``: seed of the order of groups in several epochs. ``version``: number of updates that
+        the weights have had before. ``parts``: the resolved parts of ``algorithm``, if there are any. ``resting``: returns
+        true while weights are not updated, because a critic warms up; None: never.
 
         Raises:
-            ConfigError: a part of the algorithm is not known, or lacks what it needs.
+            ConfigError: a part of the algorithm is unknown, a required knob is not set, or the reference is missing.
         """
         self.engine, self.algorithm, self.config = engine, algorithm, config
         self.max_head_offpolicyness, self.seed, self.version = max_head_offpolicyness, seed, version
@@ -69,10 +67,10 @@ class Actor:
         self._credit, self._tokens, self._aggregation = parts.credit, parts.tokens, parts.aggregation
         self._objective = parts.objective
         self.needs_proximal = parts.needs_proximal(algorithm, self.updates_per_batch)
-        """True if `compute_proximal` has to run."""
+        """True if `compute_proximal` must compute log-probabilities in a separate pass."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The actor's state; the engine has a state of its own."""
+        """Returns the actor's state without that of its engine."""
         return {"version": self.version, "kl_coefficient": self.kl_coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,7 +78,7 @@ class Actor:
 
     @property
     def updates_per_batch(self) -> int:
-        """Most optimizer steps that one batch gives."""
+        """Maximum number of optimizer steps per batch."""
         return self.config.mini_batches * self.config.epochs_per_batch
 
     @stage(
@@ -90,8 +88,8 @@ class Actor:
         reads_state=("weights",),
     )
     def compute_proximal(self, batch: TensorDict) -> TensorDict:
-        """Adds ``proximal_logprobs`` and ``entropy``, under the weights before this update; the batch itself where
-        nothing reads them (`needs_proximal`)."""
+        """Adds ``proximal_logprobs [T]`` and ``entropy [T]`` under the weights before this update. Returns the batch
+        unchanged if the algorithm does not need them (`needs_proximal`)."""
         if not self.needs_proximal:
             return batch
         outputs = self.engine.forward(batch, entropy=True)
@@ -120,7 +118,7 @@ class Actor:
         may_add=("returns", "prepared"),
     )
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
-        """Adds ``advantages``, ``shaped_reward`` and ``dropped``: the tokens that get weight 0, expired ones among them."""
+        """Adds ``advantages [T]``, ``shaped_reward [N]`` and ``dropped [T]``, True for tokens of weight 0 (also expired)."""
         samples, mask = samples_of(batch), trained_tokens(batch)
         if self.algorithm.kl.in_reward:
             self._require(batch, "proximal_logprobs", True, "compute_proximal(batch)")
@@ -130,16 +128,16 @@ class Actor:
         dropped = batch["expired"] & mask if "expired" in batch.keys() else torch.zeros_like(mask)
         for by_rule in self._drops(batch).values():
             dropped = dropped | by_rule
-        found = with_fields(
+        result = with_fields(
             batch,
             shaped_reward=rewards[samples.of_sequence],
             dropped=dropped,
             **self._credit.advantages(batch, samples, rewards, penalty),
         )
-        return found if self._tokens is None else with_fields(found, **self._tokens.prepared(found, self.version))
+        return result if self._tokens is None else with_fields(result, **self._tokens.prepared(result, self.version))
 
     def _drops(self, batch: TensorDict) -> dict[str, torch.Tensor]:
-        """The trained tokens that each rule in use takes out of the loss, ``[T]`` bool."""
+        """Returns rule → trained tokens that the rule removes from the loss, ``[T]`` bool."""
         drops = {}
         if self._credit.shaping:
             samples = samples_of(batch)
@@ -175,13 +173,13 @@ class Actor:
         ),
     )
     def ppo_update(self, batch: TensorDict) -> dict[str, float]:
-        """The optimizer steps of one batch; returns metrics.
+        """Takes the optimizer steps of one batch; returns metrics.
 
-        Without any advantage, KL or entropy term, weights stay as they are to the bit and ``step_without_signal`` is 1.
-        While a critic warms up ``actor/rests`` is 1: nothing is trained, and the version counts on.
+        If all advantages are 0 and the loss has no other term, weights do not change and ``step_without_signal`` is 1.
+        While a critic warms up, weights do not change, the version still increases and ``actor/rests`` is 1.
 
         Raises:
-            BatchError: a stage before this one was left out.
+            BatchError: an earlier stage was left out, or a trained token is older than ``max_head_offpolicyness``.
             NonFinite: too many steps in a row were not finite.
         """
         rests = {} if self.resting is None else {"actor/rests": float(self.resting())}
@@ -215,17 +213,18 @@ class Actor:
         return metrics | {"step_without_signal": float(without_signal)} | rests
 
     def _follow_kl(self, batch: TensorDict) -> dict[str, float]:
-        """Moves the coefficient towards the wished KL; the metrics are the KL of a sample, and the coefficient used."""
+        """Adapts the KL coefficient to the target; returns the KL per sample and the coefficient before the change."""
         kl = self.algorithm.kl
         if kl.target is None:
             return {}
         distance, count = sample_kl(batch)
-        found = {"kl/sample": distance, "kl/coefficient": self.kl_coefficient}
+        metrics = {"kl/sample": distance, "kl/coefficient": self.kl_coefficient}
         self.kl_coefficient = adapt_coefficient(self.kl_coefficient, distance, kl.target, count, kl.horizon)
-        return found
+        return metrics
 
     def _check_age(self, batch: TensorDict) -> None:
-        """The last guard of the staleness bound: whoever collects the batch marks older tokens as expired."""
+        """Raises `BatchError` if the staleness of a trained token exceeds the bound. The rollout marks older tokens as
+        expired when it collects a batch, and expired tokens are not trained."""
         if "versions" not in batch.keys():
             return
         trained = trained_tokens(batch) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
@@ -241,10 +240,10 @@ class Actor:
             raise BatchError(f"the batch has no {field}, which this algorithm needs; call {remedy} before")
 
     def weighted(self, batch: TensorDict, *, only_policy: bool = False) -> Iterator[TensorDict]:
-        """The mini-batches of all epochs with their ``loss_weights``; samples outside the loss are not computed.
+        """Yields the mini-batches of all epochs with their ``loss_weights``, without samples outside the loss.
 
-        ``only_policy``: the loss has no term but the policy's. Then a token without advantage gets weight 0: its gradient
-        is 0 in any case, and the engine spares the backward pass of sequences that have no other tokens.
+        ``only_policy``: the loss has only the policy term. Tokens with advantage 0 then get weight 0: their gradient is 0 in
+        any case, and the engine skips the backward pass of sequences that have no other tokens.
         """
         inside = select(batch, batch["in_loss"])
         for part in mini_batches(inside, self.config.mini_batches, self.config.epochs_per_batch, self.seed):

@@ -1,4 +1,4 @@
-"""From a named choice of the configuration to a function that is called with whatever tensors there are."""
+"""Resolves the functions that a configuration names: registered, or in a user's file."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from tandem.config.parts import PartRecord, keep_part
 
 @dataclass(frozen=True)
 class Choice:
-    """A function with its knobs."""
+    """A function that the configuration names, with its knobs."""
 
     name: str
     function: Callable[..., Any]
-    asked: tuple[str, ...]
-    """Tensors that it is called with."""
+    inputs: tuple[str, ...]
+    """Names of the tensors that the function takes."""
 
     knobs: Mapping[str, Any]
-    """Those that were set, and the defaults of the others."""
+    """Name → value of each knob; the default if the configuration does not set it."""
 
     part: PartRecord
-    """Its record."""
+    """The function's record."""
 
     preparation: Choice | None = None
-    """The function that is called once for the whole batch before it; its result is the tensor ``prepared``."""
+    """A function that is called before this one, once for the whole batch; its result is the tensor ``prepared``."""
 
     def __call__(self, **tensors: Any) -> Any:
-        """Calls it with those of the tensors that it asks for.
+        """Calls the function with its knobs, and with those of ``tensors`` that it takes.
 
         Raises:
-            UserCodeFailed: it is a function of the user's, ``my_file.py:function``, and raised.
+            UserCodeFailed: a user's function, ``my_file.py:function``, raised.
         """
-        given = {name: tensors[name] for name in self.asked} | dict(self.knobs)
-        return run_user_code(self.name, self.function, **given) if is_file_spec(self.name) else self.function(**given)
+        arguments = {name: tensors[name] for name in self.inputs} | dict(self.knobs)
+        if is_file_spec(self.name):
+            return run_user_code(self.name, self.function, **arguments)
+        return self.function(**arguments)
 
     def require(self, fine: bool, expected: str, result: Any) -> None:
-        """Passes if what it returned is ``fine``.
+        """Checks the function's ``result``: ``fine`` is False if it is not as ``expected``.
 
         Raises:
-            UserCodeFailed: it is not; says what was expected.
+            UserCodeFailed: ``fine`` is False; the message has the expected and the actual result.
         """
         if not fine:
             seen = f" of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else f" {result!r}"
@@ -54,20 +56,20 @@ class Choice:
 
 
 def choose(registry: Registry[Any], component: Component, key: str, filled: Mapping[str, Any] | None = None) -> Choice:
-    """The function that a component names, registered or ``my_file.py:function``.
+    """Resolves the function that a component names: registered, or ``my_file.py:function``.
 
-    ``key``: where it stands in the configuration, for messages, such as ``algorithm.policy_loss``. ``filled``: values for
-    knobs that are not set and have no default of their own.
+    ``key``: configuration key of the component, for messages, such as ``algorithm.policy_loss``. ``filled``: values for
+    knobs that are not set and have no default.
 
     Raises:
-        ConfigError: unknown name or knob, a knob that must be set and is not, or a function that asks for something else.
+        ConfigError: the name or a knob is unknown, a required knob is not set, or the function takes an unknown tensor.
     """
     try:
         function = load_object(component.name) if is_file_spec(component.name) else registry.get(component.name)
         if not callable(function):
-            raise ConfigError(f"it is a {type(function).__name__}, and must be a function")
+            raise ConfigError(f"must be a function, got a value of type {type(function).__name__}")
         part = registry.part_of(function)
-    except (TypeError, ValueError) as error:  # unknown, or nothing that can be called with these tensors
+    except (TypeError, ValueError) as error:  # an unknown name, or a wrong signature
         raise ConfigError(f"{key}={component.name}: {error}") from error
     if is_file_spec(component.name):
         keep_part(registry.key, component.name, part)
@@ -84,10 +86,10 @@ def choose(registry: Registry[Any], component: Component, key: str, filled: Mapp
     settings, before = knobs | values, preparation_of(function)
     preparation = None
     if before is not None:
-        mine = {name: settings[name] for name in own_knobs(before)}
-        preparation = Choice(component.name, before, PREPARATIONS.asked(before), mine, part)
+        of_preparation = {name: settings[name] for name in own_knobs(before)}
+        preparation = Choice(component.name, before, PREPARATIONS.inputs_of(before), of_preparation, part)
     elif "prepared" in asked:
         raise ConfigError(
-            f"{key}={component.name} asks for `prepared`, and nothing prepares it; decorate it with prepared_by"
+            f"{key}={component.name} asks for `prepared`, and has no preparation; decorate the function with prepared_by"
         )
     return Choice(component.name, function, asked, {name: settings[name] for name in own_knobs(function)}, part, preparation)

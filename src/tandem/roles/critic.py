@@ -1,27 +1,24 @@
-"""The critic: what a sample is worth before each of its tokens."""
+"""The critic: predicts the return of a sample before each of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.algorithms.aggregation import token_mean
-from tandem.algorithms.value_losses import clipped_value_loss
-from tandem.api.batch import num_sequences, select
+from tandem.algorithms.losses import clipped_value_loss, token_mean
+from tandem.api.batch import num_sequences, select, stage, update_stage
 from tandem.api.engines import LossFn, Outputs, TrainEngine
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import StopReason
-from tandem.api.stage import stage, update_stage
-from tandem.config.overlay import either
-from tandem.config.roles import ActorConfig, CriticConfig
-from tandem.roles.averages import step_metrics
+from tandem.config.train_engine import ActorConfig, CriticConfig, either
+from tandem.roles.batch_metrics import step_metrics
 from tandem.roles.samples import mini_batches, trained_tokens, with_fields
 
 _KEPT = ("loss", "grad_norm", "lr", "skipped", "clip_fraction")
 
 
 class Values:
-    """The work of every critic before the actor's advantages."""
+    """The stage that every critic runs before the actor's advantages are computed."""
 
     engine: TrainEngine
 
@@ -32,8 +29,9 @@ class Values:
         reads_state=("weights",),
     )
     def compute_values(self, batch: TensorDict) -> TensorDict:
-        """Adds ``values [T]``: before each token, so 0 at the first of a sequence, which nothing precedes; and
-        ``bootstrap_value [N]``: after the last token where the trajectory was cut by its length, else 0."""
+        """Adds ``values [T]``, the value before each token (0 at the first token of a sequence), and
+        ``bootstrap_value [N]``, the value after the last token of trajectories that the length limit cut off (0 for
+        others)."""
         after = self.engine.forward(batch).scores
         assert after is not None
         bounds = batch["cu_seqlens"]
@@ -45,23 +43,24 @@ class Values:
 
 
 class Critic(Values):
-    """An engine with a scalar head: `compute_values` before the actor's advantages, `update` after them.
+    """An engine with a scalar head: call `compute_values` before the actor's advantages are computed, `update` afterwards.
 
-    Batches are global and come back as new ones; each rank calls the same methods with the same batch.
+    Batches are global, and methods return new ones; each rank calls the same methods with the same batch.
     """
 
     def __init__(
         self, engine: TrainEngine, config: CriticConfig, actor: ActorConfig, *, seed: int = 0, updates_so_far: int = 0
     ):
-        """``actor``: cuts a batch into optimizer steps where ``config`` leaves that open. ``seed``: of the order of
-        mini-batches over several epochs. ``updates_so_far``: batches that the critic has learnt from before.
+        """``actor``: its ``mini_batches`` are used, and its ``epochs_per_batch`` if ``config`` does not set them. ``seed``:
+        seed of the order of groups in several epochs. ``updates_so_far``: number of batches that the critic was trained on
+        before.
         """
         self.engine, self.config, self.seed, self.updates = engine, config, seed, updates_so_far
-        self.mini_batches: int = either(config, actor, "mini_batches")
+        self.mini_batches = actor.mini_batches
         self.epochs_per_batch: int = either(config, actor, "epochs_per_batch")
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state: its engine's, and the number of steps that it has learnt from."""
+        """Returns the engine's state, and the number of batches that the critic was trained on."""
         return {"updates": self.updates, "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,7 +69,7 @@ class Critic(Values):
 
     @property
     def warming_up(self) -> bool:
-        """True if the actor rests until this critic has learnt more."""
+        """True while the actor is not updated, because the critic has had fewer than ``warmup_steps`` updates."""
         return self.updates < self.config.warmup_steps
 
     @update_stage(
@@ -78,7 +77,7 @@ class Critic(Values):
         reads=("input_ids", "loss_mask", "values", "returns", "dropped", "in_loss", "group_id"),
     )
     def update(self, batch: TensorDict) -> dict[str, float]:
-        """The optimizer steps of one batch towards its ``returns``; every trained token counts the same.
+        """Takes the optimizer steps of one batch on its ``returns``; every trained token has the same weight.
 
         Returns ``value/loss``, ``value/explained_variance``, ``value/mean``, ``returns/mean`` and others.
 
@@ -94,28 +93,28 @@ class Critic(Values):
             weighted = with_fields(part, loss_weights=token_mean(mask) * ~part["dropped"])
             steps.append(self.engine.train_batch(weighted, self.loss) | {"tokens": float(part["loss_mask"].sum())})
         self.updates += 1
-        found = step_metrics(steps) if steps else {}
-        return {f"value/{name}": found[name] for name in _KEPT if name in found} | _fit(inside)
+        metrics = step_metrics(steps) if steps else {}
+        return {f"value/{name}": metrics[name] for name in _KEPT if name in metrics} | _fit(inside)
 
     def loss(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each token, ``[T]``, as `TrainEngine.train_batch` asks for it."""
+        """The loss function for `TrainEngine.train_batch`: returns losses and metrics, ``[T]`` each."""
         return _value_loss(outputs, view, self.config.value_clip)
 
 
 class SharedCritic(Values):
-    """The second head of the actor's own model (``head="both"``): it learns in the actor's optimizer steps.
+    """The second head of the actor's model (``head="both"``), trained in the actor's optimizer steps.
 
-    Give it to `Actor(shared_critic=…)`.
+    Pass it as `Actor(shared_critic=…)`.
     """
 
     warming_up = False
 
     def __init__(self, engine: TrainEngine, config: CriticConfig):
-        """``engine``: the actor's. ``config``: its ``loss_weight`` and ``value_clip`` are used."""
+        """``engine``: the actor's engine. ``config``: only ``loss_weight`` and ``value_clip`` are used."""
         self.engine, self.config = engine, config
 
     def joined(self, objective: LossFn) -> LossFn:
-        """The actor's loss of each token plus ``loss_weight`` times its value loss."""
+        """Returns a loss function: the actor's loss per token plus ``loss_weight`` times the value loss."""
 
         def both(outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             losses, metrics = objective(outputs, view)
@@ -129,12 +128,13 @@ class SharedCritic(Values):
 
     @stage("fit of values", reads=("loss_mask", "values", "returns", "in_loss"))
     def update(self, batch: TensorDict) -> dict[str, float]:
-        """Nothing is left to learn after the actor's update; says how well the values foretold the returns."""
+        """Returns metrics of how well the values predicted the returns. The actor's update has trained the head already."""
         return _fit(select(batch, batch["in_loss"]))
 
 
 def _before(after: torch.Tensor, batch: TensorDict) -> torch.Tensor:
-    """From what the head reads after each token ``[T]`` to the value before it ``[T]``, 0 at the first of a sequence."""
+    """Shifts the head's outputs after each token ``[T]`` to values before each token ``[T]``; 0 at the first token
+    of a sequence."""
     first = torch.zeros_like(after, dtype=torch.bool)
     starts = batch["cu_seqlens"][:-1]
     first[starts[starts < len(after)]] = True
@@ -142,7 +142,7 @@ def _before(after: torch.Tensor, batch: TensorDict) -> torch.Tensor:
 
 
 def _value_loss(outputs: Outputs, view: TensorDict, clip: float | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses and metrics ``[T]``; ``kept`` counts the tokens that the metrics are of."""
+    """Returns losses and metrics, ``[T]`` each; ``kept`` is 1 at the tokens that metrics are averaged over."""
     assert outputs.scores is not None
     mask = trained_tokens(view)
     values = _before(outputs.scores, view)
@@ -153,13 +153,13 @@ def _value_loss(outputs: Outputs, view: TensorDict, clip: float | None) -> tuple
 
 
 def _fit(batch: TensorDict) -> dict[str, float]:
-    """The fit of the values before the update to the returns."""
+    """Returns metrics that compare the values before the update with the returns."""
     mask = trained_tokens(batch)
     values, returns = batch["values"][mask].double(), batch["returns"][mask].double()
     if not len(returns):
         return {}
-    found = {"value/mean": float(values.mean()), "returns/mean": float(returns.mean())}
+    metrics = {"value/mean": float(values.mean()), "returns/mean": float(returns.mean())}
     if bool(returns.max() > returns.min()):
         unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
-        found["value/explained_variance"] = 1 - float(unexplained)
-    return found
+        metrics["value/explained_variance"] = 1 - float(unexplained)
+    return metrics

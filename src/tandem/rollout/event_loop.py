@@ -1,4 +1,4 @@
-"""One asyncio loop in a background thread, started on first use."""
+"""An asyncio event loop in a background thread, started on first use."""
 
 import asyncio
 import contextlib
@@ -17,19 +17,19 @@ from tandem.api.plugins import Interrupted, interrupt, run_loop
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
-"""Longest time that coroutines have to end once they are cancelled."""
+"""Maximum time in seconds for cancelled coroutines to end."""
 
 ENDING = "end of the loop"
-"""Name of the task that waits for the others to end."""
+"""Name of the task that waits until all other tasks have ended."""
 
 STOP_TIMEOUT_S = 1.0
-"""Beyond that, for the thread of a loop that nothing blocks."""
+"""Additional time in seconds for the thread to end, if nothing blocks the loop."""
 
 BLOCKED_AFTER_S = 60.0
-"""A coroutine that blocks the loop for so long is interrupted; one that blocks it for a quarter more ends the run."""
+"""A coroutine that blocks the loop for this many seconds is interrupted. If it blocks for a quarter longer, the run ends."""
 
 LOOK_S = 1.0
-"""Seconds between looks at a loop."""
+"""Interval in seconds at which the loop is checked."""
 
 REMEDY = "all episodes share it: use await asyncio.sleep, an asynchronous client, or await asyncio.to_thread(function)"
 
@@ -37,14 +37,15 @@ logger = logging.getLogger("tandem.rollout")
 
 
 class BlockedLoop(Interrupted):
-    """Ends a coroutine that blocks."""
+    """Raised inside a coroutine that blocks the event loop."""
 
     def __str__(self) -> str:
         return f"it blocked the event loop, and {REMEDY}"
 
 
 class BackgroundLoop:
-    """Runs coroutines for callers of other threads. One that blocks the loop is interrupted: see `BLOCKED_AFTER_S`."""
+    """Runs coroutines for callers in other threads. A coroutine that blocks the loop is interrupted, see
+    `BLOCKED_AFTER_S`."""
 
     def __init__(
         self,
@@ -53,10 +54,11 @@ class BackgroundLoop:
         blocked_after_s: float = BLOCKED_AFTER_S,
         on_blocked: Callable[[Exception], None] | None = None,
     ) -> None:
-        """``on_blocked`` is told, from a thread, of a coroutine that cannot be interrupted, besides callers of `run`."""
+        """``on_blocked``: called from another thread, with the error, if a blocking coroutine cannot be interrupted. `run`
+        raises this error."""
         self._close_timeout_s, self._blocked_after_s, self._on_blocked = close_timeout_s, blocked_after_s, on_blocked
         self._blocked: Future[None] = Future()
-        """Fails once a coroutine blocks the loop for good."""
+        """Fails when a coroutine blocks the loop and cannot be interrupted."""
 
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -77,15 +79,15 @@ class BackgroundLoop:
             return self._loop
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Calls a function on the loop, soon."""
+        """Schedules a call of the function on the loop."""
         self._get().call_soon_threadsafe(function, *arguments)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine on the loop; cancel the future to cancel it."""
+        """Starts a coroutine on the loop. Cancelling the returned future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._get())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the loop and waits for what it returns. Not from the loop itself."""
+        """Runs a coroutine on the loop and returns its result. Blocks, so it must not be called on the loop itself."""
         future = self.start(coroutine)
         either: list[Future[Any]] = [future, self._blocked]
         try:
@@ -98,26 +100,27 @@ class BackgroundLoop:
             raise
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, closed: threading.Event) -> None:
-        """In a thread of its own, until the loop is closed. Looks are counted, because the whole process may stand still."""
+        """Checks the loop from a thread until the loop is closed. Time is measured by the number of checks, because the
+        clock also runs while the whole process is stopped."""
         look_s = min(LOOK_S, self._blocked_after_s / 4)
         looks = round(self._blocked_after_s / look_s)
         turned = threading.Event()
         turned.set()
-        silent, interrupted = 0, False
+        num_silent, interrupted = 0, False
         while thread.is_alive() and not closed.wait(look_s):
             if turned.is_set():
-                silent, interrupted = 0, False
+                num_silent, interrupted = 0, False
                 turned.clear()
-                with contextlib.suppress(RuntimeError):  # it was closed just now
+                with contextlib.suppress(RuntimeError):  # the loop may just have been closed
                     loop.call_soon_threadsafe(turned.set)
                 continue
-            silent += 1
-            if silent >= looks and not interrupted and asyncio.current_task(loop) is not None:
+            num_silent += 1
+            if num_silent >= looks and not interrupted and asyncio.current_task(loop) is not None:
                 interrupted = True
                 interrupt(thread, BlockedLoop)
-            if silent == looks + -(-looks // 4):
-                self._give_up(thread, silent * look_s)
-                interrupt(thread, BlockedLoop)  # the run ends, and its coroutine with it as soon as it can
+            if num_silent == looks + -(-looks // 4):
+                self._give_up(thread, num_silent * look_s)
+                interrupt(thread, BlockedLoop)  # ends the coroutine as soon as possible, because the run ends
 
     def _give_up(self, thread: threading.Thread, seconds: float) -> None:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -127,7 +130,7 @@ class BackgroundLoop:
         name = f"{code.co_qualname} ({Path(code.co_filename).name}:{frame.f_lineno})" if code and frame else "a callback"
         error = UserCodeFailed(
             f"{name} has blocked the event loop for {seconds:.3g} s, cannot be interrupted, and {REMEDY}; mend it there and "
-            "start again. Checkpoints that were saved stay"
+            "start again. Saved checkpoints are kept"
         )
         logger.error("%s", error)
         try:
@@ -138,10 +141,10 @@ class BackgroundLoop:
                 self._blocked.set_exception(error)
 
     def close(self) -> None:
-        """Cancels every task and ends the thread. Idempotent.
+        """Cancels all tasks and ends the thread. Idempotent.
 
-        A task that does not end in time, because its coroutine swallows the cancellation or blocks the loop, is left behind
-        with a warning that names it: what was done is done, whatever a user's coroutine does at the end.
+        A task that does not end in time, because its coroutine swallows the cancellation or blocks the loop, is abandoned,
+        and a warning names the task. The results of the run are complete by then.
         """
         with self._lock:
             loop, thread, watcher = self._loop, self._thread, self._watcher
@@ -150,29 +153,29 @@ class BackgroundLoop:
         if loop is None or thread is None or watcher is None:
             return
         if watcher is not threading.current_thread():
-            watcher.join(STOP_TIMEOUT_S)  # it refers to this object, and so to what the run has in memory
+            watcher.join(STOP_TIMEOUT_S)  # the watcher refers to this object, which would keep the run's memory
         ending: Future[list[asyncio.Task[Any]]] = Future()
         loop.call_soon_threadsafe(_cancel_all, loop, self._close_timeout_s, ending)
         try:
-            left = ending.result(self._close_timeout_s + STOP_TIMEOUT_S)
+            unfinished = ending.result(self._close_timeout_s + STOP_TIMEOUT_S)
         except TimeoutError:  # the loop is blocked
             ending.cancel()
             running = asyncio.current_task(loop)
             waiting = [task for task in asyncio.all_tasks(loop) if task.get_name() != ENDING]
-            left = waiting if running is None else [running]
-        if left:
-            loop.set_exception_handler(lambda *_: None)  # the warning says it: asyncio need not, when they are collected
-            _warn(left, self._close_timeout_s)
+            unfinished = waiting if running is None else [running]
+        if unfinished:
+            loop.set_exception_handler(lambda *_: None)  # asyncio need not report them too when they are collected
+            _warn(unfinished, self._close_timeout_s)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(STOP_TIMEOUT_S)
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Future[list[asyncio.Task[Any]]]) -> None:
-    """On the loop: cancels all tasks; ``ending`` gets those that have not ended within the time.
+    """Cancels all tasks; called on the loop. ``ending`` gets the tasks that have not ended within ``timeout_s`` seconds.
 
-    A task that was made just now begins first: cancelled before that, it would never release what it was given, as asyncio's
-    own task for a new connection is given a socket. One that was cancelled before has half of the time to clean up: a second
-    cancellation would cut that short.
+    A new task is cancelled only after its first step. Otherwise its coroutine would never run, and never release its
+    resources, such as the socket of a new connection. A task that was cancelled earlier gets half of the time to clean up,
+    because a second cancellation would interrupt its cleanup.
     """
     deadline = loop.time() + timeout_s
     tasks = asyncio.all_tasks(loop)
@@ -182,19 +185,19 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Futur
         task.cancel()
 
     async def wait() -> None:
-        for task in new:  # in the queue of the loop they stand before this coroutine
+        for task in new:  # their first step precedes this coroutine in the loop's queue
             task.cancel()
         if cleaning:
             await asyncio.wait(cleaning, timeout=timeout_s / 2)
         for task in cleaning:
             task.cancel()
-        done, left = await asyncio.wait(tasks, timeout=max(0.0, deadline - loop.time())) if tasks else (set(), set())
+        done, unfinished = await asyncio.wait(tasks, timeout=max(0.0, deadline - loop.time())) if tasks else (set(), set())
         for task in done:
             with contextlib.suppress(asyncio.CancelledError):
-                task.exception()  # looked at, so that asyncio keeps quiet
-        ending.set_result(list(left))
+                task.exception()  # retrieved, so that asyncio does not report it
+        ending.set_result(list(unfinished))
 
-    if ending.set_running_or_notify_cancel():  # else nobody waits any more
+    if ending.set_running_or_notify_cancel():  # otherwise the caller has stopped waiting
         loop.create_task(wait(), name=ENDING)
 
 
@@ -214,7 +217,8 @@ def _warn(tasks: Iterable[asyncio.Task[Any]], timeout_s: float) -> None:
 
 
 def _chain(task: asyncio.Task[Any]) -> str:
-    """The coroutines that a task is in, from the outermost to the one that waits, each with its place."""
+    """Returns the names and line numbers of the coroutines in which a task is suspended, from the outermost to the
+    innermost."""
     names: list[str] = []
     inner: Any = task.get_coro()
     while inner is not None and (frame := getattr(inner, "cr_frame", None)) is not None:

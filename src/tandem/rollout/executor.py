@@ -1,7 +1,7 @@
-"""The executor: hands out batches, the oldest first, of episodes that are kept under way as the staleness gate admits.
+"""The executor: runs episodes as the staleness gate admits them, and returns batches of their groups, the oldest first.
 
-Consumes rows; produces packed batches. Episodes run on one event loop in a background thread, so generation goes on
-while the caller trains. A batch waits for its episodes, at most `rollout.wait_timeout_s`; `end_step` unblocks the gate.
+Takes rows and returns packed batches. Episodes run on one event loop in a background thread, so generation continues while
+the caller trains. A call waits at most `rollout.wait_timeout_s` seconds. `end_step` frees places in the gate.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,39 +11,36 @@ from typing import Any
 from tensordict import TensorDict
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.samples import Dropped, Group
-from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import Dropped, Group, GroupScorer, RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
+from tandem.rollout.batch_statistics import batch_metrics
 from tandem.rollout.collate import collate
-from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
-from tandem.rollout.ranks import RankHelper
+from tandem.rollout.episode_pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
+from tandem.rollout.remote_episodes import RankHelper, RolloutWorkers
 from tandem.rollout.replay import Replay
-from tandem.rollout.statistics import batch_metrics
-from tandem.rollout.workers import RolloutWorkers
 
 MAX_DRAWS = 10
-"""Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
+"""Maximum number of groups drawn for one batch, in batch sizes. If the group filter leaves too few, the run ends."""
 
 
 class Rollout:
-    """``rollout_batch`` for given rows, ``prepare_batch`` for a loader, ``submit`` and ``wait`` for anything else.
+    """Makes batches: `rollout_batch` from given rows, `prepare_batch` from a loader, `wait` from rows queued by `submit`.
 
-    After each batch has been trained on and the new weights are published, call ``end_step``. ``max_head_offpolicyness``
-    overrides the configuration's (null there means 0). What is older than that at consumption follows `on_expiry`:
+    Call ``end_step`` when a batch was trained on and the new weights are published. ``max_head_offpolicyness`` (η) overrides
+    the configuration's (null there means 0). Tokens older than η versions at consumption are handled as `on_expiry` says:
 
-    - ``mask``: those tokens are ``expired`` in the batch;
-    - ``drop``: the group is dropped with reason ``expired`` and another takes its place;
-    - ``wait``: a batch is handed out only when it holds every episode that would exceed η at the next one: those started
-      at version ≤ now − η. By the gate's inequality they are at most B, and the oldest, so nothing ever expires.
+    - ``mask``: these tokens are marked ``expired`` in the batch;
+    - ``drop``: the group is dropped with reason ``expired``, and another one takes its place;
+    - ``wait``: a batch is returned only if it contains every episode that would exceed η in the next one: those started at
+      version ≤ now − η. By the gate's inequality these are the oldest and at most B, so no token expires.
 
-    With `replay.groups`, groups of earlier batches join each batch; gate and ledger count their first use alone.
+    With `replay.groups`, groups of earlier batches join each batch; gate and ledger count only their first use.
 
-    All methods are for one thread; under ``torch.distributed`` the batch methods are collective, and
-    ranks other than 0 bring ``engine=None``. ``max_draws`` bounds what ``group_filter`` may turn down for one batch;
-    ``observer`` is told of each group when it enters a batch or is dropped.
+    All methods must be called from one thread. Under ``torch.distributed`` the batch methods are collective, and ranks other
+    than 0 pass ``engine=None``. ``max_draws`` limits how many groups ``group_filter`` may reject for one batch, as a
+    multiple of the batch size; ``observer`` is called with each group when it enters a batch or is dropped.
     """
 
     def __init__(
@@ -62,12 +59,12 @@ class Rollout:
         generators: Team | None = None,
         workers: RolloutWorkers | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks that get
-        batches, or all. ``generators``: those with an ``engine``; None: rank 0 alone. ``workers``: run episodes too."""
+        """``scorer``: if true, adds rewards of models to finished groups. ``team``: the ranks that get batches; None: all.
+        ``generators``: the ranks with an ``engine``; None: rank 0 only. ``workers``: other processes that run episodes."""
         self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
-            what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
-            raise ConfigError(f"{what} is for synchronous training, got rollout.max_head_offpolicyness={self._eta}")
+            setting = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
+            raise ConfigError(f"{setting} is for synchronous training, got rollout.max_head_offpolicyness={self._eta}")
         self._engine, self._config, self._scorer, self._team = engine, config, scorer, team or Team()
         self._pool = EpisodePool(
             engine,
@@ -91,23 +88,23 @@ class Rollout:
         self._metrics: dict[str, float] = {}
 
     def submit(self, data: Row, workflow: RolloutWorkflow) -> None:
-        """Queues one episode; it starts as soon as the gate admits it. Rank 0 only."""
+        """Queues one episode, which starts as soon as the gate admits it. Rank 0 only."""
         self._pool.submit([data], workflow, start=True)
 
     def wait(self, count: int, timeout_s: float | None = None) -> TensorDict:
-        """The oldest ``count`` groups of what was submitted. Collective.
+        """Returns a batch of the oldest ``count`` groups of the submitted rows. Collective.
 
         Raises:
-            WaitTimeout: after ``timeout_s`` (default `rollout.wait_timeout_s`); says what it waited for.
-            NoBatch: so many will never come.
-            EngineDied: the engine is gone.
+            WaitTimeout: after ``timeout_s`` seconds (default `rollout.wait_timeout_s`); the message says what is missing.
+            NoBatch: there will never be ``count`` groups.
+            EngineDied: the engine has died.
         """
         return self._batch(lambda: count, timeout_s=timeout_s)
 
     def rollout_batch(self, data: Sequence[Row], workflow: RolloutWorkflow) -> TensorDict:
-        """Runs these rows, at most `rollout.batch_size` (times `oversample`), and returns their groups in order. Collective.
+        """Runs at most `rollout.batch_size` (times `oversample`) rows; returns a batch of their groups in order. Collective.
 
-        Rows that are dropped are missing in the batch. Raises as `wait`; `NoBatch` if none came through.
+        Dropped rows are missing from the batch. Raises as `wait`; `NoBatch` if all rows were dropped.
         """
 
         def begin() -> int:
@@ -120,9 +117,9 @@ class Rollout:
         return self._batch(begin, workflow, partial=True)
 
     def prepare_batch(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> TensorDict:
-        """The next batch of `rollout.batch_size` groups, rows drawn from the loader as the gate admits. Collective.
+        """Returns the next batch of `rollout.batch_size` groups. Draws rows from the loader as the gate admits. Collective.
 
-        At η > 0 episodes go on, and new ones start, while the caller trains. Raises as `wait`.
+        At η > 0 episodes continue, and new ones start, while the caller trains. Raises as `wait`.
         """
 
         def begin() -> int:
@@ -139,25 +136,25 @@ class Rollout:
         timeout_s: float | None = None,
         partial: bool = False,
     ) -> TensorDict:
-        """Rank 0 queues rows and collects as many groups as ``begin`` says. While some of them need the rewards of a model,
-        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective. ``workflow``: of the rows."""
+        """Makes a batch. Rank 0 calls ``begin``, which queues rows and returns the number of groups to collect. While some
+        groups need rewards of a model, all ranks score them and rank 0 collects again. Collective."""
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
         wish = Wish(self._team.share(begin), partial, patience_s, workflow)
         while self._collected(wish):
-            assert self._scorer is not None, "without a scorer every group is judged as it ends"
+            assert self._scorer is not None, "without a scorer every group is judged when it ends"
             wish.outcomes = self._scorer([episode.group for episode in wish.candidates if episode.group is not None])
             if self._team.share(lambda: self._pool.judge(wish)):
                 self._scorer.generate_again()
         return self._team.share(lambda: self._packed(wish))
 
     def _collected(self, wish: Wish) -> int:
-        """Number of groups that still need a model's rewards. While rank 0 collects, others run episodes. Collective."""
+        """Collects groups on rank 0, while others run episodes; returns how many need rewards of a model. Collective."""
         if self._helper is not None and wish.workflow is not None:
             self._helper.serve(wish.workflow)
         return self._team.share(lambda: self._pool.collect(wish))
 
     def _packed(self, wish: Wish) -> TensorDict:
-        """Rank 0: makes a batch of the groups that were taken."""
+        """Packs the collected groups into a batch. Rank 0 only."""
         assert self._engine is not None
         version = self._engine.version.number
         self.last_groups = tuple(episode.group for episode in wish.episodes if episode.group is not None)
@@ -170,50 +167,51 @@ class Rollout:
         return batch
 
     def end_step(self) -> None:
-        """The batch was trained on and its weights are published: its episodes make room for others."""
+        """Frees the places of the batch's episodes. Call it after the weights trained on the batch were published."""
         if self._team.main:
             self._pool.end_step()
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits for a batch, now or later, gets this error. For any thread."""
+        """Raises this error for all who wait for a batch now or later. May be called from any thread."""
         self._pool.fail(error)
 
     def begin_again(self) -> None:
-        """Begins episodes that run, and groups that are not judged whole, again, because the reward has changed."""
+        """Restarts episodes whose group is running or not fully judged, because the reward has changed."""
         with self._pool.locked() as book:
             book.begin_again()
 
     def take_dropped(self) -> tuple[Dropped, ...]:
-        """The prompts that were dropped since the last call, for the record of a step; none on ranks other than 0."""
+        """Returns the prompts dropped since the last call, for the record of a step; empty on ranks other than 0."""
         with self._pool.locked() as book:
             return book.take_dropped()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last batch, and counts of episodes and failed samples since the start; empty but on rank 0."""
+        """Returns metrics of the last batch, and counts since the start; empty on ranks other than 0."""
         with self._pool.locked() as book:
             return self._metrics | book.counts() if self._team.main else {}
 
     def standing_still(self) -> AbstractContextManager[object]:
-        """A block in which no episode starts, ends or takes a row: what is read inside belongs together. Keep it short."""
+        """Context manager in which no episode starts, ends or takes a row, so that reads are consistent. Leave it soon."""
         return self._pool.locked()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state (`Stateful`). Called between two steps, and where episodes go on, inside `standing_still`.
+        """Returns the state (`Stateful`). Call between steps; if episodes continue then, inside `standing_still`.
 
-        Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
+        After the state is loaded, prompts whose episodes had started and not ended begin again. The other prompts are in
+        `ledger`, which is saved separately.
         """
         with self._pool.locked() as book:
             return {"pool": book.state_dict(), "replay": self.replay.state_dict()} if self._team.main else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first batch."""
+        """Loads the state. Must be called before the first batch."""
         if self._team.main:
             with self._pool.locked() as book:
                 book.load_state_dict(state["pool"])
             self.replay.load_state_dict(state["replay"])
 
     def close(self) -> None:
-        """Cancels what is under way; those prompts are pending again. Idempotent."""
+        """Cancels all running episodes; their prompts become pending again. Idempotent."""
         self._pool.close()
 
     def __enter__(self) -> "Rollout":

@@ -1,7 +1,7 @@
-"""Groups beyond n equal samples: whole-group workflows, greedy baselines, votes, groups of which a part is trained on.
+"""Groups other than n equal samples: whole-group workflows, greedy baselines, votes, and groups trained on in part.
 
-`MajorityLabels` and `FirstSamples` wrap a workflow of one sample, and act when its group is finished; `WithGreedyBaseline`
-wraps the workflow that makes the group.
+`MajorityLabels`, `Compared` and `FirstSamples` wrap a workflow of one sample and act when its group is finished;
+`WithGreedyBaseline` wraps the workflow that makes the group.
 """
 
 import asyncio
@@ -10,50 +10,49 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow, as_failure
-from tandem.api.samples import Group, Sample, Vote
-from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, Group, RolloutWorkflow, Sample, Vote
 from tandem.config.data import EPOCH, INDEX, SOURCE
 from tandem.config.errors import ConfigError
-from tandem.rollout.failure_budget import counted, least_samples
+from tandem.rollout.sample_checks import counted, least_samples
 from tandem.rollout.workflows import described, name_of, one_sample
 
 QUESTION = ("messages", SOURCE, EPOCH, INDEX)
-"""Columns of a row that hold the question; any other column may give the answer away."""
+"""Columns of a row that hold the question. Other columns may reveal the answer."""
 
 
 class Votes(Protocol):
-    """Counts votes, as `tandem.rewards.majority.MajorityVote` does."""
+    """Counts votes; `tandem.rewards.majority.MajorityVote` implements it."""
 
     def answer_of(self, sample: Sample) -> str | None:
-        """The final answer of a sample; None if it has none."""
+        """Returns the final answer of a sample; None if there is none."""
         ...
 
     async def __call__(self, answers: Sequence[str | None], expected: object = None) -> Vote | None:
-        """Counts the votes; None if no answer could be read. ``expected`` only sets `Vote.right`."""
+        """Counts the votes. Returns None if no answer could be parsed. ``expected`` is used for `Vote.right` only."""
         ...
 
 
 class MajorityLabels(RolloutWorkflow):
-    """TTRL (arXiv:2504.16084): the reward of a sample is 1 if its answer equals the majority of its group, else 0.
+    """TTRL (arXiv:2504.16084): a sample's reward is 1 if its answer equals the majority answer of its group, else 0.
 
-    The wrapped workflow sees the question alone, without the row's other columns. The expected answer, if there is one, is
-    used for metrics only: samples get no accuracy, because filters and curricula would act on it.
+    The wrapped workflow gets only the question, without the row's other columns. A row's answer is used for metrics only:
+    samples get no accuracy, because filters and curricula would use the accuracy.
     """
 
     def __init__(self, workflow: RolloutWorkflow, vote: Votes):
         self.workflow, self.vote, self.name = workflow, vote, name_of(workflow)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """Runs the wrapped workflow on the question alone."""
+        """Runs the wrapped workflow on the question only."""
         question = {name: data[name] for name in QUESTION if name in data}
         return await self.workflow.arun_episode(engine, question)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """Sets the rewards by a vote.
+        """Sets the rewards by majority vote.
 
         Raises:
             DataFailure: ``no_answer_parsed``: no sample gives an answer; the prompt is skipped.
-            WrongWorkflow: a sample has a reward of its own.
+            WrongWorkflow: the workflow has already set a sample's reward.
         """
         if any(sample.own_reward for sample in samples):
             raise WrongWorkflow(
@@ -80,13 +79,13 @@ class MajorityLabels(RolloutWorkflow):
 
 
 def _vote_metrics(vote: Vote) -> dict[str, float]:
-    """Metrics of the vote; each sample of the group carries them."""
-    found = {"ttrl/majority_ratio": vote.ratio, "ttrl/undecided": float(vote.undecided)}
+    """Returns the metrics of the vote, which are added to each sample of the group."""
+    metrics = {"ttrl/majority_ratio": vote.ratio, "ttrl/undecided": float(vote.undecided)}
     if vote.right is None:
-        return found
+        return metrics
     majority = vote.agrees.index(True)
     same = [agrees == right for agrees, right in zip(vote.agrees, vote.right, strict=True)]
-    return found | {
+    return metrics | {
         "ttrl/label_accuracy": float(vote.right[majority]),
         "ttrl/reward_accuracy": sum(same) / len(same),
         f"ttrl/pass@{len(same)}": float(any(vote.right)),
@@ -94,35 +93,42 @@ def _vote_metrics(vote: Vote) -> dict[str, float]:
 
 
 class Compares(Protocol):
-    """Judges the samples of a prompt together: `tandem.rewards.reward.Reward`, by the row's data set."""
+    """Compares the samples of a prompt; `tandem.rewards.reward.Reward` implements it with the terms of the row's data
+    set."""
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[Sample]:
-        """The samples with this comparison added to their rewards."""
+        """Returns the samples with the results of the comparison added to their rewards."""
         ...
 
 
-class Compared(RolloutWorkflow):
-    """Adds the reward's terms that compare the samples of a prompt, after the workflow has finished the group."""
+class _Around(RolloutWorkflow):
+    """A workflow that acts when the group of the wrapped ``workflow`` is finished."""
 
-    def __init__(self, workflow: RolloutWorkflow, reward: Compares):
-        self.workflow, self.reward, self.name = workflow, reward, name_of(workflow)
-        self.makes_group, self.reads_scores = workflow.makes_group, workflow.reads_scores
+    workflow: RolloutWorkflow
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
         """Runs the wrapped workflow."""
         return await self.workflow.arun_episode(engine, data)
 
+
+class Compared(_Around):
+    """Adds the reward terms that compare the samples of a prompt, after the wrapped workflow has finished the group."""
+
+    def __init__(self, workflow: RolloutWorkflow, reward: Compares):
+        self.workflow, self.reward, self.name = workflow, reward, name_of(workflow)
+        self.makes_group, self.reads_scores = workflow.makes_group, workflow.reads_scores
+
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """Compares the samples and adds the results to their rewards."""
         samples = await self.workflow.finish_group(samples, data)
-        asked = [sample for sample in samples if not sample.own_reward]
-        judged = iter(await self.reward.compare(asked, data) if asked else ())
+        compared = [sample for sample in samples if not sample.own_reward]
+        judged = iter(await self.reward.compare(compared, data) if compared else ())
         return tuple(sample if sample.own_reward else next(judged) for sample in samples)
 
 
-class FirstSamples(RolloutWorkflow):
-    """Only the first ``count`` samples of a group are trained on and enter its statistics; the others serve votes and
-    metrics only."""
+class FirstSamples(_Around):
+    """Restricts training and group statistics to the first ``count`` samples of a group; the other samples are used for
+    votes and metrics only."""
 
     def __init__(self, workflow: RolloutWorkflow, count: int):
         if count < 1:
@@ -130,23 +136,20 @@ class FirstSamples(RolloutWorkflow):
         self.workflow, self.count, self.name = workflow, count, name_of(workflow)
         self.reads_scores = workflow.reads_scores
 
-    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """Runs the wrapped workflow."""
-        return await self.workflow.arun_episode(engine, data)
-
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """Takes samples beyond the first ``count`` out of loss and statistics. Samples outside the loss are not counted."""
-        finished, left = [], self.count
+        """Excludes samples beyond the first ``count`` from loss and statistics. Samples already outside the loss do not
+        count."""
+        finished, remaining = [], self.count
         for sample in await self.workflow.finish_group(samples, data):
-            if left == 0:
+            if remaining == 0:
                 sample = replace(sample, in_loss=False, in_statistics=False)
-            left -= sample.in_loss
+            remaining -= sample.in_loss
             finished.append(sample)
         return tuple(finished)
 
 
 class WholeGroup(RolloutWorkflow):
-    """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is.
+    """A workflow that makes the whole group itself (``makes_group``), checked against ``min_group_size`` as in `Repeated`.
 
     ``min_group_size`` None: half of the group's samples and failures together, rounded up.
     """
@@ -164,7 +167,7 @@ class WholeGroup(RolloutWorkflow):
         if not isinstance(result, Group):
             raise WrongWorkflow(
                 f"{described(self.workflow)} says `makes_group = True`, and returned a {type(result).__name__}; return a "
-                "Group, or leave makes_group out to be run once for each sample"
+                "Group, or remove makes_group, so that the workflow runs once for each sample"
             )
         least = least_samples(self.min_group_size, len(result.samples) + len(result.failures))
         with counted(result.failures):
@@ -182,9 +185,9 @@ class WholeGroup(RolloutWorkflow):
 
 
 class WithGreedyBaseline(RolloutWorkflow):
-    """ReMax (arXiv:2310.10505): adds one greedy answer to the samples of a prompt; its reward is their baseline.
+    """ReMax (arXiv:2310.10505): adds one greedy answer to the samples of a prompt. Its reward is the baseline.
 
-    The greedy answer is the last sample of the group (``greedy``), outside of loss and statistics. The attribute ``greedy``
+    The greedy answer is the last sample of the group (``greedy``) and outside loss and statistics. The attribute ``greedy``
     is the workflow of one sample with greedy sampling.
     """
 
@@ -192,15 +195,15 @@ class WithGreedyBaseline(RolloutWorkflow):
         self.group, self.greedy, self.reads_scores = group, greedy, group.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
-        """Plays an episode, as `RolloutWorkflow` says.
+        """Runs the group and the greedy sample at the same time, see `RolloutWorkflow`.
 
         Raises:
             DataFailure: ``greedy_sample_failed``: without its baseline the prompt cannot be trained on.
         """
         for_sample = getattr(engine, "for_sample", None)
-        own = for_sample(GREEDY_SAMPLE) if for_sample is not None else engine
+        greedy_engine = for_sample(GREEDY_SAMPLE) if for_sample is not None else engine
         group, baseline = await asyncio.gather(
-            self.group.arun_episode(engine, data), one_sample(self.greedy, own, data), return_exceptions=True
+            self.group.arun_episode(engine, data), one_sample(self.greedy, greedy_engine, data), return_exceptions=True
         )
         if isinstance(group, BaseException):
             raise group
@@ -210,17 +213,17 @@ class WithGreedyBaseline(RolloutWorkflow):
             raise baseline
         if isinstance(baseline, BaseException):
             failure = as_failure(baseline)
-            lost = DataFailure("greedy_sample_failed", str(failure))
-            lost.failed_samples = (*group.failures, failure.reason)
-            raise lost from failure
+            error = DataFailure("greedy_sample_failed", str(failure))
+            error.failed_samples = (*group.failures, failure.reason)
+            raise error from failure
         baseline = replace(baseline, greedy=True, in_loss=False, in_statistics=False)
         return replace(group, samples=(*group.samples, baseline))
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """Finishes all samples but the baseline as the wrapped workflow does."""
+        """Finishes all samples except the baseline as the wrapped workflow does."""
         others = tuple(sample for sample in samples if not sample.greedy)
         return (*await self.group.finish_group(others, data), *(sample for sample in samples if sample.greedy))
 
 
 GREEDY_SAMPLE = 1 << 40
-"""Number of the greedy sample in noise keys; no other sample has it."""
+"""Number of the greedy sample in noise keys, which no other sample has."""

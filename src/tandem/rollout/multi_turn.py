@@ -1,4 +1,4 @@
-"""Several turns in one sample: asking again until the answer is right."""
+"""A workflow of several turns in one sample: asks again until the answer is right."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,19 +6,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.requests import StopReason
-from tandem.api.samples import Sample
-from tandem.api.workflow import GeneratesTokens, RewardFn
+from tandem.api.workflow import GeneratesTokens, RewardFn, Sample
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.rollout.workflows import ChatWorkflow
 
 
 class MultiTurnWorkflow(ChatWorkflow):
-    """Ask again, the wrong answer in context, until it is right or the turns are spent.
+    """Asks again, with the wrong answers in context, until the answer is right or the turns are used up.
 
-    The reward of the last turn is multiplied by ``turn_discount`` for each turn before it; a cost is not, which several
-    turns must not make smaller. An answer is right when its
-    accuracy is 1, or, where the reward states none, when the reward is above 0.
+    The reward of the last turn is multiplied by ``turn_discount`` for each earlier turn, except a cost, which more turns
+    must not reduce. An answer is right if its accuracy is 1, or, without an accuracy, if its reward is above 0.
     """
 
     reads_reward = "midway"

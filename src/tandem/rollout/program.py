@@ -1,4 +1,4 @@
-"""Any program as an agent: a command line that is given an address, a key and a folder, and plays an episode."""
+"""Any program as an agent: a command line that gets an address, a key and a folder, and runs one episode."""
 
 import io
 import json
@@ -13,29 +13,28 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, SandboxLost, WrongWorkflow
-from tandem.api.samples import Sample
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, Snapshot, Workspace
-from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, Sample
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.rollout.deadlines import PROGRAM, inside
-from tandem.rollout.own import judge_reply
-from tandem.rollout.recording.recorder import SessionRecorder
-from tandem.rollout.recording.session import RecordingSession, SessionLimits
-from tandem.rollout.recording.verdict import read_verdict
+from tandem.config.rollout import GenerationConfig
+from tandem.rollout.agents import judge_reply
+from tandem.rollout.episode_engine import PROGRAM, inside
+from tandem.rollout.recorder import SessionRecorder
+from tandem.rollout.recording_session import RecordingSession, SessionLimits, read_verdict
 
 _PLACE = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 _TAKES_SCRIPT = re.compile(r"-\w*c")
 
 LONGEST_WORD = 128 << 10
-"""Bytes of one argument that Linux hands to a program, its end included."""
+"""Maximum size in bytes of one argument of a program on Linux, including the final zero byte."""
 
 
 class Command:
-    """A command line, cut into words as a shell would; ``{name}`` in a word is filled, and ``{{name}}`` is ``{name}``.
+    """A command line, split into words like a shell does. ``{name}`` in a word is replaced by a value; ``{{name}}`` means
+    ``{name}``.
 
-    The words are cut before they are filled, and no shell reads them: whatever a row says stays inside its word.
+    The words are split before values are inserted, and no shell parses them, so a value always stays within its word.
 
     Example: ``Command("python3 agent.py --question {prompt}").words({"prompt": "What is 2 + 2?"})``
     """
@@ -51,16 +50,16 @@ class Command:
             if _TAKES_SCRIPT.fullmatch(before) and any(PurePath(w).name in _SHELLS for w in self._words) and places(word):
                 name = places(word)[0]
                 raise ConfigError(
-                    f"workflow=program: a shell would read what a row puts at {{{name}}} as a command; give it to the "
+                    f"workflow=program: a shell would execute what a row puts at {{{name}}} as a command; give it to the "
                     f"script as an argument: sh -c '… \"$1\" …' sh {{{name}}}"
                 )
 
     def words(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """The words with every place filled: text as it is, anything else as JSON.
+        """Returns the words with their values inserted: strings unchanged, other values as JSON.
 
         Raises:
-            WrongWorkflow: nobody gives a value of that name.
-            DataFailure: ``prompt_too_long``, a word that no program can be given.
+            WrongWorkflow: there is no value for a name.
+            DataFailure: ``prompt_too_long``: a word is longer than Linux allows, or contains a zero byte.
         """
         words = tuple(filled(word, values) for word in self._words)
         for word in words:
@@ -70,15 +69,15 @@ class Command:
 
 
 def places(text: str) -> list[str]:
-    """The names of its places."""
+    """Returns the names of the places ``{name}`` in a text."""
     return [match[1] for match in _PLACE.finditer(text) if match[1]]
 
 
 def filled(text: str, values: Mapping[str, Any]) -> str:
-    """The text with its places filled.
+    """Returns the text with values inserted at its places ``{name}``.
 
     Raises:
-        WrongWorkflow: nobody gives a value of that name.
+        WrongWorkflow: there is no value for a name.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -87,7 +86,7 @@ def filled(text: str, values: Mapping[str, Any]) -> str:
             return match[0][1:-1]
         if name not in values:
             raise WrongWorkflow(
-                f"workflow=program: nothing fills {{{name}}}; a row fills {', '.join(sorted(values))}. For the text itself "
+                f"workflow=program: nothing fills {{{name}}}; a row fills {', '.join(sorted(values))}. For the literal text "
                 f"write {{{{{name}}}}}"
             )
         value = values[name]
@@ -97,27 +96,27 @@ def filled(text: str, values: Mapping[str, Any]) -> str:
 
 
 ROW, REWARD = ".tandem/row.json", ".tandem/reward.json"
-"""In the program's folder: the row that it is given, and the reward that it may write."""
+"""Paths in the program's folder: the row, for the program to read, and the reward, which the program may write."""
 
 REASONS = {"exit": "failed", "signal": "killed", "timeout": "timeout", "memory": "memory", "output": "output"}
-"""The end of a program that did not end well → the reason ``program_…`` of its drop."""
+"""Status of a program that failed → its reason, to which ``program_`` is prefixed."""
 
 DESCRIPTORS = 4096
-"""Open files of a process: interpreters load hundreds of modules at once."""
+"""Maximum number of open files of a process: interpreters load hundreds of modules at once."""
 
 KEPT_CHARACTERS = 4000
-"""So much of the end of its output and of its errors is kept in the record."""
+"""Number of characters kept of the end of a program's output and of its errors."""
 
 From = Literal["said", "exit", "reply", "output"]
 
 
 class ProgramWorkflow(RolloutWorkflow):
-    """A program plays the episode: it speaks to the model over HTTP, in the sandbox, and reaches nothing else.
+    """A program as a workflow: it calls the model over HTTP from the sandbox, and has no other network access.
 
-    ``command``: its command line, see `Command`. ``reward_from``: the reward. `said`: what the program posted to
-    ``TANDEM_REWARD_URL`` or wrote to ``.tandem/reward.json``; where it said nothing, the configured reward of the last
-    reply. `exit`: 1 if it ends with exit code 0, else 0. `reply`, `output`: the configured reward of the model's last reply,
-    or of the program's output.
+    ``command``: its command line, see `Command`. ``reward_from``: the source of the reward. `said`: the reward that the
+    program posted to ``TANDEM_REWARD_URL`` or wrote to ``.tandem/reward.json``; without one, the configured reward of the
+    last reply. `exit`: 1 for exit code 0, else 0. `reply`, `output`: the configured reward of the model's last reply, or of
+    the program's output.
     """
 
     def __init__(
@@ -142,9 +141,9 @@ class ProgramWorkflow(RolloutWorkflow):
         max_concurrent: int = SessionLimits.max_concurrent,
         side_calls: Literal["skip", "train"] = "skip",
     ):
-        """``template``: a folder that is copied into the program's. ``files``: the row's column with further files, path to
-        text. ``variables``: more of them, with the places of the command. ``timeout_s``: longest time of a program;
-        None: 0.8 of the episode's."""
+        """``template``: a folder copied into the program's folder. ``files``: the row's column with further files (path →
+        text). ``variables``: further environment variables, with places as in the command. ``timeout_s``: maximum time of
+        the program in seconds; None: 0.8 of the episode's."""
         most_s = PROGRAM * episode_timeout_s
         self.timeout_s = inside("workflow_args.timeout_s", timeout_s, most_s, episode_timeout_s)
         if reward_from in ("reply", "output") and reward is None:
@@ -165,7 +164,7 @@ class ProgramWorkflow(RolloutWorkflow):
         )
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """Plays an episode, as `RolloutWorkflow` says.
+        """Runs one episode, see `RolloutWorkflow`.
 
         Raises:
             DataFailure: ``program_failed``, ``program_failed_on_cut_reply``, ``program_killed``, ``program_timeout``,
@@ -177,7 +176,7 @@ class ProgramWorkflow(RolloutWorkflow):
             outcome, written = await self._play(session, data)
         failure = session.failure
         if isinstance(failure, EngineDied) or (isinstance(failure, InfrastructureFailure) and outcome.status != "ok"):
-            raise failure  # what the program could not know of: the episode begins again
+            raise failure  # not the program's fault: the episode is retried
         self._check(outcome, session)
         _ = session.last  # a program that never spoke to the model has no reward
         verdict = await self._verdict(session, data, outcome, written)
@@ -191,7 +190,7 @@ class ProgramWorkflow(RolloutWorkflow):
         )
 
     async def _play(self, session: RecordingSession, data: Mapping[str, Any]) -> tuple[Outcome, bytes | None]:
-        """Runs the program; also what it wrote as its reward."""
+        """Runs the program. Returns its outcome and the content of its reward file, or None."""
         address = urlsplit(session.base_url)
         limits = Limits(**vars(self.limits) | {"address": (address.hostname, address.port)})
         program = self._program(session, data)
@@ -205,7 +204,7 @@ class ProgramWorkflow(RolloutWorkflow):
             await space.close()
 
     def _program(self, session: RecordingSession, data: Mapping[str, Any]) -> Program:
-        """The command with its files and variables for this row."""
+        """Returns the command with its files and environment variables for this row."""
         root, keyed = (url.removesuffix("/v1") for url in (session.base_url, session.keyed_url))
         prompt = prompt_of(data)
         values = {**data, "prompt": prompt, "row": ROW, "base_url": session.base_url, "api_key": session.key}
@@ -234,11 +233,11 @@ class ProgramWorkflow(RolloutWorkflow):
         return {str(path): str(text).encode(errors="replace") for path, text in files.items()}
 
     def _check(self, outcome: Outcome, session: RecordingSession) -> None:
-        """Passes if the program ended as it should.
+        """Raises an error if the program did not end as it should.
 
         Raises:
-            DataFailure: it did not.
-            WrongWorkflow: its command cannot be executed, whatever the row.
+            DataFailure: the program failed.
+            WrongWorkflow: the command cannot be executed for any row.
         """
         if outcome.status == "ok" or (outcome.status == "exit" and self.reward_from == "exit"):
             return
@@ -248,44 +247,44 @@ class ProgramWorkflow(RolloutWorkflow):
         if outcome.status == "refused":
             if "cannot be executed" in words:
                 raise WrongWorkflow(
-                    f"workflow=program: {words}. In the sandbox the system's programs and Python can be seen, and the "
+                    f"workflow=program: {words}. The sandbox has the system's programs and Python, and the "
                     "folders that sandbox=auto(readable=[…]) names"
                 )
             raise SandboxLost(words)
-        last = words[-300:] or "no words on stderr"
-        how = {"timeout": f"not done after {self.timeout_s:g} s", "exit": f"exit code {outcome.exit_code}"}
-        make = session.failed if outcome.status == "exit" else DataFailure
-        raise make(f"program_{REASONS[outcome.status]}", f"{how.get(outcome.status, outcome.status)}: {last}")
+        last = words[-300:] or "nothing on stderr"
+        causes = {"timeout": f"not done after {self.timeout_s:g} s", "exit": f"exit code {outcome.exit_code}"}
+        failure_type = session.failed if outcome.status == "exit" else DataFailure
+        raise failure_type(f"program_{REASONS[outcome.status]}", f"{causes.get(outcome.status, outcome.status)}: {last}")
 
     async def _verdict(
         self, session: RecordingSession, data: Mapping[str, Any], outcome: Outcome, written: bytes | None
     ) -> dict[str, Any]:
-        """The reward with its details."""
+        """Returns the reward with its details, as arguments of `RecordingSession.sample`."""
         if self.reward_from == "exit":
             return {"reward": float(outcome.status == "ok"), "accuracy": float(outcome.status == "ok"), "own_reward": True}
         if self.reward_from == "output":
             return await judge_reply(self.reward, session, data, outcome.stdout.decode(errors="replace"))
         if self.reward_from == "said":
             if written is not None and session.reward is not None:
-                raise DataFailure("two_rewards", f"the program posted a reward and wrote one to {REWARD}; do one of both")
-            said = session.reward if written is None else _read_reward(written)
-            if said is not None:
-                return said
+                raise DataFailure("two_rewards", f"the program posted a reward and wrote one to {REWARD}; do only one")
+            verdict = session.reward if written is None else _read_reward(written)
+            if verdict is not None:
+                return verdict
         return await judge_reply(self.reward, session, data)
 
 
 def prompt_of(data: Mapping[str, Any]) -> str:
-    """The text of the row's last message."""
+    """Returns the text of the row's last message."""
     messages = data.get("messages") or [{}]
     content = messages[-1].get("content", "")
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 def packed_folder(folder: str) -> Snapshot:
-    """A folder as the files of a workspace; without owners and times.
+    """Packs a folder into a snapshot of a workspace, without owners and times.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the folder does not exist.
     """
     if not Path(folder).is_dir():
         raise ConfigError(f"workflow=program: template must be a folder, got {folder!r}")

@@ -1,4 +1,4 @@
-"""Groups of earlier batches that are trained on again."""
+"""Replay: groups of earlier batches that are trained on again."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -6,24 +6,24 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tandem.api.requests import StopReason
-from tandem.api.samples import Group, Sample, Trajectory
+from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.config.data import EPOCH, INDEX
 from tandem.config.rollout import ReplayConfig
 
 FOR_THE_RECORD = ("messages", "conversations", "words", "timings")
-"""Fields of a sample that a checkpoint does without."""
+"""Fields of a sample that are not saved in a checkpoint."""
 
 
 def plain_group(group: Group) -> dict[str, Any]:
-    """The plain data that `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has
-    it."""
+    """Converts a group to plain data for `group_of`. Only epoch and index of the row are stored, because the data set has
+    the rest."""
     state = _fields(group, ("samples", "data", "failure_words"))
     state["data"] = {name: group.data[name] for name in (EPOCH, INDEX) if isinstance(group.data.get(name), int)}
     return state | {"samples": [_plain_sample(sample) for sample in group.samples]}
 
 
 def group_of(state: Mapping[str, Any]) -> Group:
-    """The group that `plain_group` was given, its tensors copied."""
+    """Converts the plain data of `plain_group` back to a group, with copies of the tensors."""
     samples = tuple(_sample(sample) for sample in state["samples"])
     return Group(**{**state, "samples": samples, "failures": tuple(state["failures"])})
 
@@ -46,7 +46,7 @@ def _trajectory(state: Mapping[str, Any]) -> Trajectory:
 
 
 def _fields(value: Any, but: tuple[str, ...]) -> dict[str, Any]:
-    """Field → value, mappings and tuples as dicts and lists."""
+    """Returns the fields by name except those in ``but``, with mappings and tuples as dicts and lists."""
     values = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
     return {name: _plain(value) for name, value in values.items()}
 
@@ -58,37 +58,38 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass
-class Kept:
-    """A group that was trained on."""
+class ReplayableGroup:
+    """A group that was trained on and may be replayed."""
 
     group: Group
     oldest: int
-    """Version of its oldest trained token."""
+    """The version of the group's oldest trained token."""
 
     uses: int = 0
-    """Times that it was replayed."""
+    """Number of replays so far."""
 
 
 class Replay:
-    """Keeps what was trained on, and gives some of it back: groups whose every trained token is at most ``max_age``
-    versions old and which were replayed fewer than ``max_uses`` times.
+    """Keeps trained groups and returns some of them for later batches: those whose trained tokens are all at most
+    ``max_age`` versions old and that were replayed fewer than ``max_uses`` times.
 
-    Which ones is drawn at random, without replacement, from the seed and the version alone, so that a run repeats it. A
-    group that can never be given again is forgotten. Groups without a trained token are not kept.
+    The choice is random without replacement and depends only on the seed and the version, so that a repeated run makes the
+    same one. Groups that can never be returned again, and groups without a trained token, are not kept.
     """
 
     def __init__(self, config: ReplayConfig, *, seed: int = 0):
         self.config, self.seed = config, seed
-        self.reused = 0  # replays since the start
-        self._entries: dict[int, Kept] = {}
-        self._last: list[Kept] = []
+        self.reused = 0  # number of replays since the start
+        self._entries: dict[int, ReplayableGroup] = {}
+        self._last: list[ReplayableGroup] = []
 
     def __len__(self) -> int:
-        """Groups kept."""
+        """Returns the number of kept groups."""
         return len(self._entries)
 
     def draw(self, version: int) -> tuple[Group, ...]:
-        """Up to `groups` groups for the batch that is trained at ``version``, in the order in which they were made."""
+        """Returns up to `groups` groups for the batch that is trained at ``version``, in the order in which they were
+        made."""
         self._entries = {
             number: entry
             for number, entry in self._entries.items()
@@ -114,10 +115,10 @@ class Replay:
                 if bool(t.loss_mask.any())
             ]
             if versions:
-                self._entries[group.group_id] = Kept(group, min(versions))
+                self._entries[group.group_id] = ReplayableGroup(group, min(versions))
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Metrics of the last draw, and the count since the start; empty if replay is off."""
+        """Returns metrics of the last draw and the count since the start; empty if replay is off."""
         if not self.config.groups:
             return {}
         return {
@@ -128,12 +129,12 @@ class Replay:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that are kept, as plain data and tensors."""
+        """Returns the kept groups as plain data and tensors."""
         groups = [[plain_group(entry.group), entry.oldest, entry.uses] for entry in self._entries.values()]
         return {"reused": self.reused, "kept": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the place of what is here."""
+        """Replaces the contents by a saved state."""
         self.reused, self._last = int(state["reused"]), []
-        entries = [Kept(group_of(group), int(oldest), int(uses)) for group, oldest, uses in state["kept"]]
+        entries = [ReplayableGroup(group_of(group), int(oldest), int(uses)) for group, oldest, uses in state["kept"]]
         self._entries = {entry.group.group_id: entry for entry in entries}

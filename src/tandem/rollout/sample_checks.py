@@ -1,26 +1,32 @@
-"""Checks of a workflow's samples, made once, where the episode ends, so nothing odd reaches a batch or a metric.
+"""The samples at the end of an episode: each is checked, and enough of them must be left to make a group.
 
-A value that is not finite is a failure of this row; one of the wrong type or shape is a mistake of the workflow.
+No invalid value may reach a batch or a metric. A value that is not finite is a failure of the row; a wrong type or shape is
+an error of the workflow.
 """
 
+import logging
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
 
-from tandem.api.failures import DataFailure, WrongWorkflow
-from tandem.api.samples import Sample, Trajectory
+from tandem.api.failures import DataFailure, EpisodeFailure, WrongWorkflow
+from tandem.api.workflow import Sample, Trajectory
+
+logger = logging.getLogger("tandem.rollout")
 
 
 def check_sample(sample: Any) -> None:
-    """Passes what can be trained on and averaged.
+    """Raises an error for a sample that cannot be trained on or averaged.
 
     Raises:
-        DataFailure: `empty_group` for a sample without a trajectory; `reward_not_finite`, `metric_not_finite` or
+        DataFailure: `empty_group`: the sample has no trajectory; `reward_not_finite`, `metric_not_finite`, or
             `logprob_not_finite` (of a trained token).
-        WrongWorkflow: not a `Sample`; a number that is none; per-token rewards, masks or media numbers that do not fit.
+        WrongWorkflow: not a `Sample`; not a number; per-token rewards, masks or media numbers of a wrong shape or type.
     """
     if not isinstance(sample, Sample):
         raise WrongWorkflow(f"a workflow must return samples, each a Sample; it returned a {type(sample).__name__}")
@@ -54,7 +60,7 @@ def _finite(name: str, value: Any, reason: str) -> None:
 
 
 def _check_trajectory(trajectory: Trajectory) -> None:
-    mask, given = trajectory.loss_mask, trajectory.token_rewards
+    mask, earned = trajectory.loss_mask, trajectory.token_rewards
     media = trajectory.media
     is_tensor = isinstance(media, torch.Tensor)
     if media is not None and not (is_tensor and media.dtype == torch.int64 and media.shape == mask.shape):
@@ -63,21 +69,70 @@ def _check_trajectory(trajectory: Trajectory) -> None:
             f"{media.dtype if is_tensor else type(media).__name__}"
         )
     if media is not None and bool((mask & (media != 0)).any()):
-        raise WrongWorkflow("Trajectory.media has a medium at a token that is trained: a model makes text alone")
+        raise WrongWorkflow("Trajectory.media has a medium at a token that is trained: a model generates only text")
     if mask.dtype != torch.bool:
         raise WrongWorkflow(f"Trajectory.loss_mask must be bool, one flag a token; the workflow gave {mask.dtype}")
     logprobs = trajectory.rollout_logprobs[mask]
     if not bool(logprobs.isfinite().all()):
         worst = logprobs[~logprobs.isfinite()][0].item()
         raise DataFailure("logprob_not_finite", f"the workflow gave a trained token the log-probability {worst}")
-    if given is None:
+    if earned is None:
         return
-    if not isinstance(given, torch.Tensor) or given.shape != trajectory.input_ids.shape or not given.is_floating_point():
-        shape = f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
+    if not isinstance(earned, torch.Tensor) or earned.shape != trajectory.input_ids.shape or not earned.is_floating_point():
+        shape = f"{earned.dtype} {list(earned.shape)}" if isinstance(earned, torch.Tensor) else f"a {type(earned).__name__}"
         raise WrongWorkflow(
             f"Trajectory.token_rewards must be floats, one a token ([{len(trajectory.input_ids)}]); "
             f"the workflow gave {shape}"
         )
-    if not bool(given.isfinite().all()):
-        where = int((~given.isfinite()).nonzero()[0])
-        raise DataFailure("reward_not_finite", f"the workflow gave token {where} the reward {given[where].item()}")
+    if not bool(earned.isfinite().all()):
+        where = int((~earned.isfinite()).nonzero()[0])
+        raise DataFailure("reward_not_finite", f"the workflow gave token {where} the reward {earned[where].item()}")
+
+
+def least_samples(min_group_size: int | None, n: int) -> int:
+    """Returns the smallest number of samples, of ``n``, that make a group: ``min_group_size``, or half of ``n``, rounded up;
+    at least 1."""
+    return max(1, math.ceil(n / 2)) if min_group_size is None else min_group_size
+
+
+def too_few(failures: Sequence[EpisodeFailure], n: int, least: int) -> DataFailure:
+    """Returns the failure of a group that lost too many samples. Its reason is the most common one, its cause the first
+    failure with that reason."""
+    ((reason, _),) = Counter(failure.reason for failure in failures).most_common(1)
+    first = next(failure for failure in failures if failure.reason == reason)
+    failure = DataFailure(
+        reason,
+        f"{len(failures)} of {n} samples failed, and a group needs {least} (rollout.min_group_size); the first of these: "
+        f"{first}",
+    )
+    failure.__cause__, failure.words, failure.num_left = first, first.words, n - len(failures)
+    return failure
+
+
+@contextmanager
+def counted(reasons: tuple[str, ...]) -> Iterator[None]:
+    """Adds ``reasons`` (failures of single samples) to a failure of the whole group, so that these are counted too."""
+    try:
+        yield
+    except EpisodeFailure as failure:
+        failure.failed_samples = reasons
+        raise
+
+
+class FailureLog:
+    """Logs a warning for the first failure of each reason; its traceback goes to log.txt."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+
+    def warn(self, failures: Sequence[EpisodeFailure]) -> None:
+        """Logs the failures of one group's samples."""
+        for failure in failures:
+            if failure.reason not in self._reasons:
+                self._reasons.add(failure.reason)
+                logger.warning(
+                    "a sample failed and is missing in its group (%s); samples/failed/%s counts the others",
+                    failure,
+                    failure.reason,
+                )
+                logger.info("cause", exc_info=failure)  # into log.txt only

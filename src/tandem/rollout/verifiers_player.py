@@ -1,10 +1,16 @@
-"""Plays episodes of a verifiers taskset, one a line of its input; run by verifiers' own Python. See verifiers_taskset.py.
+"""Runs episodes of a verifiers taskset, one for each line of input, in the Python of verifiers. See verifiers_taskset.py.
 
-PYTHON verifiers_player.py TASKSET      # {"number", "index", "url"} in, {"number", "reward", "rewards"} or an error out
+PYTHON verifiers_player.py TASKSET
+
+Its standard input is a socket with one message a line: {"number", "index", "url"} in, {"number", "reward", "rewards"} or an
+error out.
 """
 
 import asyncio
 import json
+import os
+import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +23,7 @@ AGENT = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 
 
 def opened(taskset: str) -> tuple[Any, list[Any]]:
-    """The environment of a taskset, and its tasks."""
+    """Returns the environment of a taskset and its tasks."""
     config = EvalConfig.model_validate(
         {"env": {"taskset": {"id": taskset}, "agent": AGENT}, "model": "policy", "push": False}
     )
@@ -25,30 +31,30 @@ def opened(taskset: str) -> tuple[Any, list[Any]]:
     return env, list(env.taskset)
 
 
-async def episode(env: Any, tasks: Sequence[Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """Plays at a session: the sum of its weighted rewards, or what went wrong. After the last task comes the first."""
-    context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=asked["url"]))
-    made = await env.run_episode(tasks[asked["index"] % len(tasks)], context)
-    traces = made.traces
-    if not made.ok:
-        errors = [error.message for source in (made, *traces) for error in source.errors]
-        return {"number": asked["number"], "error": "; ".join(errors) or "the episode failed"}
-    rewards = {name: one.score * one.weight for trace in traces for name, one in trace.rewards.items()}
-    return {"number": asked["number"], "reward": sum(rewards.values()), "rewards": rewards}
+async def episode(env: Any, tasks: Sequence[Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one episode at a session's address. Returns its weighted rewards and their sum, or the error. An index beyond the
+    last task starts again with the first."""
+    context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=request["url"]))
+    result = await env.run_episode(tasks[request["index"] % len(tasks)], context)
+    traces = result.traces
+    if not result.ok:
+        errors = [error.message for source in (result, *traces) for error in source.errors]
+        return {"number": request["number"], "error": "; ".join(errors) or "the episode failed"}
+    rewards = {name: reward.score * reward.weight for trace in traces for name, reward in trace.rewards.items()}
+    return {"number": request["number"], "reward": sum(rewards.values()), "rewards": rewards}
 
 
 async def play(taskset: str) -> None:
-    """Plays until the input ends."""
+    """Runs the requested episodes until the input ends."""
     env, tasks = opened(taskset)
-    lines = asyncio.StreamReader(limit=1 << 20)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    lines, answers = await asyncio.open_connection(sock=socket.socket(fileno=os.dup(0)), limit=1 << 20)
 
-    async def answer(asked: dict[str, Any]) -> None:
+    async def answer(request: dict[str, Any]) -> None:
         try:
-            line = json.dumps(await episode(env, tasks, asked))
-        except Exception as error:  # the boundary of a taskset, which costs its own episode
-            line = json.dumps({"number": asked["number"], "error": f"{type(error).__name__}: {error}".removesuffix(": ")})
-        print(line, flush=True)
+            line = json.dumps(await episode(env, tasks, request))
+        except Exception as error:  # the boundary of a taskset: its error fails only this episode
+            line = json.dumps({"number": request["number"], "error": f"{type(error).__name__}: {error}".removesuffix(": ")})
+        answers.write(line.encode() + b"\n")
 
     async with env.serving(), asyncio.TaskGroup() as group:
         while line := await lines.readline():
@@ -56,4 +62,5 @@ async def play(taskset: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when this process ends
     asyncio.run(play(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Workflows: from a row to samples. Each is one coroutine that reads as the protocol it is."""
+"""Workflows: coroutines that turn a row into samples."""
 
 import asyncio
 import copy
@@ -9,17 +9,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
-from tandem.api.samples import Group, Sample
-from tandem.api.workflow import EPISODE, EpisodeView, GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
+from tandem.api.workflow import EPISODE, GeneratesTokens, Group, RewardFn, RewardResult, RolloutWorkflow, Sample, messages_to
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.rollout.chat import Chat, chat_of
-from tandem.rollout.failure_budget import FailureLog, counted, least_samples, too_few
-from tandem.rollout.sample_checks import check_sample
+from tandem.rollout.sample_checks import FailureLog, check_sample, counted, least_samples, too_few
 
 
 class ChatWorkflow(RolloutWorkflow):
-    """The common part of workflows of chats: their start and their judgement. A row has ``messages``."""
+    """Base class of chat workflows: creates the chat and judges its reply. A row has ``messages``."""
 
     def __init__(
         self,
@@ -34,11 +32,12 @@ class ChatWorkflow(RolloutWorkflow):
         self.system_prompt, self.chat_template_kwargs = system_prompt, dict(chat_template_kwargs or {})
 
     def start(self, data: Mapping[str, Any]) -> Chat:
-        """A chat that begins with the row's messages, and whose model reads the row's tools."""
+        """Returns a chat that begins with the row's messages and whose template gets the row's tools."""
         return chat_of(self.tokenizer, data, self.system_prompt, self.chat_template_kwargs)
 
     async def judge(self, chat: Chat, data: Mapping[str, Any], reward: RewardFn | None = None) -> RewardResult:
-        """The reward of the last reply; by ``reward`` if it is given, of which the sample keeps nothing."""
+        """Returns the reward of the last reply, by ``reward`` or else the workflow's own, which alone sets
+        `chat.raw_rewards`."""
         try:
             result = await (reward or self.reward)(
                 prompt=chat.prompt,
@@ -46,7 +45,7 @@ class ChatWorkflow(RolloutWorkflow):
                 prompt_ids=chat.prompt_ids,
                 completion_ids=chat.completion_ids,
                 row=data,
-                **messages_for(reward or self.reward, chat.messages),
+                **messages_to(reward or self.reward, chat.messages),
             )
         except EpisodeFailure as failure:
             failure.completion_text = chat.completion
@@ -55,10 +54,10 @@ class ChatWorkflow(RolloutWorkflow):
         return result
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
-        """Lets the model speak; returns why it stopped.
+        """Requests the model's next turn and adds it to the chat. Returns the reason why the reply ended.
 
         Raises:
-            DataFailure: ``cancelled``, when the engine gave up the request.
+            DataFailure: ``cancelled``, the engine has cancelled the request.
         """
         response = await engine.agenerate(chat.request(self.gconfig))
         if response.stop_reason == StopReason.CANCELLED:
@@ -68,7 +67,7 @@ class ChatWorkflow(RolloutWorkflow):
 
 
 class RLVRWorkflow(ChatWorkflow):
-    """One question, one answer, one verifiable reward. One sample; `Repeated` makes the group."""
+    """One question, one reply, one verifiable reward. Makes one sample; `Repeated` makes the group."""
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
         chat = self.start(data)
@@ -78,15 +77,15 @@ class RLVRWorkflow(ChatWorkflow):
 
 
 class Repeated(RolloutWorkflow):
-    """Runs a workflow of one sample ``n`` times, each on its own copy of the data: the group.
+    """Runs a workflow of one sample ``n`` times, each on its own copy of the data, and returns the group.
 
-    A sample that fails because of its data, or cancels itself, leaves a ragged group, down to ``min_group_size`` (None: half
-    of ``n``, rounded up); below that the group fails with the commonest reason. The first failure of each reason is logged
-    with its cause. A failure of the infrastructure fails the whole episode, which is then run again.
+    A sample that fails because of its data, or cancels itself, is left out, as long as ``min_group_size`` samples remain
+    (None: half of ``n``, rounded up); otherwise the group fails with the most common reason. The first failure of each
+    reason is logged with its cause. A failure of the infrastructure fails the whole episode, which is then retried.
     """
 
     def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int | None = None, *, finish_later: bool = False):
-        """``finish_later``: the group is finished by the executor, behind the rewards that need a model."""
+        """``finish_later``: the executor finishes the group, after the rewards of models."""
         if n < 1 or not 1 <= least_samples(min_group_size, n) <= n:
             raise ConfigError(f"min_group_size must lie in 1…n, and n be at least 1; got {min_group_size} and n={n}")
         self.workflow, self.n, self.min_group_size = workflow, n, least_samples(min_group_size, n)
@@ -96,7 +95,7 @@ class Repeated(RolloutWorkflow):
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
         for_sample = getattr(engine, "for_sample", None)
         engines = [for_sample(i) if for_sample is not None else engine for i in range(self.n)]
-        results = await asyncio.gather(*(one_sample(self.workflow, one, data) for one in engines), return_exceptions=True)
+        results = await asyncio.gather(*(one_sample(self.workflow, each, data) for each in engines), return_exceptions=True)
         failures: list[EpisodeFailure] = []
         for result in results:
             if isinstance(result, (InfrastructureFailure, WrongWorkflow)):
@@ -113,7 +112,7 @@ class Repeated(RolloutWorkflow):
             return Group(samples, failures=reasons, failure_words=tuple(map(str, failures)))
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
-        """The workflow's own."""
+        """Calls the wrapped workflow's `finish_group`."""
         return tuple(await self.workflow.finish_group(samples, data))
 
 
@@ -121,10 +120,10 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
     """Runs a workflow of one sample on its own copy of the data.
 
     Raises:
-        DataFailure: it returned None, or a number that is not finite (see `check_sample`).
-        WrongWorkflow: it made several samples, or something else.
+        DataFailure: the workflow returned None, or a sample with a number that is not finite (see `check_sample`).
+        WrongWorkflow: the workflow returned several samples, or something else.
     """
-    EPISODE.set(engine if isinstance(engine, EpisodeView) else None)
+    EPISODE.set(engine)
     try:
         result = await workflow.arun_episode(engine, copy.deepcopy(dict(data)))
     finally:
@@ -136,8 +135,8 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
     if isinstance(result, Group):
         if len(result.samples) != 1:
             raise WrongWorkflow(
-                f"{described(workflow)} returned a group of {len(result.samples)} samples, and is run gconfig.n_samples "
-                "times for one sample each; if it makes the whole group itself, say so with the class attribute "
+                f"{described(workflow)} returned a group of {len(result.samples)} samples, but it runs gconfig.n_samples "
+                "times, for one sample each; if it makes the whole group itself, set its class attribute "
                 "`makes_group = True`"
             )
         result = result.samples[0]
@@ -151,10 +150,10 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
 
 
 def described(workflow: RolloutWorkflow) -> str:
-    """Its name, for errors."""
+    """Returns the workflow's name for errors."""
     return f"workflow {name_of(workflow)}"
 
 
 def name_of(workflow: RolloutWorkflow) -> str:
-    """Name of its class or function; those that wrap another carry its name."""
+    """Returns the name of the workflow's class or function; a wrapper has the name of the wrapped workflow."""
     return str(getattr(workflow, "name", type(workflow).__name__))

@@ -1,1 +1,1 @@
-"""Running code and tools that nobody trusts."""
+"""Sandboxes, in which untrusted code and tools run."""

@@ -1,4 +1,4 @@
-"""The choice of a back end that works on this machine, tried by running something in it."""
+"""Chooses a sandbox back end that works on this machine, by running a trial program in it."""
 
 import asyncio
 import logging
@@ -10,21 +10,21 @@ from pathlib import Path
 
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox
 from tandem.config.errors import ConfigError
-from tandem.sandbox.bubblewrap import Bubblewrap
-from tandem.sandbox.jail import Jail
-from tandem.sandbox.landlock import Landlock, Unconfined
+from tandem.sandbox.jail import Bubblewrap, Jail, Landlock, Unconfined
 from tandem.sandbox.pool import SandboxPool
 
 log = logging.getLogger(__name__)
 
 BACK_ENDS: dict[str, Callable[[], Jail]] = {"bubblewrap": Bubblewrap, "landlock": Landlock, "none": Unconfined}
-"""In order of preference; ``none`` is taken only if it is asked for by name."""
+"""The back ends in order of preference; ``none`` is used only if it is named explicitly."""
 CHOICES = ("auto", *BACK_ENDS)
 COVERED = (("/",), ("/", "tmp"), ("/", "proc"), ("/", "dev"))
-"""Places that bubblewrap covers with others."""
+"""Paths of folders that bubblewrap replaces by its own, as tuples of their parts."""
 
-NOT_COUNTED = "shared pages given up (madvise, munmap) while their mapping lives; memory of the kernel's own but page tables"
-"""Memory that no limit covers in any back end: the kernel tells nobody but root how much of it a program has."""
+NOT_COUNTED = (
+    "shared pages released (madvise, munmap) while their mapping exists; the kernel's own memory except page tables"
+)
+"""Memory that no back end can limit: only root can see how much of this memory a program uses."""
 
 TRIAL = """
 import os, socket, subprocess, sys
@@ -46,12 +46,11 @@ print(subprocess.run(["/bin/sh", "-c", "echo walls"], capture_output=True, text=
 
 
 def choose_sandbox(name: str = "auto", *, size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
-    """The sandbox of this name; ``auto``: the first back end that works here, and never none at all. ``readable``: folders
-    of this machine that programs may read beside the system's and Python's.
+    """Opens the sandbox with this name; ``auto``: the first back end that works here, but never ``none``. ``readable``:
+    folders of this machine that programs may read in addition to the system's and Python's.
 
     Raises:
-        ConfigError: the name is not known, a folder is not there, or no back end works; says why each does not, and what to
-            do.
+        ConfigError: unknown name, missing folder, or no back end works; the message says why each fails, and what to do.
     """
     if name not in CHOICES:
         raise ConfigError(f"sandbox must be one of {', '.join(CHOICES)}, got {name!r}")
@@ -70,39 +69,43 @@ def choose_sandbox(name: str = "auto", *, size: int | None = None, readable: Seq
         jail.readable = tuple(os.path.normpath(folder) for folder in readable)
         problem = jail.missing() or try_out(jail)
         if not problem:
-            for passed_over in problems:
-                log.warning("the sandbox is %s, because of %s", each, passed_over)
+            for skipped in problems:
+                log.warning("the sandbox is %s, because of %s", each, skipped)
             return SandboxPool(jail, size)
         problems.append(f"{each}: {problem}. It needs: {jail.remedy}")
     raise ConfigError(
-        f"sandbox={name}: code that nobody trusts cannot be run safely on this machine:\n- "
+        f"sandbox={name}: untrusted code cannot be run safely on this machine:\n- "
         + "\n- ".join(problems)
-        + "\nsandbox=none runs it without any wall, with all rights of your user: only for code that you would run yourself"
+        + "\nsandbox=none runs it without isolation, with all rights of your user: only for code that you would run yourself"
     )
 
 
 def with_what_works(size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
-    """The first back end that works here. ``size``: its workers; null: one a core. ``readable``: see `choose_sandbox`."""
+    """Opens a sandbox of the first back end that works on this machine. ``size``: number of workers; null: one per core.
+    ``readable``: see `choose_sandbox`."""
     return choose_sandbox(size=size, readable=readable)
 
 
 def with_bubblewrap(size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
-    """A sandbox of namespaces, or an error that says what they need. The knobs are those of `with_what_works`."""
+    """Opens a sandbox that isolates by namespaces. Raises an error that says what is missing. Arguments as for
+    `with_what_works`."""
     return choose_sandbox("bubblewrap", size=size, readable=readable)
 
 
 def with_landlock(size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
-    """A sandbox of Landlock, or an error that says what it needs. The knobs are those of `with_what_works`."""
+    """Opens a sandbox that isolates by Landlock. Raises an error that says what is missing. Arguments as for
+    `with_what_works`."""
     return choose_sandbox("landlock", size=size, readable=readable)
 
 
 def without_walls(size: int | None = None) -> Sandbox:
-    """No wall at all: only for code that you would run yourself. ``size``: its workers; null: one a core."""
+    """Opens a sandbox without isolation: only for code that you would run yourself. ``size``: number of workers; null: one
+    per core."""
     return choose_sandbox("none", size=size)
 
 
 def try_out(jail: Jail) -> str:
-    """Runs a program in it that tries the walls; returns what is wrong, nothing if all is well."""
+    """Runs a trial program that tries to break out. Returns the fault of the back end in words; empty if there is none."""
 
     def trial() -> Outcome:
         pool = SandboxPool(jail, 1)
@@ -116,11 +119,11 @@ def try_out(jail: Jail) -> str:
                 pool.close()
 
     try:
-        with ThreadPoolExecutor(1, f"trial of {jail.name}") as thread:  # a loop may be running in this one
+        with ThreadPoolExecutor(1, f"trial of {jail.name}") as thread:  # in a thread, because this one may run an event loop
             outcome = thread.submit(trial).result()
     except OSError as error:
         return f"a worker cannot be started: {error}"
     if outcome.status == "ok" and outcome.stdout.strip() == b"walls":
         return ""
     words = (outcome.stderr or outcome.stdout).decode(errors="replace").strip()
-    return f"a trial program ended as {outcome.status}: {words.splitlines()[-1] if words else 'no word of why'}"
+    return f"a trial program ended as {outcome.status}: {words.splitlines()[-1] if words else 'without a message'}"

@@ -1,4 +1,4 @@
-"""A sandbox over a few workers: which of them runs what, and what happens when one is killed."""
+"""A sandbox that distributes programs over a few workers, and replaces workers that were killed."""
 
 import asyncio
 import contextlib
@@ -13,34 +13,39 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from tandem.api.failures import SandboxLost, WaitTimeout
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess, Snapshot, Status, Workspace, check_path
-from tandem.config.cores import usable_cores
+from tandem.config.devices import usable_cores
 from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.jail import ENVIRONMENT, Jail
 
 PAUSE_S = 0.002
-"""Between two connections of one session, so that a program that asks without end does not keep the loop from the others."""
+"""Seconds between two connections of one session, so that a program that requests many connections does not block the event
+loop."""
 CONNECT_S = 5.0
 _WORD = 16
 
 
 class Connections:
-    """Makes a connection for each byte that arrives on the other end of its socket, one after the other, while an event loop
-    runs. An answer without a descriptor: the address cannot be reached."""
+    """Opens connections to one address for a session, one after the other, while the event loop runs.
+
+    The session sends a message over the socket ``theirs`` for each connection, and gets the connection's descriptor, or an
+    answer without a descriptor if the address cannot be reached.
+    """
 
     def __init__(self, address: tuple[str, int]):
         self._address = address
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
         self._task = asyncio.get_running_loop().create_task(self._serve())
-        self._task.add_done_callback(lambda _: self._ours.close())  # also of one that was cancelled before it began
+        self._task.add_done_callback(lambda _: self._ours.close())  # also if the task is cancelled before it begins
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # the session has gone
+        with contextlib.suppress(OSError):  # the session has ended
             while await loop.sock_recv(self._ours, _WORD):
                 with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
                     connection.setblocking(False)
@@ -54,25 +59,26 @@ class Connections:
                 await asyncio.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """Makes no more. Twice is fine."""
+        """Stops opening connections. Idempotent."""
         self.theirs.close()
-        with contextlib.suppress(RuntimeError):  # its loop is closed, and with it the task has ended
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so the task has ended
             self._task.cancel()
 
 
 START_S = 60.0
-"""Longest time to start a worker and open a session: it is not part of a program's wall time."""
+"""Longest time in seconds to start a worker and open a session; it does not count towards a program's time limit."""
 GRACE_S = 30.0
-"""So long after its wall time a program's end is awaited; a worker that has not reported it then is lost."""
+"""Seconds to wait for a program's end after its time limit. A worker that has not reported the end by then is lost."""
 CLOSE_S = 10.0
-"""So long a worker may take to end all that it has started."""
+"""Seconds that a worker may take to end all its sessions before it is killed."""
 _MESSAGE = 1 << 16
 _PIECE = 1 << 16
 _HEADER = struct.Struct("!Q")
 
 
 async def ready(descriptors: Mapping[int, bool], timeout_s: float) -> bool:
-    """Waits until one of them can be read (written, if the value is true); False: none within the time."""
+    """Waits until a descriptor can be read, or written if its value is True. Returns False if none can within
+    ``timeout_s``."""
     loop = asyncio.get_running_loop()
     happened: asyncio.Future[bool] = loop.create_future()
 
@@ -94,7 +100,7 @@ async def ready(descriptors: Mapping[int, bool], timeout_s: float) -> bool:
 
 
 def sealed(data: bytes) -> int:
-    """A file in memory that nobody can change any more, at its beginning."""
+    """Returns the descriptor of a read-only file in memory with this content, positioned at its beginning."""
     descriptor = os.memfd_create("content", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
@@ -104,7 +110,13 @@ def sealed(data: bytes) -> int:
 
 
 def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> bytes:
-    """The bytes that the process inside reads: a header, the files, the source."""
+    """Returns the content that a session reads: a header, the files, and the source of the program.
+
+    Args:
+        program: the program to run; None for an operation on files.
+        files: maps paths to contents.
+        path: the file that the operation is about, or empty.
+    """
     source = program.source.encode(errors="replace") if program and program.source is not None else None
     head = {
         "argv": program.argv if program else (),
@@ -118,9 +130,9 @@ def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> by
 
 
 class SandboxWorker:
-    """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started.
+    """One fork server in its jail. Usable at once: requests wait in its socket until it has started.
 
-    The kernel ends it with the *thread* that made it, and so with the process, whatever way that ends.
+    The kernel ends it when the *thread* that created it ends, and so also when this process ends or is killed.
     """
 
     def __init__(self, jail: Jail):
@@ -144,25 +156,25 @@ class SandboxWorker:
 
     @property
     def pid(self) -> int:
-        """Number of its outermost process."""
+        """Process id of the worker's outermost process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """True if it runs."""
+        """True while the worker runs."""
         return self._process.poll() is None
 
     def words(self) -> str:
-        """The words that it has printed: why it could not start."""
+        """Returns the beginning of the worker's output, which has the reason if the worker could not start."""
         with contextlib.suppress(OSError):
             return os.pread(self._words, 2000, 0).decode(errors="replace").strip()
         return ""
 
     async def open(self, limits: Limits) -> "TenantSession":
-        """A session: a place of its own for one tenant.
+        """Opens a session, which isolates one tenant from the others.
 
         Raises:
-            SandboxLost: the worker is gone, or cannot make one.
+            SandboxLost: the worker has ended, or cannot start a session.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connections = Connections(limits.address) if limits.address is not None and self._has_walls else None
@@ -191,14 +203,14 @@ class SandboxWorker:
             try:
                 socket.send_fds(self._control, [message], descriptors)
                 return
-            except BlockingIOError:  # several may wait for this socket, and an event loop tells only one of them
+            except BlockingIOError:  # polls, because an event loop can wake only one of several tasks that wait for a socket
                 if time.monotonic() > deadline:
                     raise SandboxLost("a worker does not read its requests") from None
                 await asyncio.sleep(0.01)
 
     def kill(self) -> None:
-        """Ends it and everything below it. Twice is fine."""
-        self._control.close()  # it ends what it has started, removes its files and goes
+        """Ends the worker and all its sessions. Idempotent."""
+        self._control.close()  # makes the worker end its sessions, remove their files and exit
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -212,19 +224,21 @@ class SandboxWorker:
 
 
 class TenantSession:
-    """One tenant's place in a worker; one program at a time."""
+    """A session in a worker: the isolated environment of one tenant. It runs one program at a time."""
 
     def __init__(self, worker: SandboxWorker, channel: socket.socket, connections: Connections | None = None):
-        """``connections``: for programs that may reach an address."""
+        """``channel``: the socket to the session. ``connections``: opens connections for programs that may reach an
+        address."""
         self.worker, self._connections = worker, connections
         self._channel = channel
         self._channel.setblocking(False)
 
     async def await_ready(self) -> None:
-        """Waits until it says that it is there.
+        """Waits until the session reports that it is ready.
 
         Raises:
-            SandboxLost: it cannot be made, or said nothing in time; then its worker is killed.
+            SandboxLost: the session cannot be started. If it reported nothing within `START_S` seconds, its worker is
+                killed.
         """
         if not await ready({self._channel.fileno(): False}, START_S):
             await asyncio.to_thread(self.worker.kill)
@@ -232,10 +246,10 @@ class TenantSession:
         self.message()
 
     def message(self) -> dict[str, Any]:
-        """The message that is there: the end of a program, or ``ready``.
+        """Reads the next message: the end of a program, or ``ready``.
 
         Raises:
-            SandboxLost: the session has gone, or cannot be made.
+            SandboxLost: the session has ended, or cannot be started.
         """
         try:
             data = self._channel.recv(_MESSAGE)
@@ -249,18 +263,22 @@ class TenantSession:
         return message
 
     def begin(self, operation: str, limits: Limits, content: bytes, stdin: int) -> "Running":
-        """Starts a program or a work on files. ``stdin``: a descriptor, which is closed here.
+        """Starts a program or an operation on files.
+
+        Args:
+            operation: ``exec``, or the name of the operation on files.
+            limits: the limits of the program.
+            content: the bytes from `packed`.
+            stdin: descriptor of the standard input; it is closed here.
 
         Raises:
-            SandboxLost: the session has gone.
+            SandboxLost: the session has ended.
         """
         stdout, their_stdout = os.pipe2(os.O_CLOEXEC)
         stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
         theirs = [sealed(content), stdin, their_stdout, their_stderr]
         running = Running(self, limits, stdout, stderr)
-        bounds = {
-            name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mib", "processes", "descriptors", "file_mib")
-        }
+        bounds = {name: value for name, value in asdict(limits).items() if name not in ("output_bytes", "address")}
         try:
             socket.send_fds(self._channel, [json.dumps({"op": operation, "limits": bounds}).encode()], theirs)
         except OSError as error:
@@ -272,7 +290,8 @@ class TenantSession:
         return running
 
     async def work(self, operation: str, limits: Limits, content: bytes, stdin: bytes = b"") -> Outcome:
-        """Does something to its end."""
+        """Runs a program or an operation on files to its end. The arguments are those of `begin`, but ``stdin`` is the
+        content of the standard input."""
         running = self.begin(operation, limits, content, sealed(stdin))
         try:
             return await running.finish()
@@ -280,7 +299,7 @@ class TenantSession:
             running.release()
 
     def ask_kill(self) -> None:
-        """Has the program killed; its end is reported as always."""
+        """Asks the session to kill the program. The end of the program is reported as usual."""
         with contextlib.suppress(OSError):
             self._channel.send(b'{"op": "kill"}')
 
@@ -290,14 +309,14 @@ class TenantSession:
         return self._channel.fileno()
 
     def close(self) -> None:
-        """Ends it with everything in it. Twice is fine."""
+        """Ends the session with all its processes. Idempotent."""
         self._channel.close()
         if self._connections is not None:
             self._connections.close()
 
 
 class Running:
-    """A program under way."""
+    """A running program or operation on files."""
 
     def __init__(self, session: TenantSession, limits: Limits, stdout: int, stderr: int):
         self.session, self._limits = session, limits
@@ -310,7 +329,7 @@ class Running:
             os.set_blocking(descriptor, False)
 
     def take(self, descriptor: int) -> None:
-        """Reads what is there; what is more than the limit is thrown away, and the program killed."""
+        """Reads available output from a descriptor. Output beyond the limit is discarded, and the program is killed."""
         try:
             piece = os.read(descriptor, _PIECE)
         except BlockingIOError:
@@ -324,7 +343,7 @@ class Running:
             self.session.ask_kill()
 
     async def finish(self, grace_s: float = math.inf) -> Outcome:
-        """Reads to the end of the program, which is killed after ``grace_s`` seconds or when its own time is up.
+        """Reads output until the program has ended. The program is killed after ``grace_s`` seconds, or at its time limit.
 
         Raises:
             SandboxLost: the worker was killed.
@@ -339,7 +358,7 @@ class Running:
             watched = dict.fromkeys((self.session.descriptor, *self.unended), False)
             if not await ready(watched, min(deadline, kill) - time.monotonic()) and kill == math.inf:
                 await asyncio.to_thread(self.session.worker.kill)
-                raise SandboxLost(f"a worker said nothing for {GRACE_S:.0f} s after a program's time and was killed")
+                raise SandboxLost(f"a worker reported nothing for {GRACE_S:.0f} s after its program's time and was killed")
             for descriptor in tuple(self.unended):
                 self.take(descriptor)
             with contextlib.suppress(BlockingIOError):
@@ -349,7 +368,7 @@ class Running:
         return self._outcome(end)
 
     def _drain(self) -> None:
-        """Takes what still lies in the pipes: nobody is left to write."""
+        """Reads the output that is left in the pipes after the end of the program."""
         for descriptor in tuple(self.unended):
             size = -1
             while descriptor in self.unended and size != len(self.streams[descriptor]):
@@ -368,13 +387,13 @@ class Running:
         if self._too_much:
             return "output"
         if (killed in ("wall", "cpu", "asked") and code in (None, -9)) or code == -24:  # SIGXCPU
-            return "timeout"  # one that has another code had ended by itself before
+            return "timeout"  # a program with another exit code had ended by itself before it was killed
         if killed == "memory" or (code not in (0, None) and b"MemoryError" in stderr[-200:]):
             return "memory"
         return "ok" if code == 0 else "exit" if code is not None and code > 0 else "signal"
 
     def release(self) -> None:
-        """Closes the pipes; a program that still runs is killed. Twice is fine."""
+        """Closes the output pipes of the program. Idempotent."""
         for descriptor in (self.stdout, self.stderr):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -382,7 +401,7 @@ class Running:
 
 
 class Interactive(SandboxProcess):
-    """A program that is spoken to; it has a session of its own."""
+    """A running program that the caller exchanges data with. It has its own session."""
 
     def __init__(self, running: Running, stdin: int):
         self._running, self._stdin = running, stdin
@@ -390,7 +409,8 @@ class Interactive(SandboxProcess):
         os.set_blocking(stdin, False)
 
     async def send(self, data: bytes, deadline_s: float) -> None:
-        """Writes to its standard input."""
+        """Writes to the program's standard input. Raises `WaitTimeout` if the program has not read everything within
+        ``deadline_s``."""
         deadline = time.monotonic() + deadline_s
         view = memoryview(data)
         while view:
@@ -401,27 +421,30 @@ class Interactive(SandboxProcess):
                     raise WaitTimeout(f"a program in a sandbox did not read its input within {deadline_s:g} s") from None
 
     async def receive(self, max_bytes: int, deadline_s: float) -> bytes:
-        """The next bytes of its standard output."""
+        """Returns the next bytes of the program's standard output, or b"" at its end. Raises `WaitTimeout` after
+        ``deadline_s``."""
         running = self._running
         deadline = time.monotonic() + deadline_s
         while True:
             with contextlib.suppress(BlockingIOError):
                 return os.read(running.stdout, max_bytes)
-            watched = dict.fromkeys(running.unended | {running.stdout}, False)  # an end can be read all the time
+            # stdout stays watched after its end, when reading returns b""
+            watched = dict.fromkeys(running.unended | {running.stdout}, False)
             if not await ready(watched, deadline - time.monotonic()):
                 raise WaitTimeout(f"a program in a sandbox wrote nothing within {deadline_s:g} s")
             if running.stderr in running.unended:
                 running.take(running.stderr)
 
     async def close(self, grace_s: float = 0.0) -> Outcome:
-        """Kills it if it does not end by itself within ``grace_s`` seconds, and says how it ended."""
+        """Waits for the program's end, and returns its outcome. A program that still runs after ``grace_s`` seconds is
+        killed."""
         if self._outcome is None:
             try:
                 self._outcome = await self._running.finish(grace_s)
             except SandboxLost as error:
-                self._outcome = Outcome("lost", stderr=error.message.encode())
+                self._outcome = Outcome("lost", stderr=error.words.encode())
             finally:
-                os.close(self._stdin)  # not before: the end of its input might end the program first
+                os.close(self._stdin)  # not earlier, because the program may end when its input is closed
                 self._running.release()
                 self._running.session.close()
         return self._outcome
@@ -432,11 +455,12 @@ MOST_WORKERS = 16
 
 
 class SandboxPool(Sandbox):
-    """Runs programs in up to ``size`` workers (None: one a core), each started when first needed.
+    """Runs programs in up to ``size`` workers, each started when first needed. ``size`` None: one per core, at most
+    `MOST_WORKERS`.
 
-    Of `run`, twice as many programs go at once as there are workers, so that one computes while another is begun or read;
-    the others wait. Programs of `start` and workspaces share the workers, and nobody waits for them. A worker that was
-    killed is replaced.
+    `run` runs up to twice as many programs at once as there are workers, so that one program computes while another is
+    started or its output is read; further calls wait. Programs from `start` and workspaces share the workers and are not
+    counted. A worker that was killed is replaced.
     """
 
     def __init__(self, jail: Jail, size: int | None = None):
@@ -450,12 +474,12 @@ class SandboxPool(Sandbox):
 
     @property
     def pids(self) -> list[int]:
-        """Process numbers of the workers that run."""
+        """Process ids of the running workers."""
         with self._lock:
             return [worker.pid for worker in self._workers if worker is not None and worker.alive]
 
     def _worker(self) -> SandboxWorker:
-        """The next worker in turn."""
+        """Returns the next worker, in rotation; starts it if necessary."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the sandbox is closed")
@@ -463,12 +487,12 @@ class SandboxPool(Sandbox):
             worker = self._workers[self._turn]
             if worker is None or not worker.alive:
                 if worker is not None:
-                    worker.kill()  # its folder may be left
+                    worker.kill()  # removes its folder
                 worker = self._workers[self._turn] = SandboxWorker(self._jail)
             return worker
 
     async def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """Runs a program to its end."""
+        """Runs a program to its end. If a worker is lost, the program runs again, up to `ATTEMPTS` times in all."""
         limits = limits or Limits()
         loop = asyncio.get_running_loop()
         content = packed(program, program.files, "")
@@ -482,11 +506,11 @@ class SandboxPool(Sandbox):
                     finally:
                         session.close()
                 except SandboxLost as error:
-                    reason = error.message
+                    reason = error.words
         return Outcome("lost", stderr=reason.encode())
 
     async def start(self, program: Program, limits: Limits | None = None) -> SandboxProcess:
-        """Begins a program to speak with."""
+        """Starts a program that the caller exchanges data with."""
         limits = limits or Limits()
         session = await self._worker().open(limits)
         theirs, ours = os.pipe2(os.O_CLOEXEC)
@@ -500,14 +524,14 @@ class SandboxPool(Sandbox):
         try:
             await process.send(program.stdin, limits.wall_s)
         except BrokenPipeError:
-            pass  # it has ended already, or reads nothing
+            pass  # the program has ended already, or has closed its input
         except BaseException:
             await process.close()
             raise
         return process
 
     async def open(self, files: Mapping[str, bytes] | None = None, limits: Limits | None = None) -> Workspace:
-        """Makes a workspace."""
+        """Opens a workspace that contains ``files``."""
         limits = limits or Limits()
         workspace = PoolWorkspace(await self._worker().open(limits), limits)
         for path, data in (files or {}).items():
@@ -515,7 +539,7 @@ class SandboxPool(Sandbox):
         return workspace
 
     def close(self) -> None:
-        """Kills all workers with everything in them."""
+        """Ends all workers with all their sessions."""
         with self._lock:
             self._closed = True
             workers = [worker for worker in self._workers if worker is not None]
@@ -525,7 +549,7 @@ class SandboxPool(Sandbox):
 
 
 class PoolWorkspace(Workspace):
-    """A session that stays."""
+    """A workspace: a session that stays open for several programs."""
 
     def __init__(self, session: TenantSession, limits: Limits):
         self._session, self._limits = session, limits
@@ -540,7 +564,7 @@ class PoolWorkspace(Workspace):
     async def _files(
         self, operation: str, *, path: str = "", files: Mapping[str, bytes] | None = None, stdin: bytes = b""
     ) -> bytes:
-        most = (self._limits.file_mib + 16) << 20  # the archive has headers of its own
+        most = (self._limits.file_mib + 16) << 20  # an archive of the files also has headers
         limits = Limits(wall_s=60, cpu_s=60, memory_mib=512, output_bytes=most, file_mib=self._limits.file_mib)
         async with self._one_at_a_time:
             outcome = await self._session.work(operation, limits, packed(None, files or {}, path), stdin)
@@ -550,7 +574,7 @@ class PoolWorkspace(Workspace):
         return outcome.stdout
 
     async def read(self, path: str) -> bytes:
-        """The content of a file."""
+        """Returns the content of a file."""
         check_path(path)
         return await self._files("read", path=path)
 
@@ -560,7 +584,7 @@ class PoolWorkspace(Workspace):
         await self._files("write", path=path, files={path: data})
 
     async def snapshot(self) -> Snapshot:
-        """All files."""
+        """Returns a snapshot of all files."""
         return Snapshot(await self._files("save"))
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -568,5 +592,5 @@ class PoolWorkspace(Workspace):
         await self._files("restore", stdin=snapshot.archive)
 
     async def close(self) -> None:
-        """Ends it."""
+        """Ends the session."""
         self._session.close()

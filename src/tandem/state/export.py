@@ -10,58 +10,60 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tandem.api.weight_files import save_tensors
+from tandem.api.weights import save_tensors
 from tandem.config.errors import ConfigError, TandemError
-from tandem.state.checkpoint import best_of
+from tandem.state.checkpoint import FILE, STATE, InvalidCheckpoint, best_of, verify
 from tandem.state.existing import checkpoints, existing_run, step_of, written_config
-from tandem.state.manifest import FILE, STATE, InvalidCheckpoint, verify
 from tandem.state.tree import read_parts
 
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
-"""Folder of an adapter in peft's format, beside the model that it is merged into."""
+"""Subfolder of a model folder with the adapter that is merged into the model, in peft's format."""
 
 LEFT_OUT = (STATE, "critic", ADAPTER)
-"""Folders of a checkpoint that are not the model."""
+"""Subfolders of a checkpoint that are not exported with the model."""
 
 WEIGHTS = "model.safetensors"
 PREFIX = "model."
-"""The prefix that the training engine puts before the names of transformers."""
+"""The prefix that the train engine adds to transformers' tensor names."""
 
 
 class NotExported(TandemError, OSError):
-    """The disk refuses; nothing was left behind."""
+    """Writing failed; nothing was left behind."""
 
 
 def checkpoint_of(run: Path, step: str | None = None) -> Path:
-    """The folder of a run's checkpoint: of ``step``, ``"best"``, or the newest that is whole; ``run`` may be one itself.
+    """Returns the folder of a run's checkpoint: of ``step``, ``"best"``, or (None) the newest intact one. ``run`` may also
+    be a checkpoint's folder.
 
     Raises:
-        ConfigError: there is no such one, or it is damaged; says what is there.
+        ConfigError: there is no such checkpoint, or it is damaged; the message names the existing ones.
     """
     if step is None and step_of(run) >= 0 and (run / "config.json").is_file():
-        return _whole(run)
+        return _intact(run)
+    if existing_run(run) is None:
+        raise ConfigError(f"{run} is not a run with a checkpoint; `tandem runs` lists all runs")
     saved = checkpoints(run / "checkpoints")
-    if existing_run(run) is None or not saved:
-        raise ConfigError(f"{run} is no run with a checkpoint; `tandem runs` lists the runs that there are")
+    if not saved:
+        raise ConfigError(f"{run} has no checkpoint yet; a run writes one at its end, and every checkpoint.every_steps")
     names = ", ".join(path.name for path in saved)
     if step == "best":
         best = best_of(saved, _keep_best(run))
         if best is None:
             raise ConfigError(f"{run}: no checkpoint states the metric {_keep_best(run)}; there are {names}")
-        return _whole(best)
+        return _intact(best)
     if step is not None:
         path = run / "checkpoints" / f"step_{step.removeprefix('step_')}"
         if path not in saved:
             raise ConfigError(f"{run} has no checkpoint of step {step!r}; there are {names}")
-        return _whole(path)
+        return _intact(path)
     for path in reversed(saved):
         try:
-            return _whole(path)
+            return _intact(path)
         except ConfigError as error:
-            log.warning("%s; the one before is taken", error)
-    raise ConfigError(f"no checkpoint of {run} is whole: {names}")
+            log.warning("%s; the previous checkpoint is used", error)
+    raise ConfigError(f"no checkpoint of {run} is intact: {names}")
 
 
 def export(
@@ -72,21 +74,22 @@ def export(
     part: str = ".",
     masters: Callable[[Path], Mapping[str, torch.Tensor]] | None = None,
 ) -> None:
-    """Writes the model into the new folder ``target``, there whole or not at all.
+    """Writes the model of a checkpoint into the new folder ``target``, which appears atomically.
 
-    ``dtype``: weights are rounded to it once, from float32 where the checkpoint has its state. ``part``: a folder of the
-    checkpoint that is written instead. ``masters``: gives the float32 weights under their Hugging Face names.
+    ``dtype``: dtype to which the weights are rounded once, from float32 if the checkpoint has a state; None: unchanged.
+    ``part``: subfolder of the checkpoint to export instead. ``masters``: function that reads the float32 weights by their
+    Hugging Face names; None: from the state.
 
     Raises:
-        ConfigError: ``target`` exists, or lies in the folder of a run, which would take it for its own.
-        NotExported: the disk refuses.
+        ConfigError: ``target`` is not empty, or is inside a run's folder, where it could be mistaken for a file of the run.
+        NotExported: writing failed.
     """
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists; give a folder that does not")
+        raise ConfigError(f"{target} exists; give a new folder")
     target = target.resolve()
     of_run = next((path for path in target.parents if _is_run(path)), None)
     if of_run is not None:
-        raise ConfigError(f"{target} lies in {of_run}, the folder of a run, where only the run writes; give another one")
+        raise ConfigError(f"{target} is inside {of_run}, a run's folder, where only the run writes; give another folder")
     temporary = target.with_name(f".{target.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -98,13 +101,13 @@ def export(
             target.rmdir()
         os.rename(temporary, target)
     except (OSError, SafetensorError) as error:
-        # of a tree that was copied in part: source, target and reason of each file
+        # the error of `copytree` lists source, target and reason of each failed file
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         if not checkpoint.is_dir():
             remedy = f"{checkpoint} was removed meanwhile: name another step"
         else:
-            remedy = f"{checkpoint} is as it was: free some space, or give a folder that may be made"
-        raise NotExported(f"{target} could not be made: {reason}. Nothing of it was left behind, and {remedy}") from error
+            remedy = f"{checkpoint} is unchanged: free some space, or give a folder that can be created"
+        raise NotExported(f"{target} could not be written: {reason}. Nothing of it was left behind, and {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -127,19 +130,20 @@ def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, masters: 
 
 
 def _masters(checkpoint: Path) -> Mapping[str, torch.Tensor]:
-    """The float32 weights; empty where the model alone was saved."""
+    """Reads the float32 weights from the checkpoint's state; {} if only the model was saved."""
     if not (checkpoint / FILE).is_file():
         return {}
     masters: Mapping[str, torch.Tensor] = read_parts(checkpoint / STATE)["trainer"]["masters"]
     return {name.removeprefix(PREFIX): tensor for name, tensor in masters.items()}
 
 
-def _whole(path: Path) -> Path:
+def _intact(path: Path) -> Path:
+    """Returns ``path`` if the checkpoint is intact; raises `ConfigError` otherwise."""
     try:
         if (path / FILE).is_file():
-            verify(path, step_of(path), None)
+            verify(path)
             return path
-        with safe_open(path / WEIGHTS, "pt"):  # which compares its size with what its head says
+        with safe_open(path / WEIGHTS, "pt"):  # compares the file's size with its header
             return path
     except InvalidCheckpoint as reason:
         raise ConfigError(f"{path} {reason}") from reason
@@ -151,8 +155,8 @@ def _whole(path: Path) -> Path:
 
 def _keep_best(run: Path) -> str:
     config = written_config(run, "what is best", "give a step")
-    wish = config.get("checkpoint") if isinstance(config, dict) else None
-    metric = wish.get("keep_best") if isinstance(wish, dict) else None
+    options = config.get("checkpoint") if isinstance(config, dict) else None
+    metric = options.get("keep_best") if isinstance(options, dict) else None
     if not metric:
         raise ConfigError(f"{run} was begun without checkpoint.keep_best, so its best step is unknown; give a step")
     return str(metric)

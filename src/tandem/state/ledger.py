@@ -1,7 +1,8 @@
-"""The ledger of a run on disk: which prompts were trained or dropped, at which step. SQLite, so that a kill leaves it whole.
+"""The ledger of a run on disk: which prompts were trained or dropped at which step. It is an SQLite file, so a kill leaves
+it intact.
 
-Append-only but for one thing: what was written after the checkpoint that a run goes on from is taken back, because the
-weights that learnt from it are gone.
+It is append-only, with one exception: when a run is resumed, records after the checkpoint are removed, because the weights
+that were trained on them are lost.
 """
 
 import contextlib
@@ -18,15 +19,15 @@ FILE = "ledger.sqlite"
 FORMAT = 1
 
 NOT_WRITTEN = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_TRUNCATE")
-"""Names of SQLite's errors about a disk that takes nothing more."""
+"""Names of SQLite's errors for a disk that cannot be written."""
 
 REMEDY = (
-    "so nobody knows which prompts are left; the weights are not touched. Restore that file, or begin another run from the "
+    "so it is not known which prompts are left; the weights are unchanged. Restore that file, or begin another run from the "
     "weights of a checkpoint: trial_name=… actor.path=FOLDER"
 )
 
 Record = tuple[int, int, bool, str]
-"""Epoch, index, whether it was trained, and the reason where it was dropped."""
+"""(epoch, index of the row, True if it was trained, reason if it was dropped)"""
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, records INTEGER NOT NULL, "
@@ -37,21 +38,21 @@ _TABLES = (
 
 
 class LedgerDamaged(TandemError, ValueError):
-    """The file is missing, is no ledger, or is not the one that the checkpoint was saved with."""
+    """The file is missing, is not a ledger, or does not match the checkpoint."""
 
 
 class LedgerNotWritten(NotWritten):
-    """The disk refuses; the ledger is as it was before."""
+    """Writing failed; the ledger is unchanged."""
 
 
 class LedgerFile:
-    """One run's; a context manager. ``step`` never falls from one `commit` to the next, but for `roll_back`.
+    """The ledger of one run; a context manager. Steps of successive commits never decrease, except after `roll_back`.
 
-    Each commit is chained to the one before by its SHA-256, so the digest of the last stands for the whole ledger.
+    The SHA-256 of each commit includes that of the commit before, so the last digest stands for the whole ledger.
     """
 
     def __init__(self, path: Path):
-        """Opens the file, or makes it. Raises `LedgerDamaged` where it is something else."""
+        """Opens the file, or creates it. Raises `LedgerDamaged` if it is not a ledger."""
         self.path = path
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
@@ -68,11 +69,11 @@ class LedgerFile:
             raise LedgerDamaged(f"{path} cannot be opened as a ledger ({error}), {REMEDY}") from error
 
     def commit(self, step: int, records: Sequence[Record]) -> None:
-        """Adds the prompts that ended up to the end of ``step``, all of them or none; nothing to do without any.
+        """Adds, in one transaction, the prompts that ended up to the end of ``step``. Does nothing without records.
 
         Raises:
-            LedgerDamaged: one of them has ended before. A prompt of an epoch ends once.
-            LedgerNotWritten: the disk refuses.
+            LedgerDamaged: a prompt has ended before; each prompt of an epoch ends once.
+            LedgerNotWritten: writing failed.
         """
         if not records:
             return
@@ -88,7 +89,7 @@ class LedgerFile:
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
-                    with contextlib.suppress(sqlite3.Error):  # a full disk: the next one who opens the file rolls back
+                    with contextlib.suppress(sqlite3.Error):  # on a full disk, the next opening rolls back
                         self._db.execute("ROLLBACK")
                 raise
         except sqlite3.IntegrityError as error:
@@ -98,15 +99,15 @@ class LedgerFile:
             ) from error
         except sqlite3.Error as error:
             raise LedgerNotWritten(
-                f"what became of the prompts of step {step} could not be written to {self.path}: {error}. Nothing of the "
-                "step counts, and the checkpoints are as they were: free some space there, or make it writable, and repeat "
-                "the command"
+                f"the outcomes of the prompts of step {step} could not be written to {self.path}: {error}. The step does "
+                "not count, and the checkpoints are unchanged: free some space there, or make it writable, and repeat the "
+                "command"
             ) from error
         self.number, self.records, self.digest = number, self.records + len(records), digest
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[None]:
-        """Damage that SQLite finds on the way is named."""
+        """Turns SQLite's errors in the block into `LedgerNotWritten` or `LedgerDamaged`."""
         try:
             yield
         except sqlite3.Error as error:
@@ -115,11 +116,11 @@ class LedgerFile:
             raise LedgerDamaged(f"{self.path} cannot be read ({error}), {REMEDY}") from error
 
     def roll_back(self, step: int) -> int:
-        """Takes back what was committed after ``step``; returns how many prompts that were.
+        """Removes what was committed after ``step``; returns the number of removed prompts.
 
         Raises:
             LedgerDamaged: the file cannot be read.
-            LedgerNotWritten: the disk refuses.
+            LedgerNotWritten: writing failed.
         """
         before = self.records
         with self._readable():
@@ -132,10 +133,10 @@ class LedgerFile:
         return before - self.records
 
     def verify(self, records: int, digest: str) -> None:
-        """Passes if the ledger is, record by record, the one of which a checkpoint states this.
+        """Checks, record by record, that the ledger matches the number of records and the digest in a checkpoint.
 
         Raises:
-            LedgerDamaged: it is another one, or was changed.
+            LedgerDamaged: it is another ledger, or was changed.
         """
         if (self.records, self.digest) != (records, digest):
             raise LedgerDamaged(
@@ -154,7 +155,7 @@ class LedgerFile:
             raise LedgerDamaged(f"{self.path} was changed: {counted} prompts instead of {records}, {REMEDY}")
 
     def ended(self) -> Iterator[Record]:
-        """Every prompt that has ended, in the order of commits."""
+        """Yields every prompt that has ended, in the order of commits."""
         with self._readable():
             for epoch, place, trained, reason in self._db.execute(
                 "SELECT epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place"
@@ -175,7 +176,7 @@ class LedgerFile:
         return row or (0, 0, "")
 
     def _commits(self) -> Iterator[tuple[str, list[Record]]]:
-        """(digest, prompts) of each commit, in order; one query over all of them, grouped as it is read."""
+        """Yields (digest, prompts) of each commit in order, from one query that is grouped as it is read."""
         digests = dict(self._db.execute("SELECT number, digest FROM commits ORDER BY number"))
         rows = self._db.execute("SELECT number, epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place")
         for number, batch in itertools.groupby(rows, key=lambda row: row[0]):
@@ -186,6 +187,6 @@ class LedgerFile:
 
 
 def _chained(before: str, records: Sequence[Record]) -> str:
-    """SHA-256 over the digest before and the prompts, in the order of epochs and places."""
+    """Returns the SHA-256 over the previous digest and the prompts, sorted by epoch and index."""
     lines = "".join(f"{epoch} {place} {int(trained)} {reason}\n" for epoch, place, trained, reason in sorted(records))
     return hashlib.sha256(f"{before}\n{lines}".encode()).hexdigest()

@@ -1,35 +1,45 @@
-"""Facts about this machine and this installation, for `run.json` and `tandem doctor`. Names nobody and imports no torch."""
+"""Facts about this machine and installation, for `run.json` and `tandem doctor`. Records no user names, imports no torch."""
 
 import contextlib
 import importlib.metadata
 import platform
 import subprocess
 import sys
+import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tandem.config.cores import usable_cores
+from tandem.config.devices import usable_cores
 
 GIB = 2**30
 PACKAGES = ("tandem-rl", "torch", "transformers", "tensordict", "safetensors", "numpy")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 
 
+@cache
+def _version(package: str) -> str | None:
+    """Returns the installed version, or None; the answer, for which folders are searched, is kept for this process."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def now() -> str:
+    """Returns the local time to the second with its UTC offset, such as 2030-05-01T09:30:00+0000."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime())
+
+
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Installed versions by distribution name, and Python's; None where a package is not installed."""
-    installed: dict[str, str | None] = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            installed[name] = None
-    return installed
+    """Returns the installed versions by package name, and Python's; None for a package that is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's lines of /proc/cpuinfo; empty where there is none."""
+    """Returns the first processor's entries of /proc/cpuinfo; {} if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
@@ -39,14 +49,14 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_features() -> list[str]:
-    """Those of `CPU_FEATURES` that the processor has; they decide how fast bfloat16 is."""
+    """Returns the entries of `CPU_FEATURES` that the processor has; they decide how fast bfloat16 is."""
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     return [name for name in CPU_FEATURES if name in flags]
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and memory of each GPU. Asks torch only where it is loaded already, because loading it takes seconds."""
+    """Returns name and memory of each GPU; [] if torch is not imported yet, because importing it takes seconds."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
@@ -55,17 +65,18 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def memory_available_gib(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Memory that this process can still have: what the machine has free, or what is left of the container's limit."""
+    """Returns the memory that this process can still get, in GiB: the machine's free memory, or less by a container's
+    limit."""
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no container, or no limit: the file says `max`
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit: the file contains `max`
         limit, held = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
         facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        free = min(free, limit - held + int(facts.get("inactive_file", 0)))  # files that were read give way
+        free = min(free, limit - held + int(facts.get("inactive_file", 0)))  # the page cache can be reclaimed
     return max(0, free) / GIB
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and GPUs."""
+    """Returns system, processor, cores, memory and GPUs of this machine."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpuinfo().get("model name") or platform.processor() or "unknown",
@@ -77,7 +88,7 @@ def machine() -> dict[str, Any]:
 
 
 def git_commit(folder: Path | None = None) -> dict[str, Any] | None:
-    """Commit of the folder and whether files differ from it; None outside a repository or without git."""
+    """Returns the git commit of a folder, and whether tracked files differ from it; None without a repository or git."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

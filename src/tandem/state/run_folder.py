@@ -1,4 +1,4 @@
-"""The folder of a run: who holds it, what it says of itself, where its files are."""
+"""The folder of a run: its lock, its record `run.json`, its log, and the paths of its files."""
 
 import errno
 import fcntl
@@ -6,9 +6,7 @@ import itertools
 import json
 import logging
 import os
-import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -16,65 +14,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
-from tandem.api.lines import write_atomically
+from tandem.api.shared_files import write_atomically
+from tandem.config.arithmetic import run_path
 from tandem.config.errors import ConfigError, kind_and_text
-from tandem.state.existing import is_held, last_metrics, run_info, times_resumed
-from tandem.state.machine import git_commit, machine, versions
-from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
-
-_ALLOWED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-MAX_LENGTH = 100
-
-
-def check_name(key: str, name: str) -> str:
-    """Returns the name if it can be one folder's name.
-
-    Raises:
-        ConfigError: names the key, the value and the rule.
-    """
-    if not isinstance(name, str) or not _ALLOWED.fullmatch(name) or len(name) > MAX_LENGTH:
-        raise ConfigError(
-            f"{key} must be the name of one folder: letters, digits, '.', '_' and '-', not starting with '.' or '-', "
-            f"at most {MAX_LENGTH} characters; got {name!r}"
-        )
-    return name
-
-
-__all__ = ["RunFolder", "RunFolderInUse", "RunFolderTaken", "refuse_existing", "run_path", "write_atomically"]
+from tandem.state.existing import last_metrics, refuse_held, run_info, take_lock, times_resumed
+from tandem.state.machine import git_commit, machine, now, versions
+from tandem.state.resuming import Examine, Going, refuse_existing
 
 Status = Literal["finished", "interrupted", "failed"]
-LOOKED_AT_S = 0.3
-"""Seconds for which somebody who only looks may hold the lock."""
-
-IN_USE = "{folder} is being written by another run: {who}. Wait for it, stop it, or choose another trial_name."
-
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EISDIR, errno.ENOTDIR}
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-class RunFolderInUse(ConfigError):
-    """Another process is writing to the folder."""
-
-
-def now() -> str:
-    """The time to the second, with its offset, such as 2030-05-01T09:30:00+00:00."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime())
-
-
-def run_path(root: str | Path, experiment: str, trial: str) -> Path:
-    """`<root>/<experiment>/<trial>`, the names checked."""
-    parts = check_name("experiment_name", experiment), check_name("trial_name", trial)
-    try:
-        return Path(root).expanduser().joinpath(*parts)
-    except RuntimeError as error:
-        raise ConfigError(f"run.root={root} begins with the home folder of an unknown user: {error}") from error
-
-
 class RunFolder:
-    """`<root>/<experiment>/<trial>/`, held by this process until `close`; a context manager.
+    """The folder `<root>/<experiment>/<trial>/`, locked by this process until `close`; a context manager.
 
-    Leaving the ``with`` block says how the run ended: finished, interrupted (Ctrl-C) or failed with the error.
+    Leaving the ``with`` block records how the run ended: finished, interrupted (Ctrl-C), or failed with the error.
 
     Example::
 
@@ -86,10 +42,10 @@ class RunFolder:
         self.path = path
         self.info = info
         self.going = going
-        """The run that was here before and goes on; None in a new one."""
+        """The earlier run in this folder that is resumed; None for a new run."""
 
         self.failed_saves = 0
-        """Checkpoints that the disk refused, where training goes on all the same."""
+        """Number of checkpoints that could not be saved while training continued."""
 
         self._info_before = run_info(path) if going is not None else {}
         self._pending_config: str | None = None
@@ -109,17 +65,16 @@ class RunFolder:
         command: str | None = None,
         examine: Examine = refuse_existing,
     ) -> Self:
-        """Makes the folder, takes its lock and writes `config.yaml` and `run.json`; logs go to `log.txt` from here on.
+        """Creates the folder, takes its lock, writes `config.yaml` and `run.json`, and starts logging to `log.txt`.
 
-        Where a run goes on, `config.yaml` stays what it was until `begin`: what is refused on the way must not be in it.
-
-        ``command``: the name of the one that made it. ``examine``: says whether a run that is there goes on; none does
-        unless it is given.
+        If a run is resumed, `config.yaml` is not changed until `begin`, because the new configuration may still be refused.
+        ``command``: name of the command, for `run.json`. ``examine``: decides whether an existing run is resumed; by default
+        it is refused.
 
         Raises:
-            RunFolderInUse: another process holds it; says which.
-            RunFolderTaken: a run is there; says what of it, and how to proceed.
-            ConfigError: a name that is not a folder's, a root that cannot be written, or what ``examine`` refuses.
+            RunFolderInUse: another process holds the lock; the message names it.
+            RunFolderTaken: the folder holds a run; the message describes the run and says how to proceed.
+            ConfigError: a name is not valid, the root is not writable, or ``examine`` refuses.
         """
         path = run_path(root, experiment, trial)
         refuse_unwritable(root, path)
@@ -133,8 +88,8 @@ class RunFolder:
             info = _info(experiment, trial, seed, command)
             if going is not None:
                 info = _continued(path, info, going)
-            elif "restarts" in (before := run_info(path)):  # it failed before its first step, and is started again
-                info |= {key: before[key] for key in ("id", "restarts") if key in before}  # its servers know the name
+            elif "restarts" in (before := run_info(path)):  # a run that failed before its first step is started again
+                info |= {key: before[key] for key in ("id", "restarts") if key in before}  # its servers know the id
             run = cls(path, lock, info, going)
             run._pending_config = config_text
             if going is None:
@@ -150,26 +105,24 @@ class RunFolder:
         return run
 
     @staticmethod
-    def check(root: str | Path, experiment: str, trial: str, examine: Examine) -> None:
-        """Passes if `open` would take the folder; writes nothing.
+    def check(root: str | Path, path: Path, examine: Examine) -> None:
+        """Checks that `open` could open the run folder ``path`` below ``root``; writes nothing.
 
         Raises:
-            ConfigError: as `open`.
+            ConfigError: see `open`.
         """
-        path = run_path(root, experiment, trial)
         refuse_unwritable(root, path)
-        if is_held(path):
-            raise _in_use(path, (path / ".lock").read_text(encoding="utf-8"))
+        refuse_held(path)
         examine(path)
 
     @property
     def id(self) -> str:
-        """The run's own name: no other run has it, also one of the same experiment and trial elsewhere."""
+        """The run's unique id, which differs even from that of a run with the same experiment and trial elsewhere."""
         return str(self.info["id"])
 
     def begin(self, step: int = 0) -> None:
-        """The run really starts with its new configuration, after ``step``: models are built and the checkpoint is read.
-        Idempotent."""
+        """Records that the run starts with its new configuration, after ``step``; call it after models are built and the
+        checkpoint is read. Idempotent."""
         if self._pending_config is not None:
             if self.going is not None:
                 self.info["resumed"][-1]["from"] = step
@@ -178,29 +131,29 @@ class RunFolder:
             self._pending_config = None
 
     def adopt(self, name: str) -> None:
-        """Takes back the run's own name from a checkpoint, where `run.json` was lost."""
+        """Restores the run's id from a checkpoint, if `run.json` was lost."""
         self.info["id"] = name
         self._write_info()
 
     def remember(self, name: str, value: str) -> str:
-        """Writes a fact about the run into `run.json`, unless an earlier time has written it; the first one's value."""
+        """Stores a fact about the run in `run.json` unless it is there already; returns the stored value."""
         if name not in self.info:
             self.info[name] = value
             self._write_info()
         return str(self.info[name])
 
     def restarted(self, number: int, cause: str) -> None:
-        """Writes down that this process goes on with the run after a failure."""
+        """Records in `run.json` that this process continues the run after a failure."""
         self.info["restarts"] = [*self.info.get("restarts", []), {"at": now(), "cause": cause, "number": number}]
         self._write_info()
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints, `step_N/` each; it need not exist yet."""
+        """The folder of the checkpoints `step_N/`; it may not exist yet."""
         return self.path / "checkpoints"
 
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
-        """Records how the run ended and lets go of the folder; only the first call counts."""
+        """Records how the run ended and closes the folder; only the first call has an effect."""
         if self._lock is None:
             return
         ended = {"status": status, "ended": now(), "seconds": round(time.monotonic() - self._began, 1)}
@@ -213,7 +166,7 @@ class RunFolder:
             self.close()
 
     def close(self) -> None:
-        """Stops logging here and frees the lock; a folder closed without `finish` counts as killed."""
+        """Stops logging to the folder and releases the lock; a run that is closed without `finish` counts as killed."""
         tandem = logging.getLogger("tandem")
         for handler in self._handlers:
             tandem.removeHandler(handler)
@@ -242,13 +195,13 @@ class RunFolder:
                 self._take_back()
             else:
                 self.finish("interrupted" if interrupted else "failed", None if interrupted else error)
-        except OSError as failure:  # the disk that ended the run takes no last words either: the error itself matters more
+        except OSError as failure:  # the disk may have ended the run; the run's own error is more important
             print(f"run.json could not be written: {failure}", file=sys.stderr)
         finally:
             self.close()
 
     def _take_back(self) -> None:
-        """Makes the run what it was before it was to go on: nothing has been trained since."""
+        """Restores the run's record as it was before a resumption that was refused."""
         lost = self.info["resumed"][-1].get("lost")
         if lost:
             os.replace(self.path / lost, self.path / "metrics.jsonl")
@@ -257,22 +210,26 @@ class RunFolder:
             self._write_info()
 
     def _write_info(self) -> None:
-        write_atomically(self.path / "run.json", json.dumps(self.info, indent=2, ensure_ascii=False) + "\n")
+        _write_record(self.path, self.info)
 
     def _start_logging(self) -> None:
-        """INFO and above of `tandem.*` to log.txt, warnings to the terminal too unless the script set logging up itself."""
+        """Logs `tandem.*` from level INFO to log.txt, and warnings to the terminal unless the script configured logging."""
         tandem = logging.getLogger("tandem")
         tandem.setLevel(min(tandem.level or logging.INFO, logging.INFO))
         to_file = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         to_file.setFormatter(logging.Formatter(LOG_FORMAT))
         self._handlers = [to_file]
-        if not tandem.hasHandlers():  # with a handler of ours, Python would no longer print warnings by itself
+        if not tandem.hasHandlers():  # with a file handler, Python no longer prints warnings itself
             to_terminal = logging.StreamHandler(sys.stderr)
             to_terminal.setLevel(logging.WARNING)
             to_terminal.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
             self._handlers.append(to_terminal)
         for handler in self._handlers:
             tandem.addHandler(handler)
+
+
+def _write_record(folder: Path, info: Mapping[str, Any]) -> None:
+    write_atomically(folder / "run.json", json.dumps(info, indent=2, ensure_ascii=False) + "\n")
 
 
 def _info(experiment: str, trial: str, seed: int | None, command: str | None) -> dict[str, Any]:
@@ -291,9 +248,9 @@ def _info(experiment: str, trial: str, seed: int | None, command: str | None) ->
 
 
 def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, Any]:
-    """``info`` of a run that goes on: with its old name and start, and one more line under ``resumed``.
+    """Returns ``info`` for a resumed run: with its old id and start, and a new entry under ``resumed``.
 
-    Without a checkpoint it begins anew, and the metrics of what is lost are set aside.
+    Without a checkpoint the run begins anew, and the file of its lost metrics is renamed.
     """
     before, run = run_info(folder), going.found
     line = {"at": now(), "was": run.status, "steps": run.steps, "changed": [str(d) for d in going.changed]}
@@ -309,23 +266,11 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
     return info | same | {"resumed": [*times_resumed(folder), line]}
 
 
-def _flock(lock: IO[str]) -> None:
-    """Takes the lock; waits a moment, for `existing.is_held` holds it while it looks. Raises `OSError`."""
-    until = time.monotonic() + LOOKED_AT_S
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.02)
-
-
 def refuse_unwritable(root: str | Path, path: Path) -> None:
-    """Passes if the folder is there and can be written to, or can be made.
+    """Checks that the folder is writable or can be created.
 
     Raises:
-        ConfigError: it cannot; says why.
+        ConfigError: it cannot; the message says why.
     """
     try:
         require_writable(path)
@@ -334,7 +279,7 @@ def refuse_unwritable(root: str | Path, path: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Passes if a folder is there and can be written to, or can be made; raises `OSError` as making it would."""
+    """Checks that a folder is writable or can be created; raises `OSError` if not."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not nearest.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -346,51 +291,25 @@ def _unwritable(root: str | Path, path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}")
 
 
-def _in_use(folder: Path, holder: str, told: str = IN_USE) -> RunFolderInUse:
-    return RunFolderInUse(told.format(folder=folder, who=holder.strip() or "a process that has just started"))
-
-
-def take_lock(folder: Path, told: str = IN_USE) -> IO[str]:
-    """The lock of a folder, held until it is closed; it dies with its process, so a killed run leaves none behind.
-    ``told``: what is said of a folder that is in use, with ``{folder}`` and ``{who}``.
-
-    Raises:
-        RunFolderInUse: another process holds it; says which.
-    """
-    lock = (folder / ".lock").open("a+", encoding="utf-8")
-    try:
-        _flock(lock)
-    except OSError as error:
-        lock.seek(0)
-        holder = lock.read()
-        lock.close()
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise _in_use(folder, holder, told) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
-    lock.flush()
-    return lock
-
-
 STACKS = "stacks-{number}.txt"
 
 
 def stacks_file(folder: Path) -> Path:
-    """The first free name for a file of stacks in the folder."""
+    """Returns the first unused path for a file of stack traces in the folder."""
     return next(p for n in itertools.count(1) if not (p := folder / STACKS.format(number=n)).exists())
 
 
 def record_failure(
     folder: Path, cause: str, *, keep: bool = False, stacks: str = "", restart: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """Writes down in `run.json` and `log.txt` that the run failed and why; returns the file with ``stacks`` where there are.
+    """Records in `run.json` and `log.txt` that and why the run failed; returns the path of the written ``stacks``, or None.
 
-    ``keep``: an error that the run has written itself says more. ``restart``: what is said of the restart that follows.
+    ``keep``: keep an error that the run recorded itself, which is more precise. ``restart``: the entry for the restart that
+    follows.
 
     Raises:
         RunFolderInUse: another run holds the folder.
-        OSError: the disk refuses.
+        OSError: writing failed.
     """
     with take_lock(folder):
         info, path = run_info(folder), None
@@ -405,7 +324,7 @@ def record_failure(
         if restart is not None:
             line = {"at": now(), "cause": cause, **restart, **where}
             info["restarts"] = [*info.get("restarts", []), line]
-        write_atomically(folder / "run.json", json.dumps(info | where, indent=2, ensure_ascii=False) + "\n")
+        _write_record(folder, info | where)
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
             then = f"; restart {restart['number']} follows" if restart is not None else ""
             log.write(f"{now()} ERROR tandem.supervision: {cause}{then}{f' (see {path.name})' if path else ''}\n")

@@ -1,30 +1,31 @@
-"""A copy of a state, so that it can be written while what it was taken from goes on."""
+"""Copies the state of a run, so that the copy can be written while training changes the original."""
 
 import contextlib
 import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tandem.api.failures import NotWritten
 from tandem.api.state import Parted, State, TensorPart, part_of
 from tandem.api.team import Team
+from tandem.state.tree import joined, split
 
 MARK_BYTES = 64
-"""At the beginning of each memory, some random bytes: a process of that number on another machine has others."""
+"""Number of random bytes at the beginning of each memory, which identify it: a process on another machine may have the same
+process id."""
 
 ALIGNMENT = 64
 
 
 class Block(NamedTuple):
-    """The place of a copied part."""
+    """The place of a copied part in the memory, and its place in the whole tensor."""
 
     offset: int
     size: tuple[int, ...]
@@ -40,7 +41,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's description of its memory."""
+    """A rank's description of its memory, with which another process can map it."""
 
     path: str
     mark: bytes
@@ -49,10 +50,11 @@ class Offer:
 
 
 class SharedParts:
-    """Copies of one state's parts. `copy` and then `share`, which is collective; each takes the memory of those before."""
+    """Copies of the parts of a state, in memory that rank 0 can read. Call `copy` and then `share`, which is collective.
+    Each copy reuses the memory of the previous one."""
 
     def __init__(self, team: Team) -> None:
-        """``team``: the ranks that have parts; its first one reads them all."""
+        """``team``: the ranks that have parts; its first rank reads all of them."""
         self._team = team
         self._fd: int | None = None
         self._mark = secrets.token_bytes(MARK_BYTES)
@@ -66,20 +68,20 @@ class SharedParts:
         return 0 if self._memory is None else len(self._memory)
 
     def reachable(self) -> str | None:
-        """Tried before anything is copied. Collective."""
-        with contextlib.suppress(OSError):  # a system that forbids such memory: `share` says that nobody can read it
+        """Tests with empty memory whether rank 0 can read all ranks; returns None, or the reason why not. Collective."""
+        with contextlib.suppress(OSError):  # if the system forbids such memory, `share` reports it
             self.copy({})
         return self.share()
 
     def copy(self, parts: Mapping[str, TensorPart]) -> None:
-        """Copies this rank's parts; `whole` gives nothing before `share`.
+        """Copies this rank's parts; call `share` before `whole`.
 
         Raises:
-            OSError: the system says that there is not so much memory. One that promises more than it has, as Linux may, ends
-                a process in the middle of a copy; `tandem plan` counts the copy.
+            OSError: the system reports too little memory. Linux may overcommit and then kill a process during a copy;
+                `tandem plan` includes the memory of the copy.
         """
         if not hasattr(os, "memfd_create"):
-            return  # `share` says so
+            return  # `share` reports it
         self._blocks, place = {}, MARK_BYTES
         for name, part in parts.items():
             if part.values.numel():
@@ -91,31 +93,31 @@ class SharedParts:
             block.tensor(memory).copy_(parts[name].values.detach())
 
     def _room(self, num_bytes: int) -> mmap.mmap:
-        """Memory of that size; the one that there is, if it has it."""
+        """Returns memory of this size; the present memory, if its size is right."""
         if self._memory is not None and len(self._memory) == num_bytes:
             return self._memory
         if self._fd is None:
             self._fd = os.memfd_create("tandem-checkpoint")
             weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, num_bytes)
-        os.posix_fallocate(self._fd, 0, num_bytes)  # where it is known that there is not so much, here and not in the copy
+        os.posix_fallocate(self._fd, 0, num_bytes)  # too little memory is reported here and not during the copy
         self._memory = mmap.mmap(self._fd, num_bytes)
         self._memory[:MARK_BYTES] = self._mark
         return self._memory
 
     def offer(self) -> Offer:
-        """The memory of this rank, for rank 0 to read; without a path if there is none."""
+        """Returns the description of this rank's memory, for rank 0; with an empty path if there is none."""
         path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd is not None else ""
         return Offer(path, self._mark, self.num_bytes, self._blocks)
 
     def share(self) -> str | None:
-        """Lets rank 0 read what every rank has copied; None, or why it cannot. Collective."""
+        """Lets rank 0 map the memory of every rank; returns None, or the reason why it cannot. Collective."""
         offers = self._team.gather(self.offer())
         self._offers = offers if self._team.main else []
         return self._team.share(self._map)
 
     def _map(self) -> str | None:
-        """On rank 0."""
+        """Maps the memory of every rank, on rank 0; returns None, or the reason why this failed."""
         maps = {}
         for rank, offer in enumerate(self._offers):
             key = (offer.path, offer.mark, offer.num_bytes)
@@ -123,12 +125,13 @@ class SharedParts:
             if memory is None:
                 where = "on another machine, in another container, or not on Linux"
                 return f"rank 0 cannot read the memory of rank {rank}: is it {where}?"
-            maps[key] = memory  # the same memory stays mapped from one snapshot to the next
+            maps[key] = memory  # memory stays mapped for the next snapshot
         self._maps = maps
         return None
 
     def whole(self, name: str) -> torch.Tensor:
-        """A tensor put together, on rank 0; valid until the next `copy`, from any thread."""
+        """Returns a whole tensor, put together from the ranks' parts, on rank 0. It may be called in any thread until the
+        next `copy`."""
         parts = [
             (offer.blocks[name], memory)
             for offer, memory in zip(self._offers, self._maps.values(), strict=True)
@@ -148,7 +151,7 @@ class SharedParts:
 
 
 def mapped(offer: Offer) -> mmap.mmap | None:
-    """Another rank's memory; None where that cannot be opened, or is another process's."""
+    """Maps another rank's memory; returns None if it cannot be opened, or belongs to another process."""
     try:
         descriptor = os.open(offer.path, os.O_RDWR)
     except OSError:
@@ -165,11 +168,11 @@ def mapped(offer: Offer) -> mmap.mmap | None:
 
 
 class Snapshots:
-    """Copies of one run's state, one at a time: each takes the memory of the one before.
+    """Copies of one run's state, one at a time; each reuses the memory of the previous one.
 
-    The tensors' copies are in host memory, as large as the tensors, and are kept for the next one: a copy into memory that
-    is there already takes a fraction of the time. What comes from a GPU is copied into locked memory. Of tensors that are
-    spread over ranks each copies what it has (`SharedParts`), and rank 0 puts them together when they are written.
+    Copies of tensors are in host memory, which is kept for the next copy: copying into existing memory takes a fraction of
+    the time. Tensors of a GPU are copied into pinned memory. If a tensor is spread over ranks, each rank copies its part
+    (`SharedParts`), and rank 0 puts the parts together when it writes the tensor.
     """
 
     def __init__(self, team: Team) -> None:
@@ -178,74 +181,57 @@ class Snapshots:
         self._shared = SharedParts(team)
 
     def why_not(self, tree: Mapping[str, Any]) -> str | None:
-        """Why a copy of this state cannot be taken; None where it can. Collective; rank 0's word counts."""
-        spread = dict(_spread(tree))
-        reason = self._shared.reachable() if spread and not self._shared.num_bytes else None
-        odd = next((name for name, leaf in spread.items() if isinstance(leaf, Parted) and leaf.part is None), None)
-        return reason or (None if odd is None else f"of {odd} no rank has a part that could be copied")
-
-    def take(self, tree: Mapping[str, Any]) -> State:
-        """The tree as it is now, sharing nothing with it that could change. Valid until the next call. Collective where
-        tensors are spread over ranks; rank 0's copy is whole, and the others' is nothing.
+        """Returns the reason why this state cannot be copied; None if it can. Collective; rank 0's result is decisive.
 
         Raises:
-            NotWritten: a rank has too little memory for its copy; on every rank.
-            TypeError: a tensor's parts are no blocks: see `why_not`.
-            RuntimeError: rank 0 cannot read what another rank has copied.
+            TypeError: see `take`.
         """
-        used: dict[str, torch.Tensor] = {}
+        if self._shared.num_bytes:
+            return None  # an earlier copy was read
+        with self._team.together():
+            spread = any(isinstance(tensor, Parted) for tensor in split(tree)[1].values())
+        return self._shared.reachable() if spread else None
+
+    def take(self, tree: Mapping[str, Any]) -> State:
+        """Returns a copy of the tree, valid until the next call. Collective if tensors are spread over ranks; rank 0 gets
+        the whole copy, and other ranks get {}.
+
+        Raises:
+            NotWritten: a rank has too little memory for its copy; raised on every rank.
+            TypeError: a value in the tree is neither plain data nor a tensor; names its path.
+            RuntimeError: rank 0 cannot read the memory of another rank.
+        """
         with self._team.together():  # before the next collective call: there may be too little memory on one rank
-            spread = dict(_spread(tree))
+            plain, tensors = split(tree)
+            spread = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Parted)}
             if spread:
                 try:
-                    self._shared.copy({name: _own(name, leaf) for name, leaf in spread.items()})
+                    self._shared.copy({name: tensor.part() for name, tensor in spread.items()})
                 except OSError as error:
                     raise NotWritten(f"there is too little memory for a copy of the state: {error}") from error
-            copy = {key: self._copied(value, key, used) for key, value in tree.items()} if self._team.main else {}
-            self._buffers = used  # what is no part of the state any more is let go of
+            whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Parted)}
+            if self._team.main:
+                self._buffers = {name: self._copied(name, tensor) for name, tensor in whole.items()}  # frees other buffers
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         reason = self._shared.share() if spread else None
         if reason is not None:
             raise RuntimeError(reason)
-        return copy
+        copies = self._buffers | {name: self._spread(name) for name in spread}
+        return joined(plain, copies.__getitem__) if self._team.main else {}
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that this rank's copies take."""
+        """Bytes of host memory that this rank's copies take."""
         return sum(buffer.nbytes for buffer in self._buffers.values()) + self._shared.num_bytes
 
-    def _copied(self, value: Any, name: str, used: dict[str, torch.Tensor]) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._copied(item, f"{name}/{key}", used) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._copied(item, f"{name}/{i}", used) for i, item in enumerate(value)]
-        if isinstance(value, (Parted, DTensor)):
-            return Parted(partial(self._shared.whole, name))
-        if not isinstance(value, torch.Tensor):
-            return value
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        used[name] = buffer.copy_(value.detach(), non_blocking=True)
-        return buffer
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return buffer.copy_(tensor, non_blocking=True)
 
-
-def _spread(value: Any, name: str = "") -> Iterator[tuple[str, Parted | DTensor]]:
-    """The tensors of which each rank has a part, by their path."""
-    if isinstance(value, (Parted, DTensor)):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _spread(item, f"{name}/{key}" if name else key)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _spread(item, f"{name}/{i}")
-
-
-def _own(name: str, leaf: Parted | DTensor) -> TensorPart:
-    if isinstance(leaf, DTensor):
-        return part_of(leaf)
-    if leaf.part is None:
-        raise TypeError(f"the tensor at {name} is spread over ranks; a copy of it would have to be gathered first")
-    return leaf.part()
+    def _spread(self, name: str) -> Parted:
+        """Returns the copy of a tensor that is spread over ranks; rank 0 has all of it."""
+        whole = partial(self._shared.whole, name)
+        return Parted(whole, lambda: part_of(whole()))

@@ -1,7 +1,7 @@
-"""Every metric: its unit, what it is, and what to do when it looks wrong; read from the tables of catalog.md.
+"""The catalogue of metrics: unit, meaning, and advice for bad values; read from the tables of catalog.md.
 
-The page is data of the package; docs/metrics.md is a copy, made by python -m tandem.tracking.catalog. A name may hold one
-part in angle brackets, which stands for any text: ``episodes/dropped/<reason>``.
+catalog.md is part of the package; docs/metrics.md is a copy, printed by ``python -m tandem.tracking.catalog``. A part of a
+name in angle brackets stands for any text: ``episodes/dropped/<reason>``.
 """
 
 import re
@@ -14,7 +14,7 @@ _ROW = re.compile(r"\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \|")
 
 
 class Metric(NamedTuple):
-    """One row of a table."""
+    """One row of a table: the unit, meaning and advice of a metric."""
 
     unit: str
     meaning: str
@@ -33,13 +33,13 @@ def _sections() -> dict[str, dict[str, Metric]]:
 
 
 SECTIONS = _sections()
-"""Heading → metrics by name."""
+"""Heading of a section → its metrics by name."""
 
 METRICS = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
 
 
 def explain(name: str) -> Metric | None:
-    """The row for a metric's name; None where the table has none (a workflow's own metrics, for example)."""
+    """Returns the row for a metric's name, or None if the tables have none, as for a workflow's own metrics."""
     if name in METRICS:
         return METRICS[name]
     for pattern, metric in METRICS.items():

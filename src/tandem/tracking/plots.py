@@ -1,9 +1,10 @@
-"""Two pictures of a run: `reward.png`, and `curves.png` with everything else worth watching."""
+"""Draws two pictures of a run: `reward.png`, and `curves.png` with the other metrics worth watching."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,13 +45,14 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values at each place (of fewer at the beginning)."""
+    """Returns for each value the mean of the last `window` values up to it; at the beginning, of the fewer values that
+    exist."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def _finite(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    kept = [(step, value) for step, value in points if math.isfinite(value)]
-    return [step for step, _ in kept], [value for _, value in kept]
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    return [step for step, _ in finite], [value for _, value in finite]
 
 
 def _style(axes: Axes) -> None:
@@ -60,7 +62,7 @@ def _style(axes: Axes) -> None:
 
 
 def _write(figure: Figure, path: Path) -> Path:
-    """The picture appears whole, also for who looks at it while it is drawn anew."""
+    """Writes the picture atomically, so that a reader never sees an incomplete file."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         FigureCanvasAgg(figure).print_png(str(temporary))
@@ -71,7 +73,7 @@ def _write(figure: Figure, path: Path) -> Path:
 
 
 def draw_reward(series: Series, path: Path, title: str) -> Path | None:
-    """Mean reward of each step, its running mean, and greedy accuracy where it was evaluated; None without values."""
+    """Draws the mean reward of each step, its running mean, and the validation accuracy. Returns None without values."""
     steps, rewards = _finite(series.get("reward/mean", ()))
     eval_steps, accuracy = _finite(series.get("eval/accuracy", ()))
     if not steps and not eval_steps:
@@ -80,11 +82,11 @@ def draw_reward(series: Series, path: Path, title: str) -> Path | None:
     axes = figure.add_subplot()
     if steps:
         window = max(3, len(steps) // 20)
-        faint = {"alpha": 0.35, "linewidth": 1, "marker": "o", "markersize": 2.5}
+        faint: dict[str, Any] = {"alpha": 0.35, "linewidth": 1, "marker": "o", "markersize": 2.5}
         axes.plot(steps, rewards, color=BLUE, label="mean reward of the step", **faint)
         axes.plot(steps, running_mean(rewards, window), color=BLUE, linewidth=2.2, label=f"mean of the last {window} steps")
     if eval_steps:
-        label = "greedy accuracy, validation" if steps else "accuracy, validation"  # pairs ranked right, say
+        label = "greedy accuracy, validation" if steps else "accuracy, validation"  # the latter of pairs, for a reward model
         axes.plot(eval_steps, accuracy, color=ORANGE, marker="D", markersize=5, linewidth=1.4, label=label)
     axes.set(xlabel="step", ylabel="reward" if steps else "share", title=title)
     _style(axes)
@@ -93,7 +95,7 @@ def draw_reward(series: Series, path: Path, title: str) -> Path | None:
 
 
 def draw_curves(series: Series, path: Path, title: str) -> Path | None:
-    """One panel for each entry of `PANELS` that has values; None where none has."""
+    """Draws one panel for each entry of `PANELS` that has values. Returns None if none has."""
     panels = []
     for name, metrics in PANELS:
         curves = [(metric, *_finite(series.get(metric, ()))) for metric in metrics]
@@ -121,11 +123,11 @@ def draw_curves(series: Series, path: Path, title: str) -> Path | None:
         axes.tick_params(labelsize=8)
         _style(axes)
         if all(value >= 0 for _, _, values in curves for value in values):
-            axes.set_ylim(bottom=0)  # a flat line must not look like a wild one
+            axes.set_ylim(bottom=0)  # else autoscaling would make a flat line look wild
         if len(curves) > 1:
             bottom, top = axes.get_ylim()
             axes.set_ylim(bottom, top + 0.3 * (top - bottom))  # room for the legend
             axes.legend(frameon=False, fontsize=7, loc="upper center", ncols=2)
-    for axes in list(grid):  # the rest of the last row
+    for axes in list(grid):  # unused panels of the last row
         axes.set_axis_off()
     return _write(figure, path)

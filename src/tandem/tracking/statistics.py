@@ -1,4 +1,4 @@
-"""Measuring from outside: how long the phases of a step took, and how much memory was used."""
+"""Measures the time of the phases of a step, and the peak of memory."""
 
 import resource
 import sys
@@ -15,10 +15,11 @@ from tandem.api.activity import within
 GIB = 2**30
 
 MOST_SPANS = 1000
-"""Blocks of a step that a timer remembers."""
+"""Maximum number of blocks of a step that a timer stores."""
 
 Span = tuple[str, str, float, float]
-"""(role, stage, begin, end): what a process did when, in seconds since 1970: those of several processes can be compared."""
+"""(role, stage, begin, end) of a block in a process. Times are in seconds since 1970, so that spans of several processes can
+be compared."""
 
 
 class PhaseTimer:
@@ -34,15 +35,14 @@ class PhaseTimer:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self._inner_s = 0.0  # of the phases within the one that is open
+        self._inner_s = 0.0  # time of the phases within the open phase
         self._began = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str, role: str = "", stage: str = "") -> Iterator[None]:
-        """Counts the time of the ``with`` block for `phase`, also when it raises; a phase may come several times, and
-        another one within it stops its clock. The block is a span of `role` too, under the name of `stage`.
-
-        Whoever watches over the run sees the phase too (`tandem.api.activity`).
+        """Adds the time of the ``with`` block to ``phase``, also if the block raises. A phase may come several times; the
+        time of a phase within another is not counted for the outer one. The block is also a span (``role``, ``stage``; both
+        are ``phase`` by default), and is announced to `tandem.api.activity`, which supervision reads.
         """
         at, began, outer = time.time(), time.perf_counter(), self._inner_s
         self._inner_s = 0.0
@@ -56,25 +56,25 @@ class PhaseTimer:
             self._spans.append((role or phase, stage or phase, at, at + passed))
 
     def spans(self) -> list[Span]:
-        """The blocks that have ended since the last call, in that order; the last `MOST_SPANS` of them."""
+        """Returns the blocks that have ended since the last call, in order, at most the last `MOST_SPANS`."""
         spans = list(self._spans)
         self._spans.clear()
         return spans
 
     def seconds(self, phase: str) -> float:
-        """Seconds of this step so far."""
+        """Returns the seconds of a phase since the last `metrics` call."""
         return self._seconds.get(phase, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """`time/<phase>_s` of each phase and `time/step_s` since the last call (or the construction); starts anew."""
+        """Returns `time/<phase>_s` of each phase and `time/step_s` since the last call (or the construction), and resets."""
         now = time.perf_counter()
-        found = {f"time/{phase}_s": seconds for phase, seconds in self._seconds.items()} | {"time/step_s": now - self._began}
+        times = {f"time/{phase}_s": seconds for phase, seconds in self._seconds.items()} | {"time/step_s": now - self._began}
         self._seconds, self._began = {}, now
-        return found
+        return times
 
 
 def _peak_bytes(pid: int) -> int:
-    """Largest resident size that a process has had; 0 where the system does not tell."""
+    """Returns the peak resident size of a process in bytes; 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -84,12 +84,13 @@ def _peak_bytes(pid: int) -> int:
 
 
 def peak_memory_gib() -> float:
-    """Sum of the peaks of this process and its living children, in GiB.
+    """Returns the sum of the peaks of this process and its living children, in GiB.
 
-    An upper bound of the true peak: pages that processes share are counted once each, and peaks need not coincide.
+    The result is an upper bound of the true peak: shared pages count for each process, and the peaks may be at different
+    times.
     """
-    here = psutil.Process()
-    total = sum(_peak_bytes(process.pid) for process in [here, *here.children(recursive=True)])
+    this_process = psutil.Process()
+    total = sum(_peak_bytes(process.pid) for process in [this_process, *this_process.children(recursive=True)])
     if total == 0:  # no /proc: macOS, where ru_maxrss is in bytes
         total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return total / GIB

@@ -1,1 +1,1 @@
-"""The loops: reinforcement learning, rows, pairs, distillation."""
+"""The training loops: reinforcement learning, supervised fine-tuning, preference learning, reward models, distillation."""

@@ -1,7 +1,7 @@
-"""Changes a run while it goes on: applies requests between two steps, on all ranks, and records them in the run's folder.
+"""Changes a running run: applies requests between two steps, on all ranks, and records them in the run's folder.
 
-Consumes the requests of `tandem control` (`tandem.state.control`). A change that cannot be made is refused, and the run goes
-on as it was: every new object is made before an old one is released.
+The requests come from `tandem control` (`tandem.state.control`). If a change cannot be made, it is refused and the run
+continues unchanged, because all new objects are made before old ones are released.
 """
 
 import contextlib
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tandem.api.failures import RankFailed
-from tandem.config.changes import changed_reward
 from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
+from tandem.config.recipes import changed_reward
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.residents import is_everywhere
 from tandem.flow.services import (
@@ -34,18 +34,18 @@ from tandem.trainers.start import Run, check_cost
 
 log = logging.getLogger(__name__)
 
-BEGIN_WITH_IT = "this run began without one; begin a run with it, with the weight 0 if it is to count later"
+BEGIN_WITH_IT = "this run began without such a term; start a run that has one, with weight 0 if it should count only later"
 
 
 @dataclass(frozen=True)
 class Changed:
-    """The rewards of a run after a change."""
+    """The prepared objects of a changed run."""
 
     config: TrainConfig
     plan: RunPlan
     reward: Reward
     taking_back: contextlib.ExitStack
-    """Releases all new objects, if the change fails."""
+    """Releases all new objects if the change fails."""
 
 
 class Control:
@@ -60,7 +60,7 @@ class Control:
         written: Mapping[str, str],
         distils: bool,
     ):
-        """``written``: the place where each configuration key was set. ``distils``: the run learns from a teacher."""
+        """``written``: where each configuration key was set. ``distils``: True if the run learns from a teacher."""
         self._distils, self._written = distils, written
         self._config, self._plan, self._process = run.config, session.plan, run.process
         self._session, self._parts, self._rows = session, parts, run.rows
@@ -68,10 +68,10 @@ class Control:
         self._compares, self._count = parts.reward.compares, 0
 
     def before(self, step: int) -> None:
-        """Makes the changes that are requested now, and those that an interrupted run made before this step. Collective.
+        """Applies the requested changes, and repeats those that an interrupted run made before this step. Collective.
 
         Raises:
-            ConfigError: an earlier change cannot be made again.
+            ConfigError: an earlier change cannot be repeated.
         """
         mailbox = self._mailbox
         for request in self._process.team.share(lambda: [] if mailbox is None else list(mailbox.due(step))):
@@ -82,33 +82,33 @@ class Control:
             except Exception as error:  # the worker boundary: whatever a change raises, the run goes on as it was
                 if request.recorded:
                     raise ConfigError(
-                        f"the run was changed before step {step} by {request.change}, which cannot be done again: {error}; "
-                        "mend that, or take its line out of control.jsonl in the run's folder"
+                        f"the run was changed before step {step} by {request.change}, which cannot be repeated: {error}; "
+                        "correct this, or remove the change's line from control.jsonl in the run's folder"
                     ) from error
-                why = str(error) or type(error).__name__  # not the error, whose traceback holds what was made
+                why = str(error) or type(error).__name__  # not the error, whose traceback would keep the new objects alive
                 log.warning("before step %d, %s was refused: %s", step, request.change, why)
                 if mailbox is not None:
                     mailbox.answer(request.id, {"refused": why})
 
     def metrics(self) -> dict[str, float]:
-        """Number of changes, and the weights of the reward's terms; empty until there is a change."""
+        """Returns the number of changes and the weights of the reward's terms; empty before the first change."""
         if not self._count:
             return {}
         weights = {f"reward_weights/{term.label}": term.weight for term in self._plan.sums[self._config.reward]}
         return {"control/changes": float(self._count), **weights}
 
     def _make(self, request: Request, step: int) -> None:
-        """Makes one change, or raises and leaves everything as it was. Collective."""
+        """Makes one change; if it raises, nothing has changed. Collective."""
         if request.change is None:
-            raise ConfigError("the request cannot be read; ask with `tandem control`")
+            raise ConfigError("the request cannot be read; send requests with `tandem control`")
         if self._distils:
             raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
         if self._config.rollout.workers:
             raise ConfigError(
-                "rollout workers judge by the reward that they began with; leave rollout.workers out to change it"
+                "rollout workers keep the reward that they began with; leave rollout.workers out to change the reward"
             )
         if self._config.runner == "ray" and "constraint" in self._session.roles:
-            raise ConfigError("the constraint of this run is on Ray, and its reward stays as it is; use runner=local")
+            raise ConfigError("the constraint of this run is in a Ray worker, so its reward cannot change; use runner=local")
         mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
         changed = self._prepare(replace(self._config, reward=spec))
         with changed.taking_back:
@@ -137,33 +137,34 @@ class Control:
             return Changed(config, plan, reward, stack.pop_all())
 
     def _checked_plan(self, config: TrainConfig) -> RunPlan:
-        """The plan of the changed run.
+        """Makes the plan of the changed run, and checks it.
 
         Raises:
-            ConfigError: the changed run is impossible here.
+            ConfigError: the changed run is not possible.
         """
         check(config, written=self._written)
         plan, session = plan_run(config), self._session
         check_names(config, plan)
         if _models(plan) != _models(self._plan):
             raise ConfigError(
-                "a reward that needs a model can neither come nor go while the run goes on, only its weight can change; "
-                "stop the run, and go on with another reward: tandem continue RUN reward=… --override"
+                "a reward that needs a model can be neither added nor removed during a run; only its weight can change. "
+                "Stop the run, and continue with another reward: tandem continue RUN reward=… --override"
             )
         plan = replace(plan, residents=self._plan.residents)
         later = bool(plan.later)
         early = session.episodes.examiner.reads_scores or config.algorithm.update_samples is not None
         if early and later and not session.workflow.reads_scores:
-            raise ConfigError(f"the workflow finishes a group behind the rewards that need a model, and {BEGIN_WITH_IT}")
+            raise ConfigError(f"groups must be finished after this term is added, and {BEGIN_WITH_IT}")
         if session.workflow.reads_scores and not later:
             raise ConfigError(
-                "the workflow finishes a group behind the rewards that need a model, and this is the last one; let it count "
-                "for nothing instead: reward.weight NAME=0"
+                "the workflow's finish_group waits for rewards that need a model, and this is the last one; set its weight "
+                "to 0 instead: reward.weight NAME=0"
             )
         return plan
 
     def _check_reward(self, config: TrainConfig, plan: RunPlan, reward: Reward) -> None:
-        """Checks that every row can be judged, and by kinds of reward that the workflow was built for."""
+        """Checks that the changed reward can judge the rows, and that the workflow was built for the kinds of terms that it
+        has."""
         if reward.compares and not self._compares:
             raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
         refuse_comparing(config, plan, reward, self._session.episodes.examiner.makes_group)
@@ -178,5 +179,5 @@ class Control:
 
 
 def _models(plan: RunPlan) -> list[tuple[str, str]]:
-    """The rewards that need a model, as they are spelt."""
-    return [(one.name, one.term.spelling) for one in plan.scores]
+    """Returns (name in metrics, text in the configuration) of each reward that needs a model."""
+    return [(score.name, score.term.spelling) for score in plan.scores]

@@ -1,4 +1,4 @@
-"""The one function with which a script opens a run: checks, folder, tracker, models; the loop is the script's own."""
+"""The function with which a script opens a run (checks, folder, tracker, models); the script writes the loop itself."""
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,10 +11,10 @@ from tandem.config.preference import PreferenceConfig, RewardModelConfig, may_sl
 from tandem.flow.plan import Step, check_passes, plan_run
 from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
-from tandem.flow.state_parts import sleep_plan_here
-from tandem.state.named import pinned
+from tandem.flow.sleep_plan import sleep_plan_here
+from tandem.state.resuming import pinned
+from tandem.trainers.loop import open_learning
 from tandem.trainers.recipes import recipe_of
-from tandem.trainers.rl import open_learning
 from tandem.trainers.start import Run, check_gpus, prepare, start_run, with_micro_batches
 from tandem.trainers.supervised import RowSession, open_row_session, prepare_rows
 
@@ -34,13 +34,14 @@ def open_training(config: RowConfig) -> AbstractContextManager[tuple[Run[Any], R
 def open_training(
     config: BaseConfig, *, passes: Collection[str] | None = None, step: Step | None = None
 ) -> AbstractContextManager[tuple[Any, Any]]:
-    """Opens a run and its models; on leaving everything is closed, and the run folder says how the run ended.
+    """Opens a run and its models; leaving the block closes everything and records in the run folder how the run ended.
 
-    The *run* has the folder and the tracker: `run.steps`, `run.log`, `run.save_if_due`. The *session* has the models and
-    what feeds them. What cannot work is refused before there is a run folder, as by the commands. ``passes``: those that the
-    script's loop makes before the update, by their names in `plan_run(config)`; None: whatever the plan has. ``step``: the
-    script's own, which `session.step()` calls with the run's handles; the graph of the run is its trace. Under
-    `memory_limit_gib` each method that a stage of the plan names wakes its models; call no other methods of their engines.
+    The *run* has the folder and the tracker: `run.steps`, `run.log`, `run.save_if_due`. The *session* has the models, the
+    rollout and the data. As with the commands, faults are refused before there is a run folder. ``passes``: names in
+    `plan_run(config)` of the passes that the script's loop makes before the update; None: all of them. ``step``: the
+    script's step function, which `session.step()` calls with the run's handles, and whose trace is the graph of the run.
+    Under `memory_limit_gib` each method that is a stage of the plan wakes its models; call no other methods of their
+    engines.
 
     Example::
 
@@ -49,7 +50,7 @@ def open_training(
                 …
 
     Raises:
-        ConfigError: anything about the configuration; or it needs a pass that is not among ``passes``, or not in ``step``.
+        ConfigError: any fault of the configuration; or it needs a pass that is missing in ``passes`` or in ``step``.
     """
     if isinstance(config, TrainConfig):
         return _reinforcement(config, passes, step)
@@ -68,7 +69,7 @@ def _reinforcement(
     if passes is not None:
         check_passes(plan, passes)
     with prepare(config, plan) as (rows, parts):
-        sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
+        sleep_plan_here(config, plan)  # refuses a memory limit that is too small, before there is a run folder
         check_gpus(config)
         with start_run(config, rows, plan, recorded=resolved.config) as run, open_learning(run, parts) as session:
             log_choice(resolved, run.process)

@@ -1,4 +1,4 @@
-"""The start of a run: everything that is refused before its run folder exists, a trial of the rewards, and the folder.
+"""Starts a run: checks everything that can be checked before its run folder exists, tries the rewards, opens the folder.
 
 A dry run calls the same functions and stops before the folder.
 """
@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,87 +21,95 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure
-from tandem.api.samples import Dropped, Group
 from tandem.api.weights import WeightVersion
-from tandem.config.arithmetic import evaluates_every, is_evaluation_due, total_steps, workflow_of
+from tandem.api.workflow import Dropped, Group
+from tandem.config.arithmetic import (
+    evaluates_every,
+    first_limit,
+    folder_of,
+    is_evaluation_due,
+    total_steps,
+    workflow_of,
+)
 from tandem.config.data import WHERE
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
+from tandem.config.load import COMMANDS, plain_data, to_yaml
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
-from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
+from tandem.engines.inference.build import check_inference_engine, context_of, warn_of_cut
 from tandem.evaluation.reward_check import Asker, RewardCall, unfit_rows
-from tandem.flow.critic import Models
-from tandem.flow.delivery import weights_folder
-from tandem.flow.parts import Rows, open_rows
+from tandem.flow.opening import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process, choose_device, devices_here, keep_kernels, start_process
-from tandem.flow.residents import check_models, check_scores
+from tandem.flow.residents import check_models, check_scores, weights_folder
 from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward, check_names, check_rows, make_parts
-from tandem.flow.training import Lasting, TrainingSession
-from tandem.lifecycle.summary import check_seen, open_run, save_if_due, tell_limit
+from tandem.flow.session import Lasting, Models, TrainingSession
+from tandem.launch.rank import failed_elsewhere
+from tandem.lifecycle.saving import save_if_due
 from tandem.models.catalog import describing, resolve
-from tandem.models.template_options import check_template_options
-from tandem.models.tokenizer import load_tokenizer
-from tandem.planning.fit import check_fit, fitting, memory_here
-from tandem.planning.plan import Plan
+from tandem.models.tokenizer import check_template_options, load_tokenizer
+from tandem.planning.fit import Plan, check_fit, fitting
+from tandem.planning.machine import this_machine
+from tandem.planning.planned_model import NotCounted
 from tandem.rewards.function import WorkerReward
 from tandem.rewards.reward import Reward
 from tandem.rollout.chat import chat_of
+from tandem.state.existing import run_info
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder, require_writable
 from tandem.tracking.tracker import Tracker
 
 OWN = "tandem."
-"""The beginning of the spellings of Tandem's own functions, which tests have tried."""
+"""Prefix of the modules of Tandem's own reward functions, which are not tried before the start."""
 
 TOKENS = {"prompt_ids", "completion_ids"}
-"""Arguments that these answers, which no model has made, have not."""
+"""Arguments of reward functions that the sample answers do not have, because no model generated these answers."""
 
 WRONG = "I do not know."
 
 
 def try_rewards(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Calls the functions that judge the first row, if it can be judged. Warns of one that fails on some answers, and of
-    one that gives all of them the same. Functions that ask for tokens are left out, and async ones and classes: what those
-    open belongs to the run's event loop, which is not there yet.
+    """Calls the user's reward functions that judge the first row with sample answers. Warns if a function fails on some
+    answers, or gives all of them the same value. Functions that need tokens are not tried, nor are async functions and
+    classes, whose resources belong to the run's event loop, which does not exist yet.
 
     Raises:
-        ConfigError: a function fails whatever the answer is; says where in it.
+        ConfigError: a function fails for every answer; the message says where.
     """
     if not rows or unfit_rows(reward, rows[:1]):
         return
     row = rows[0]
-    known = [("the expected answer", str(row["answer"]))] if row.get("answer") else []
-    answers = [("an empty answer", ""), ("a wrong answer", WRONG), *known]
+    expected = [("the expected answer", str(row["answer"]))] if row.get("answer") else []
+    answers = [("an empty answer", ""), ("a wrong answer", WRONG), *expected]
     for name, judge in reward.of(row).single.items():
-        if isinstance(judge, WorkerReward) and not (judge.pool.spec.startswith(OWN) or TOKENS & set(judge.arguments.names)):
+        if isinstance(judge, WorkerReward) and not (judge.pool.spec.startswith(OWN) or TOKENS & judge.arguments.required):
             asker = Asker(judge, judge.pool.timeout_s)
-            with ThreadPoolExecutor(1) as aside:  # a notebook has an event loop of its own
-                asked = asker.all_at_once((0, row, what, answer) for what, answer in answers)
-                judge_calls(name, aside.submit(asyncio.run, asked).result())
+            with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs an event loop
+                calls = asker.all_at_once((0, row, label, answer) for label, answer in answers)
+                judge_calls(name, thread.submit(asyncio.run, calls).result())
 
 
 def judge_calls(name: str, calls: Sequence[RewardCall]) -> None:
-    """Says what the trial of a reward showed.
+    """Checks the calls of a reward with sample answers. Warns if some failed, or if all returned the same value.
 
     Raises:
-        ConfigError: every call failed, and none by its deadline.
+        ConfigError: every call failed, and none of them failed because of a timeout.
     """
     failed = [call for call in calls if call.failed]
     if len(failed) == len(calls) and not any(call.failed == "reward_timeout" for call in failed):
         raise ConfigError(
-            f"the reward fails on the first row whatever the answer is, so nothing would be trained: {failed[-1].words}; "
-            "mend it, and see `tandem check-reward`"
+            f"the reward fails on the first row for every answer, so nothing would be trained: {failed[-1].words}; "
+            "correct it, and see `tandem check-reward`"
         )
     if failed:
-        whose, words = ", ".join(call.what for call in failed), failed[0].words
-        log.warning("the reward fails on the first row with %s, and such samples are dropped: %s", whose, words)
+        labels, words = ", ".join(call.what for call in failed), failed[0].words
+        log.warning("the reward fails on the first row with %s, and such samples are dropped: %s", labels, words)
     elif len(calls) > 2 and len({call.value for call in calls}) == 1:
         log.warning(
-            "reward %s gives %g to an empty, a wrong and the expected answer of the first row alike: nothing can be learnt "
-            "from what is always the same; see `tandem check-reward`",
+            "reward %s gives %g to an empty, a wrong and the expected answer of the first row: nothing can be learned "
+            "from a constant reward; see `tandem check-reward`",
             name,
             calls[0].value,
         )
@@ -110,112 +120,108 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound=BaseConfig)
 
 LOOKED_AT = 16
-"""Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
+"""Largest number of rows whose prompts are measured. One prompt that fits is enough, since others are dropped when drawn."""
 
 SHOWN = 1600
-"""Most characters of the first prompt that are shown."""
+"""Largest number of characters of the first prompt that are shown."""
 
 
 @contextmanager
 def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeParts]]:
-    """The rows and the parts of the episodes of a run that can start on this machine; on leaving the parts are closed.
-    ``plan``: the models that it opens.
+    """Checks that a run can start on this machine; yields its rows and the objects of its episodes, which are closed when
+    the block is left. Downloads no weights from the hub. ``plan``: the run's plan.
 
     Raises:
-        ConfigError: see `check_names`, `open_rows` and `check_start`.
+        ConfigError: any fault of the rows, the device, the models, the engine or the user's functions.
     """
     check_names(config, plan)
-    rows = open_rows(config)
-    parts = check_start(config, rows, plan)
-    try:
-        yield replace(rows, asked=asked_columns_of(config, parts.reward)), parts
-    finally:
-        parts.close()
-
-
-def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
-    """Passes if a run by ``config`` can start on this machine, and makes what its episodes need. Of a model on the hub no
-    weights are downloaded for it. ``plan``: the models that it opens.
-
-    Raises:
-        ConfigError: anything about the device, the models, the engine, the rows or the user's functions.
-    """
-    device = choose_device(config)
-    folder = describing(config.actor.path)
+    rows, device, folder = open_rows(config), choose_device(config), describing(config.actor.path)
     tokenizer = load_tokenizer(folder, chats=True)
-    check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
+    both = [*rows.train.rows, *rows.valid]
+    check_models(plan, device, tokenizer, both)
     check_inference_engine(config.rollout, folder, device)
     if config.runner == "ray":
         from tandem.flow.on_ray import check_pools  # noqa: PLC0415 Ray is an extra
 
         check_pools(config, plan, device)
-    devices_here(config)  # more than there are: refused
+    devices_here(config)  # refuses a run that needs more GPUs than this machine has
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
     check_scores(config, plan, tokenizer)
     check_partner(config, plan, device)
-    parts = make_parts(config, plan, tokenizer)
-    try:
+    with contextlib.closing(make_parts(config, plan, tokenizer)) as parts:
         if asks_for_reward(config):
             check_rows(parts.reward, rows.train.rows)
             check_rows(parts.reward, rows.valid)
             if parts.reward.vote is None and is_first_rank():
                 try_rewards(parts.reward, rows.train.rows)
-        warn_of_idle_recipes(config, [*rows.train.rows, *rows.valid])
+        warn_of_idle_recipes(config, both)
         check_cost(config, plan, rows.train.rows)
-    except BaseException:
-        parts.close()
-        raise
-    return parts
+        yield replace(rows, asked_columns=asked_columns_of(config, parts.reward)), parts
 
 
 def with_micro_batches(config: C) -> C:
-    """The configuration with micro-batches and `gradient_sync` as the GPUs of this machine allow, see `fitting`."""
+    """Returns the configuration with micro-batches and `gradient_sync` that fit the GPUs of this machine, see `fitting`. If
+    the memory of a model cannot be counted, warns and returns the configuration unchanged."""
     device = choose_device(config)
-    return config if device == "cpu" else replace(config, actor=fitting(config, memory_here(device)))
+    if device == "cpu":
+        return config
+    try:
+        actor: Any = fitting(config, this_machine(device=device))  # of the same class as `config.actor`
+    except NotCounted as error:
+        log.warning("micro-batches are not fitted to the GPU (set actor.max_tokens_per_micro_batch for it): %s", error)
+        return config
+    return replace(config, actor=actor)
 
 
 def check_gpus(config: BaseConfig) -> Plan | None:
-    """`check_fit` for the GPUs of this machine. On a CPU nothing is asked, and nothing returned: the system may swap."""
+    """Runs `check_fit` for the GPUs of this machine. Returns None without a check on a CPU, because the system may swap
+    memory to disk, and with a warning if the memory of a model cannot be counted."""
     device = choose_device(config)
-    return None if device == "cpu" else check_fit(config, memory_here(device))
+    if device == "cpu":
+        return None
+    try:
+        return check_fit(config, this_machine(device=device))
+    except NotCounted as error:
+        log.warning("the run starts without a check that it fits: %s", error)
+        return None
 
 
 def warn_of_idle_recipes(config: TrainConfig, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Warns of recipes that judge no row, whose models are held all the same."""
+    """Warns of recipes that judge no row, whose models would use memory for nothing."""
     if recipes_of(config.reward) is None or config.algorithm.labels == "majority":
         return
     used = {sum_of(row, config.reward) for row in rows}
     for spec in sums_of(config.reward):
         if spec not in used:
-            log.warning("no row is judged by the recipe %r of reward.recipes; leave it out, or look at reward.by", spec)
+            log.warning("no row is judged by the recipe %r of reward.recipes; leave it out, or check reward.by", spec)
 
 
 def check_cost(config: TrainConfig, plan: RunPlan, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Passes if some row that is trained on can cost what the constraint limits.
+    """Checks that at least one training row is judged by a reward with the cost that the constraint limits.
 
     Raises:
-        ConfigError: none can.
+        ConfigError: no training row is judged by such a reward.
     """
     cost = config.constraint.cost
     costly = {spec for spec, terms in plan.sums.items() if any(term.label == cost for term in terms)}
     if cost is not None and not any(plan.sum_of(row) in costly for row in rows):
         raise ConfigError(
             f"constraint.cost={cost}: no row of train_dataset is judged by a reward with this term, so nothing would be "
-            "limited; add it to a recipe that rows have, or leave constraint out"
+            "limited; add it to a recipe that judges rows, or leave constraint out"
         )
 
 
 def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
-    """Passes if the model that the workflow talks to can be had in an engine here.
+    """Checks that an embedded engine can open the model that the workflow talks to.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model cannot be opened.
     """
     resident = plan.resident("partner")
     if resident is None:
         return
-    assert resident.engine is not None, "the plan says how it is opened"
+    assert resident.engine is not None, "the plan gives the partner an engine configuration"
     folder = describing(resident.engine.path)
     load_tokenizer(folder, chats=True)
     check_inference_engine(replace(config.rollout, backend="embedded"), folder, device)
@@ -224,12 +230,12 @@ def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
 def check_prompts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Passes if the options for the chat template have an effect, and one of the first prompts leaves room for a token in
-    the engine's context; that one is shown as the model gets it. A workflow of the user's makes prompts as it likes: of
-    the options only the names are checked.
+    """Checks that the chat template reads its options, and that one of the first prompts leaves room for an answer in the
+    engine's context; prints this prompt. For a user's workflow, which makes prompts itself, only names of options are
+    checked.
 
     Raises:
-        ConfigError: none does, and says how long the first one is; an option without effect; a prompt that is refused.
+        ConfigError: none of the first prompts fits; an option has no effect; or the template refuses a prompt.
     """
     rows = rows if workflow_of(config).name in SERVICES["workflow"] else ()
     check_template_options(tokenizer, rows, config.system_prompt, config.chat_template_kwargs)
@@ -241,7 +247,7 @@ def check_prompts(
         except DataFailure as error:
             where = row.get(WHERE) or f"row {number} of train_dataset"
             raise ConfigError(
-                f"{where}: the chat template refuses the prompt: {error.__cause__ or error}; look at chat_template_kwargs, "
+                f"{where}: the chat template refuses the prompt: {error.__cause__ or error}; check chat_template_kwargs, "
                 "system_prompt and the row"
             ) from error
         lengths.append(len(chat.prompt_ids))
@@ -253,27 +259,28 @@ def check_prompts(
     if lengths:
         raise ConfigError(
             f"the first prompt has {lengths[0]} tokens and none of the first {len(lengths)} leaves room for an answer in "
-            f"the context of {room}; make rollout.engine.max_model_len larger (null: all of the model's), or prompts shorter"
+            f"the context of {room}; raise rollout.engine.max_model_len (null: the model's whole context), or use shorter "
+            "prompts"
         )
 
 
 def is_first_rank() -> bool:
-    """True for the process that speaks, also before the ranks have met."""
+    """Tells whether this process prints messages; works before the process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _shortened(text: str) -> str:
-    """The text between lines, indented, without its middle if it is long."""
+    """Returns the text with each line indented, and without its middle if it is long."""
     cut = len(text) - SHOWN
     text = f"{text[: SHOWN // 2]} … ({cut} characters) … {text[-SHOWN // 2 :]}" if cut > 0 else text
     return textwrap.indent(text.rstrip("\n"), "  | ", lambda line: True)
 
 
 def check_weights_folder(config: TrainConfig) -> None:
-    """Passes if the folder from which servers read weights can be written, where the run has one.
+    """Checks that the folder from which servers read weights is writable, if the run uses such a folder.
 
     Raises:
-        ConfigError: it cannot; says why.
+        ConfigError: the folder is not writable; the message says why.
     """
     servers = kinds_of(config.rollout.backend, config.rollout.fleet) - {"embedded"}
     if not config.rollout.weights.uses_folder(servers=bool(servers)):
@@ -289,7 +296,7 @@ def check_weights_folder(config: TrainConfig) -> None:
 
 
 def fetch_weights(plan: RunPlan) -> None:
-    """Downloads what is still missing of the plan's models, before a run folder exists.
+    """Downloads missing files of the plan's models, before a run folder exists.
 
     Raises:
         ConfigError: see `resolve`.
@@ -300,31 +307,31 @@ def fetch_weights(plan: RunPlan) -> None:
 
 @dataclass(frozen=True)
 class Run(Generic[C]):
-    """A run that has begun: its folder is open, and its process is set up. The models are in its session."""
+    """A run that has started: its folder is open, and its process is set up. Its session has the models."""
 
     config: C
     plan: RunPlan
     rows: Rows
     steps: int
-    """Training steps of the whole run."""
+    """Number of training steps of the whole run."""
 
     process: Process
     folder: RunFolder | None
-    """The run folder; None on ranks other than 0, like the tracker: one rank writes for all."""
+    """The run folder; None on ranks other than 0, like ``tracker``, because only rank 0 writes."""
 
     tracker: Tracker | None
     id: str
-    """Names the run to servers that several runs may reach; the same on all ranks."""
+    """The run's unique name for servers that several runs may reach; equal on all ranks."""
 
     lasting: Lasting | None = None
-    """The objects that one session of the run leaves to the next; None: there is only one."""
+    """The objects that one session of the run passes to the next; None if the run has only one session."""
 
     def evaluate_if_due(self, session: TrainingSession, step: int) -> dict[str, float]:
-        """The figures of the validation rows by metric name; empty if `evaluate.every_steps` asks for none at this step
-        (0 is before the first), and where ranks other than 0 know none. Collective."""
+        """Evaluates on the validation rows if `evaluate.every_steps` says so for this step (0: before the first); returns
+        the figures by metric name. They may be empty on ranks other than 0. Collective."""
         due = is_evaluation_due(evaluates_every(self.config), step, self.steps)
-        found: dict[str, float] = session.keep("evaluate") if due else {}
-        return found
+        figures: dict[str, float] = session.keep("evaluate") if due else {}
+        return figures
 
     def log(
         self,
@@ -335,18 +342,20 @@ class Run(Generic[C]):
         batch: TensorDict | None = None,
         dropped: Sequence[Dropped] = (),
     ) -> None:
-        """Records a step, on rank 0 (`Tracker.log`). Without any metrics nothing is recorded."""
+        """Records a step on rank 0 (`Tracker.log`). Does nothing if ``metrics`` is empty."""
         if self.tracker is not None and metrics:
             self.tracker.log(step, metrics, groups, history, batch, dropped)
 
     def save_if_due(self, step: int, models: Models) -> None:
-        """Saves a checkpoint where `checkpoint` asks for one at this step: the models, without what resuming needs.
+        """Saves a checkpoint if the section `checkpoint` says so for this step: the models, without the state for resuming.
         Collective.
 
         Raises:
-            CheckpointFailed: the disk refuses, unless `checkpoint.on_error` lets training go on.
+            CheckpointFailed: writing failed, and `checkpoint.on_error` does not let training continue.
         """
-        save_if_due(self.process.team, self.config, self.folder, step, self.steps, models, models.save_tokenizer)
+        save_if_due(
+            self.process.team, self.config.checkpoint, self.folder, step, self.steps, models.save, models.save_tokenizer
+        )
 
 
 @contextlib.contextmanager
@@ -358,25 +367,84 @@ def start_run(
     recorded: BaseConfig | None = None,
     examine: Examine = refuse_existing,
 ) -> Iterator[Run[C]]:
-    """Sets up this process, downloads what is missing of the plan's models, and opens the run folder. Collective.
+    """Sets up this process, downloads missing files of the plan's models, and opens the run folder. Collective.
 
-    ``recorded``: the configuration that the folder tells of, if it is another one than the run trains by. ``examine``: says
-    whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
+    ``recorded``: the configuration to record in the folder, if it differs from the one that the run trains by. ``examine``:
+    decides whether a run in the folder is resumed (`may_go_on`); by default it is refused.
 
     Raises:
         ConfigError: see `start_process`, `fetch_weights`, `open_run` and `keep_kernels`.
     """
     process = start_process(config)
     if process.is_main:
-        tell_limit(config, len(rows.train))
-        for line in rows.told():
+        if limit := first_limit(config, len(rows.train)):  # of two limits of the run's length; a dry run prints it
+            log.warning("%s", limit)
+        for line in rows.reading_lines():
             print(line)
     fetch_weights(plan)
     steps = total_steps(config, len(rows.train))
     with contextlib.ExitStack() as stack:
-        folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine, notes=rows.told())
+        folder, tracker = open_run(
+            recorded or config, process, stack, steps=steps, examine=examine, notes=rows.reading_lines()
+        )
         keep_kernels(config, process, folder)
         name = process.team.share(lambda: "" if folder is None else folder.id)
         with process.team.together():
             check_seen(recorded or config, name)
         yield Run(config, plan, rows, steps, process, folder, tracker, name)
+
+
+SEEN_S = 90.0
+"""Seconds to wait for a file that another machine wrote to a shared disk: an NFS client may cache its absence for 60 s."""
+
+
+def open_run(
+    config: BaseConfig,
+    process: Process,
+    stack: contextlib.ExitStack,
+    *,
+    steps: int,
+    examine: Examine = refuse_existing,
+    notes: Sequence[str] = (),
+) -> tuple[RunFolder | None, Tracker | None]:
+    """Opens the run folder and its tracker on rank 0; an error there is raised on all ranks. Collective.
+
+    ``examine``: decides whether a run in the folder is resumed (`may_go_on`); by default it is refused. ``notes``: lines for
+    the README of the folder.
+
+    Raises:
+        ConfigError: the folder holds a run that is not resumed, is not writable, or a sink is not installed.
+        OSError: `metrics.jsonl` cannot be written.
+    """
+    run = tracker = None
+    with process.team.together():
+        if process.is_main:
+            names = config.run.root, config.experiment_name, config.trial_name
+            text, command = to_yaml(config), COMMANDS.get(type(config))
+            run = stack.enter_context(
+                RunFolder.open(*names, config_text=text, seed=config.seed, command=command, examine=examine)
+            )
+            name = f"{config.experiment_name}/{config.trial_name}"
+            tracker = Tracker(
+                run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config), notes=notes
+            )
+            # A launcher that ends this rank allows it only a few seconds, so no picture is drawn; the next start draws it.
+            stack.callback(lambda: tracker.close(draw=failed_elsewhere() is None))
+            print(f"Run folder: {run.path}. Loading {config.actor.path} …", flush=True)
+    return run, tracker
+
+
+def check_seen(config: BaseConfig, run: str, patience_s: float = SEEN_S) -> None:
+    """Waits until this machine sees the folder that rank 0 has opened for the run with the id ``run``.
+
+    Raises:
+        ConfigError: this machine does not see it within ``patience_s`` seconds.
+    """
+    path, until = folder_of(config), time.monotonic() + patience_s
+    while run_info(path).get("id") != run:
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"{socket.gethostname()} does not see the run folder of rank 0, {path.absolute()}: all machines must see "
+                "run.root under the same path, on a disk that they share"
+            )
+        time.sleep(0.2)

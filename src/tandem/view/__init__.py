@@ -1,1 +1,2 @@
-"""The viewer: recorded runs as a web page, and as one HTML file. It only reads; its index lives in the cache. No torch."""
+"""The viewer: shows recorded runs as a web page or as one HTML file. It only reads run folders, keeps its index in the
+cache, and does not import torch."""

@@ -1,4 +1,4 @@
-"""The questions that a page asks about runs, by name. The server answers them over HTTP; a report has the answers in it."""
+"""Answers the queries of a page about runs, by name. The server sends the answers over HTTP; a report contains them."""
 
 import contextlib
 import itertools
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import ConfigError
-from tandem.protocol.schema import Schema, integer, record, text
+from tandem.protocol.bodies import Schema, integer, record, text
 from tandem.tracking.record_files import lines_path, recorded_steps
-from tandem.view.columns import MOST_TOKENS, TokenColumns, decoder, told_columns
-from tandem.view.filters import read_filter
-from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line, question_of
-from tandem.view.media import ShownMedia, media_numbers
+from tandem.view.columns import MOST_TOKENS, ShownMedia, TokenColumns, decoder, media_numbers, shown_columns
+from tandem.view.index import SHOWN_PROMPT, SampleIndex, index_folder, parse_line, question_of, read_filter
 from tandem.view.runs import (
     Runs,
     config_differences,
@@ -29,17 +27,17 @@ from tandem.view.runs import (
 )
 
 MOST_TEXT = 200_000
-"""Characters of one text that are told."""
+"""Most characters of one text in an answer."""
 
 MOST_SAMPLES = 1000
-"""Samples in one answer."""
+"""Most samples in one answer."""
 
 MOST_PROMPTS = 100
 COLUMNS = 60
-"""Columns of the picture of prompts over time."""
+"""Most columns of the picture of prompts over time."""
 
 SEARCH_S = 20.0
-"""Seconds after which a search for words says how far it came."""
+"""A search for words stops after this time, in seconds, and says at which step it stopped."""
 
 ORDERS = {
     "reward": "reward IS NULL, reward DESC, step, line",
@@ -53,48 +51,31 @@ _STEP: dict[str, Schema] = {**_RUN, "step": integer(-1, 2**53)}
 
 
 class RunAnswers:
-    """The answers about the runs of one viewer; any thread may ask."""
+    """Answers queries about the runs of one viewer. Thread-safe."""
 
     def __init__(self, runs: Runs, cache: Path):
         self.runs, self._cache = runs, cache
 
     def ask(self, name: str, body: Mapping[str, Any]) -> Any:
-        """The answer to a question, as JSON has it.
+        """Answers the query ``name`` with the arguments ``body`` (see `SCHEMAS`), in JSON types.
 
         Raises:
-            ConfigError: a run, step or sample that there is not, or a filter that cannot be read.
+            ConfigError: a run, step or sample does not exist, or a filter cannot be parsed.
         """
         if name == "runs":
             lines = [summary(run, folder) for run, folder in self.runs.all().items()]
             return [line | {"health": bounded(line["health"])} for line in lines]
         folder = self.runs.folder(body["run"])
-        rest = {key: value for key, value in body.items() if key != "run"}
-        return getattr(self, f"_{name}")(folder, **rest)
+        arguments = {key: value for key, value in body.items() if key != "run"}
+        answer = _OF_ONE_RUN[name] if name in _OF_ONE_RUN else getattr(self, f"_{name}")
+        return answer(folder, **arguments)
 
     def index(self, folder: Path) -> SampleIndex:
-        """The index of a run."""
+        """Opens the index of a run."""
         return SampleIndex(folder, self._cache)
-
-    def _curves(self, folder: Path, after: int, file: str) -> dict[str, Any]:
-        return curves(folder, after, file)
-
-    def _facts(self, folder: Path) -> dict[str, Any]:
-        return bounded(facts(folder))
-
-    def _config(self, folder: Path) -> dict[str, Any]:
-        return {"text": config_text(folder)}
 
     def _differences(self, folder: Path, other: str) -> list[dict[str, str]]:
         return config_differences(folder, self.runs.folder(other))
-
-    def _log(self, folder: Path, name: str) -> dict[str, Any]:
-        return log_entries(folder, name)
-
-    def _timeline(self, folder: Path, step: int) -> list[list[tuple[str, str, float, float]]]:
-        return timeline(folder, step)
-
-    def _steps(self, folder: Path) -> list[int]:
-        return recorded_steps(folder)
 
     def _reasons(self, folder: Path) -> dict[str, Any]:
         sql = "SELECT dropped AS reason, count(*) AS count, max(step) AS step FROM samples WHERE dropped != ''"
@@ -103,11 +84,11 @@ class RunAnswers:
         return {"rows": list(index.rows(f"{sql} GROUP BY dropped ORDER BY count DESC LIMIT 100")), "pending": pending}
 
     def _samples(self, folder: Path, step: int, filter: str, order: str, offset: int, limit: int) -> dict[str, Any]:
-        """The samples of a step, or of all steps (-1), that fit a filter: figures and how their texts begin."""
+        """Returns the samples of a step (-1: of all steps) that match a filter, with the beginning of their texts."""
         index, condition = self.index(folder), read_filter(filter)
         if step >= 0:
             index.update(step)
-        pending = len(index.pending()) if step < 0 else 0  # before looking: what is read meanwhile may be missing below
+        pending = len(index.pending()) if step < 0 else 0  # first: steps that are added meanwhile count
         only = None if step < 0 else step
         if not condition.words:
             samples = [
@@ -124,13 +105,14 @@ class RunAnswers:
     def _search(
         folder: Path, rows: Iterable[dict[str, Any]], words: list[str], offset: int, limit: int
     ) -> tuple[list[dict[str, Any]], int, int | None]:
-        """(samples, how many fit, the step at which time was over). The record of a step is opened once."""
-        until, excerpts, fit = time.monotonic() + SEARCH_S, [], 0
+        """Returns (samples, number of matches, the step at which the time was up or None). Opens each record once."""
+        until, fit = time.monotonic() + SEARCH_S, 0
+        excerpts: list[dict[str, Any]] = []
         for step, of_step in itertools.groupby(rows, key=lambda row: row["step"]):
             if time.monotonic() > until:
                 return excerpts, fit, step
             with (
-                contextlib.suppress(OSError, ValueError),  # the record is gone, or empty
+                contextlib.suppress(OSError, ValueError),  # the record was removed, or is empty
                 lines_path(folder, step).open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
@@ -143,7 +125,7 @@ class RunAnswers:
         return excerpts, fit, None
 
     def _group(self, folder: Path, step: int, group: int) -> list[dict[str, Any]]:
-        """All that was recorded of the samples of a group, best reward first."""
+        """Returns the full records of the samples of a group, the best reward first."""
         index = self.index(folder)
         index.update(step)
         rows = index.rows(
@@ -156,7 +138,8 @@ class RunAnswers:
         ]
 
     def _again(self, folder: Path, step: int, group: int, other: str) -> dict[str, Any]:
-        """The groups of the same prompt in a run, which may be this one: (step, group, samples, success) as recorded."""
+        """Returns the groups of the same prompt in the run ``other``, which may be this run: (step, group, number of
+        samples, mean success)."""
         first_index, index = self.index(folder), self.index(self.runs.folder(other))
         first_index.update(step)
         prompt = next(
@@ -167,14 +150,14 @@ class RunAnswers:
         return {"groups": groups, "pending": len(index.pending())}
 
     def _tokens(self, folder: Path, step: int, line: int, first: int) -> dict[str, Any]:
-        """The tokens of a sample and their figures, by trajectory."""
+        """Returns the tokens of a sample with their values, by trajectory."""
         index = self.index(folder)
         index.update(step)
         row = next(index.rows("SELECT sample_id FROM samples WHERE step = ? AND line = ?", [step, line]), None)
         if row is None:
             raise ConfigError(f"step {step} has no sample in line {line}")
         if row["sample_id"] is None:
-            raise ConfigError("this prompt was not trained, and of those no tokens are recorded")
+            raise ConfigError("this prompt was not trained, so its tokens are not recorded")
         columns = TokenColumns(folder, step, index_folder(self._cache, folder))
         piece, note = decoder(folder)
         entries = []
@@ -189,13 +172,14 @@ class RunAnswers:
                         "pieces": [piece(token) for token in ids],
                     },
                     "trained": trajectory["loss_mask"][first : first + MOST_TOKENS].astype(int).tolist(),
-                    "columns": told_columns(trajectory, first),
+                    "columns": shown_columns(trajectory, first),
                 }
             )
         return {"note": note, "trajectories": entries, "times": columns.times(row["sample_id"])}
 
     def _prompts(self, folder: Path, order: str, offset: int) -> dict[str, Any]:
-        """The success of each prompt over time: the mean accuracy of its recorded samples, or reward where there is none."""
+        """Returns the success of each prompt over time: the mean accuracy of its recorded samples, or without accuracy the
+        mean reward."""
         index = self.index(folder)
         pending = len(index.pending())
         ends = next(index.rows("SELECT min(step) AS first, max(step) AS last FROM groups"))
@@ -218,6 +202,16 @@ class RunAnswers:
         edges = list(range(first, last + 1, width))
         return {"rows": rows, "count": len(ranked), "edges": edges, "pending": pending}
 
+
+_OF_ONE_RUN: dict[str, Callable[..., Any]] = {
+    "curves": curves,
+    "facts": lambda folder: bounded(facts(folder)),
+    "config": lambda folder: {"text": config_text(folder)},
+    "log": log_entries,
+    "timeline": timeline,
+    "steps": recorded_steps,
+}
+"""Queries that the files of one run answer, without its index."""
 
 _PROMPT_ORDERS: dict[str, Callable[[list[list[float]]], Any]] = {
     "seen": lambda cells: -sum(cell[1] for cell in cells),
@@ -252,11 +246,11 @@ SCHEMAS: dict[str, Schema] = {
         {**_RUN, "order": {"enum": list(_PROMPT_ORDERS)}, "offset": integer(0, 10**9)}, ["run", "order", "offset"]
     ),
 }
-"""The body of each question; all of a question's keys are needed."""
+"""Query → schema of its arguments; all arguments are required."""
 
 
 def read_text(folder: Path, row: Mapping[str, Any]) -> bytes:
-    """The line of a sample in its file; empty where the record has gone since."""
+    """Reads the line of a sample from its file; empty if the record was removed meanwhile."""
     try:
         with lines_path(folder, row["step"]).open("rb") as file:
             file.seek(row["offset"])
@@ -266,20 +260,20 @@ def read_text(folder: Path, row: Mapping[str, Any]) -> bytes:
 
 
 def _has(line: bytes, words: list[str]) -> bool:
-    """True if each word is in the line, which writes quotes and line ends as JSON does."""
+    """True if each word, with JSON escapes, is in the raw line."""
     text = line.decode(errors="replace").lower()
     return all(json.dumps(word, ensure_ascii=False)[1:-1] in text for word in words)
 
 
 def _says(sample: Mapping[str, Any], words: list[str]) -> bool:
-    """True if each word is in what the model read or wrote."""
+    """True if each word is in a text that the model read or wrote."""
     read = (str(sample.get("prompt") or ""), str(sample.get("completion") or ""), *_texts(sample.get("messages")))
     text = "\n".join(read).lower()
     return all(word in text for word in words)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts of a chat, its calls of tools too."""
+    """Yields all texts within a chat, including tool calls."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -288,7 +282,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a sample, with the beginning of its last answer."""
+    """Returns the values of a sample, with the end of its prompt and the beginning of its last answer."""
     sample = parse_line(read_text(folder, row)) or {}
     keep = (
         "step",
@@ -305,13 +299,14 @@ def _excerpt(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         "source",
     )
     excerpt = {name: row[name] for name in keep} | {"group": row["grp"]}
-    prompt = sample.get("prompt")  # a prompt that was dropped before anything was generated has its turns alone
+    prompt = sample.get("prompt")  # absent if the prompt was dropped before generation; then use its turns
     excerpt["prompt"] = (prompt if isinstance(prompt, str) else question_of(sample))[-SHOWN_PROMPT:]
     return excerpt | {"completion": str(sample.get("completion") or "")[:SHOWN_PROMPT]}
 
 
 def bounded(value: Any, most: int = MOST_TEXT) -> Any:
-    """Fit for JSON and for a page: long texts are cut and say so; what is not finite is null."""
+    """Limits a value for a page: long texts and lists are cut (a text says so), and numbers that are not finite become null.
+    ``most``: most characters of a text."""
     if isinstance(value, str):
         return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} more characters)"
     if isinstance(value, dict):

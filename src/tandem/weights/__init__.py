@@ -1,1 +1,1 @@
-"""The ways of new weights to inference: channels, versions and digests."""
+"""Delivery of new weights to inference: channels, versions and digests."""

@@ -1,4 +1,4 @@
-"""Channels: where the tensors of an update lie until every engine has taken them."""
+"""Channels: they hold or send the tensors of an update until every engine has received them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +10,12 @@ import torch
 from tandem.api.weights import WeightSource, tensor_digest
 
 DIGEST_THREADS = 2
-"""Digests are computed beside the casting and copying."""
+"""Number of threads that compute digests while tensors are cast and copied."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Tensors that lie ready, with the digest of each."""
+    """The tensors of an update, ready for the engines, with the digest of each."""
 
     source: WeightSource
     digests: dict[str, str]
@@ -27,47 +27,47 @@ class Delivery:
 
 
 class WeightChannel(ABC):
-    """One way of handing tensors over. A delivery is valid until the next `put`."""
+    """One way to transfer tensors to engines. A delivery is valid until the next `put`."""
 
     for_adapters = True
     """True if an adapter may be delivered alone. False for servers of other makers, which need whole weights."""
 
     streams = False
-    """True if nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
+    """True if `put` stores no tensors: they are sent by `send`, while the engines receive them."""
 
     key: int | None = None
-    """The key of the digests; see `WeightUpdate.key`. Whoever publishes may set it where `takes_key`."""
+    """The key of the digests; see `WeightUpdate.key`. The publisher sets it if `takes_key`."""
 
     takes_key = True
-    """False if servers of other makers compare the digests too: then they are SHA-256."""
+    """True if digests may be keyed. False if they must be SHA-256, because servers of other makers compare them too."""
 
     @abstractmethod
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Lays the tensors down in ``dtype``; they may come in another one, and each is valid until the next."""
+        """Stores the tensors in ``dtype``. They may come in another dtype; each is valid only until the next one comes."""
 
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]
     ) -> None:
-        """Sends, if it `streams`, the same tensors again, to the engines that are preparing; ``given_up``: one of them
-        failed.
+        """Sends the tensors to the engines that are preparing, if the channel `streams`. ``named_tensors``: the same tensors
+        as for `put`. ``given_up``: returns True once an engine has failed.
 
-        On a rank without engines it takes part in the stream.
+        All other channels only read ``named_tensors`` to the end, because the ranks produce these tensors together.
         """
         for _ in named_tensors:
             pass
 
     def withdraw(self) -> None:
-        """Called when the last delivery was given up: no engine has it, and all serve the one before."""
+        """Takes back the last delivery, which has failed: no engine has it, and all engines serve the version before."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Give all memory back; idempotent."""
+        """Frees all memory; idempotent."""
 
 
 @dataclass(frozen=True)
 class LocalSource(WeightSource):
-    """Tensors of this process, as they are."""
+    """Tensors of this process, not copied."""
 
     named_tensors: tuple[tuple[str, torch.Tensor], ...]
 
@@ -76,10 +76,10 @@ class LocalSource(WeightSource):
 
 
 class LocalChannel(WeightChannel):
-    """To an engine of this process. Copies only what has another dtype: the engine copies anyway."""
+    """Delivers to an engine of this process. Copies only tensors of another dtype, because the engine copies anyway."""
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Puts tensors as they are. In its own dtype a tensor is not copied: do not train before the engine has taken it."""
+        """Stores tensors, without copies if they have ``dtype`` already: do not train before the engine has copied them."""
         tensors: list[tuple[str, torch.Tensor]] = []
         with Digests(self.key) as digests:
             for name, tensor in named_tensors:
@@ -93,15 +93,14 @@ class LocalChannel(WeightChannel):
 
 
 class NoChannel(WeightChannel):
-    """The channel of a rank without an engine: it takes part in the collective stream and keeps nothing of it."""
+    """The channel of a rank without an engine: it takes part in the collective stream and keeps no tensors."""
 
     def __init__(self, *, digests: bool = False, key: int | None = None):
-        """``digests``: this rank computes the digests, by ``key``, and shares the version with the other ranks."""
+        """``digests``: True on the rank that computes the digests for all ranks. ``key``: the key of the digests."""
         self._digests, self.key = digests, key
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Reads the stream to its end. It holds one tensor at a time, so a model that fits only in shards is never whole
-        here."""
+        """Reads the stream to its end, one tensor at a time, so that the whole model is never in memory."""
         digests, num_bytes = {}, 0
         for name, tensor in named_tensors:
             num_bytes += tensor.numel() * dtype.itemsize
@@ -110,11 +109,11 @@ class NoChannel(WeightChannel):
         return Delivery(LocalSource(()), digests, num_bytes, self.key)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the channel holds no memory."""
 
 
 class Digests:
-    """Computes digests in threads, while the next tensors are made: ``with Digests() as digests: digests.add(…)``."""
+    """Computes digests in threads while the next tensors are produced: ``with Digests() as digests: digests.add(…)``."""
 
     def __init__(self, key: int | None = None) -> None:
         self._key = key
@@ -128,11 +127,11 @@ class Digests:
         self._pool.shutdown()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """``tensor`` must stay as it is until the block ends."""
+        """Adds a tensor, which must not change until the ``with`` block ends."""
         if name in self._futures:
             raise ValueError(f"tensor {name!r} came twice")
         self._futures[name] = self._pool.submit(tensor_digest, tensor, self._key)
 
     def result(self) -> dict[str, str]:
-        """Name → digest of all that were added."""
+        """Returns name → digest of all added tensors."""
         return {name: future.result() for name, future in self._futures.items()}

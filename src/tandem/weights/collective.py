@@ -1,7 +1,7 @@
-"""Weights over a process group, streamed: the trainer broadcasts one tensor after another, and each engine takes it.
+"""Weights streamed through a process group: the trainer broadcasts one tensor after another to all engines.
 
-Nothing lies ready anywhere, so neither side holds more than one tensor beside its own. A group lasts for one
-update: one that broke leaves nothing to repair.
+Neither side holds more than one tensor beside its own weights. A group lasts for one update, so a broken group needs no
+repair.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from tandem.weights.channel import Delivery, WeightChannel
 
 POLL_S = 0.0005
 JOINED = "joined"
-"""Key under which the store counts those who wish to receive."""
+"""Key under which the store counts the receivers that have joined."""
 
 
 @dataclass(frozen=True)
 class CollectiveSource(WeightSource):
-    """The trainer's meeting place for receivers, and the tensors that it will broadcast. May be read once by each engine."""
+    """Address at which receivers join the trainer's group, and the announced tensors. Each engine reads them once."""
 
     is_private: ClassVar[bool] = True
 
@@ -41,17 +41,17 @@ class CollectiveSource(WeightSource):
     dtype: torch.dtype
     timeout_s: float
     device: str = "cpu"
-    """The receiving engine's."""
+    """The receiving engine's device."""
 
     version: str = ""
-    """The trainer's version of NCCL, which the engine's must be; empty for gloo."""
+    """The trainer's version of NCCL, which the engine must have too; empty for gloo."""
 
     def received_on(self, device: torch.device) -> "CollectiveSource":
-        """Sets the receiving device. Not the process's current device: the engine's may be another."""
+        """Returns a copy with the engine's device, which may differ from the process's current device."""
         return replace(self, device=str(device)) if self.backend == "nccl" else self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors. Raises `OSError` when the stream is over or breaks off."""
+        """Yields all tensors. Raises `OSError` if the stream is over or breaks off."""
         try:
             yield from self._receive()
         except RuntimeError as error:  # what the process group and its store raise
@@ -65,7 +65,7 @@ class CollectiveSource(WeightSource):
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
         rank = store.add(JOINED, 1)
         if rank > self.receivers:
-            raise OSError(f"the stream of weights is for {self.receivers} engines, and as many have joined it already")
+            raise OSError(f"the stream of weights is for {self.receivers} engines, which have all joined already")
         with DeliveryGroup(self.backend, store, rank, self.receivers + 1, self.timeout_s, self.host) as group:
             for name, shape in self.announced:
                 tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -74,9 +74,9 @@ class CollectiveSource(WeightSource):
 
 
 class CollectiveChannel(WeightChannel):
-    """To engines that can be reached over the network, by ``torch.distributed`` and without a disk.
+    """Delivers over the network, by ``torch.distributed`` and without a disk.
 
-    The stream is read twice: for the digests, which travel ahead of the tensors, and for the tensors.
+    The stream of weights is read twice: for the digests, which are sent before the tensors, and for the tensors.
     """
 
     streams = True
@@ -90,14 +90,14 @@ class CollectiveChannel(WeightChannel):
         host: str = "127.0.0.1",
         timeout_s: float = 300.0,
     ):
-        """``receivers``: engines that take each update. ``backend``: ``gloo``, or ``nccl`` where all have GPUs. ``host``:
-        address of this machine that the engines reach. ``timeout_s``: of each wait for another process."""
+        """``receivers``: number of engines that receive each update. ``backend``: ``gloo``, or ``nccl`` if all have GPUs.
+        ``host``: address of this machine that the engines reach. ``timeout_s``: seconds of each wait for another process."""
         self._receivers, self._backend, self._host = receivers, backend, host
         self._timeout_s = timeout_s
         self._store: dist.TCPStore | None = None
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Digests the tensors and says what will come; they themselves go out in `send`."""
+        """Computes the digests and announces the tensors, which `send` will send."""
         digests: dict[str, str] = {}
         announced = []
         for name, tensor in named_tensors:
@@ -106,7 +106,7 @@ class CollectiveChannel(WeightChannel):
             digests[name] = tensor_digest(tensor.detach().to(dtype), self.key)
             announced.append((name, tuple(tensor.shape)))
         wait = timedelta(seconds=self._timeout_s)
-        with socket.create_server((self._host, 0)) as listening:  # torch's own would listen at all addresses
+        with socket.create_server((self._host, 0)) as listening:  # torch's own socket would listen at all addresses
             self._store = dist.TCPStore(
                 self._host,
                 listening.getsockname()[1],
@@ -131,7 +131,7 @@ class CollectiveChannel(WeightChannel):
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]
     ) -> None:
-        """Broadcasts the tensors. Raises `WeightUpdateFailed` when an engine does not come, leaves or falls silent."""
+        """Broadcasts the tensors. Raises `WeightUpdateFailed` if an engine does not join, leaves, or makes no progress."""
         assert self._store is not None, "put comes before send"
         try:
             self._await_receivers(given_up)
@@ -166,10 +166,10 @@ class CollectiveChannel(WeightChannel):
 
 
 class DeliveryGroup:
-    """A process group beside the default one, which the trainer may have and an engine does not.
+    """A process group that is independent of torch's default group, because engines have no default group.
 
-    Leaving the ``with`` block closes its connections, so that the others hear of it: nothing else may refer to the group,
-    for it has no other way to be closed.
+    Leaving the ``with`` block closes its connections, which the other ranks notice. Nothing else may refer to the group,
+    because it is closed only by being deleted.
     """
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float, host: str):
@@ -193,13 +193,13 @@ class DeliveryGroup:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         group, self._group = self._group, None
         if kind is not None:
-            group.abort()  # what an NCCL call has left on the GPU ends too
+            group.abort()  # also ends what an NCCL call has left on the GPU
 
     def broadcast(self, tensor: torch.Tensor, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Sends from rank 0 to all; returns when this process has sent or received it. An empty tensor is not sent.
+        """Sends a tensor from rank 0 to all; returns when this process has sent or received it. Empty tensors are not sent.
 
         Raises:
-            RuntimeError: another process left, or the wait passed its deadline.
+            RuntimeError: another process left, or there was no progress within the timeout.
         """
         assert self._group is not None
         if not tensor.numel():
@@ -221,7 +221,7 @@ class DeliveryGroup:
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """An NCCL group that is made in this block leaves the process alive when another rank dies; torch would end it."""
+    """Within this block, a new NCCL group does not end the process when another rank dies, as torch's default would."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before, os.environ[name] = os.environ.get(name), "0"
     try:
@@ -233,5 +233,5 @@ def outliving() -> Iterator[None]:
 
 
 def version_of(backend: str) -> str:
-    """The version of NCCL here, which must be the same on all sides; empty for gloo, which is torch's own."""
+    """Returns this process's version of NCCL, which must be the same on all ranks; empty for gloo, a part of torch."""
     return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""

@@ -1,7 +1,7 @@
-"""Weights to a server on the trainer's own GPU: a version lies in that GPU's memory, and the server opens it there.
+"""Weights to a server on the trainer's own GPU: a version is copied within that GPU's memory, and the server opens it there.
 
-The handles are those of CUDA's own exchange between processes (IPC). On its way no tensor leaves the device. On a CPU the
-same code hands over torch's own shared memory; that is how it is tested, and no run takes it.
+The server opens handles of CUDA's inter-process communication (IPC); no tensor leaves the device. On a CPU the same code
+passes torch's shared memory, which only tests use.
 """
 
 import base64
@@ -16,17 +16,17 @@ from tandem.api.weights import WeightSource
 from tandem.weights.channel import Delivery, Digests, WeightChannel
 
 BUCKET_BYTES = 64 << 20
-"""Memory that one handle opens, unless a single tensor is larger."""
+"""Bytes of memory that one handle opens, unless a single tensor is larger."""
 
 ALIGNED = 16
-"""Each tensor of a bucket begins at a multiple of so many bytes, where every dtype may."""
+"""Each tensor of a bucket begins at a multiple of this many bytes, as every dtype allows."""
 
 COUNTER = slice(4, 6)
-"""Parts of a CUDA handle that name torch's count of the processes that still have it open."""
+"""Parts of a CUDA handle that name torch's counter of the processes that have it open."""
 
 
 class BucketSlot(NamedTuple):
-    """The place of one tensor, in JSON's words."""
+    """The place of one tensor, in types that JSON has."""
 
     name: str
     shape: list[int]
@@ -36,7 +36,7 @@ class BucketSlot(NamedTuple):
 
 
 class BucketLayout:
-    """Lays tensors out one after another, in buckets; pure arithmetic."""
+    """Assigns tensors to consecutive places in buckets; pure arithmetic."""
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES):
         self._bucket_bytes, self._end = bucket_bytes, 0
@@ -44,7 +44,7 @@ class BucketLayout:
         """Bytes of each bucket."""
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> BucketSlot:
-        """The place of the next tensor."""
+        """Returns the place of the next tensor."""
         count = -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNED) * ALIGNED
         if not self.sizes or self._end + count > self.sizes[-1]:
             self.sizes.append(max(count, self._bucket_bytes))
@@ -55,7 +55,7 @@ class BucketLayout:
 
 
 def staged_bytes(numbers: Iterable[int], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> int:
-    """Bytes of all buckets of one version. ``numbers``: the count of each of its tensors, in their order."""
+    """Returns the bytes of all buckets of one version. ``numbers``: number of elements of each tensor, in order."""
     layout = BucketLayout(bucket_bytes)
     for count in numbers:
         layout.add("", (count,), dtype)
@@ -63,7 +63,7 @@ def staged_bytes(numbers: Iterable[int], dtype: torch.dtype, bucket_bytes: int =
 
 
 class Staged:
-    """One version on the device."""
+    """The tensors of one version, copied into buckets of the device's memory."""
 
     def __init__(self, device: torch.device, bucket_bytes: int):
         self._device, self._layout, self._lock = device, BucketLayout(bucket_bytes), threading.Lock()
@@ -73,7 +73,7 @@ class Staged:
         self._dropped = False
 
     def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copies a tensor, cast to ``dtype``; returns the copy."""
+        """Copies a tensor into a bucket, cast to ``dtype``; returns the copy."""
         slot = self._layout.add(name, tuple(tensor.shape), dtype)
         if slot.bucket == len(self._buckets):
             self._buckets.append(torch.empty(self._layout.sizes[-1], dtype=torch.uint8, device=self._device))
@@ -85,20 +85,20 @@ class Staged:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields views of all tensors. Raises `OSError` after `drop`."""
         for slot in self._slots:
-            with self._lock:  # it may be dropped between two of them, by the next version
+            with self._lock:  # the next version may drop this one between two tensors
                 self._check()
                 view = self._view(slot)
             yield slot.name, view
 
     def place(self) -> dict[str, Any]:
-        """The handles of the buckets, made once, and the tensors in them. Raises `OSError` once they are dropped."""
+        """Returns the handles of the buckets, made once, and the tensors in them. Raises `OSError` after `drop`."""
         with self._lock:
             self._check()
             self._handles = self._handles or [_handle(bucket) for bucket in self._buckets]
-            return {"handles": [_words(handle) for handle in self._handles], "tensors": [list(slot) for slot in self._slots]}
+            return {"handles": [_json(handle) for handle in self._handles], "tensors": [list(slot) for slot in self._slots]}
 
     def drop(self) -> None:
-        """Frees the memory. Torch alone would keep it for a process that never opened its handle, or died with it open."""
+        """Frees the memory. Torch itself would keep it for a process that never opened its handle, or died with it open."""
         with self._lock:
             self._dropped, handles = True, self._handles
             self._buckets, self._handles = [], []
@@ -115,7 +115,7 @@ class Staged:
 
     def _check(self) -> None:
         if self._dropped:
-            raise OSError("the update's memory on the GPU was given back: a newer one is on its way")
+            raise OSError("the update's memory on the GPU was given back: a newer update is on its way")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class CudaIpcSource(WeightSource):
     staged: Staged
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors; nothing is copied."""
+        """Yields all tensors, without copies."""
         return self.staged.tensors()
 
     def place(self) -> Mapping[str, Any]:
@@ -133,7 +133,7 @@ class CudaIpcSource(WeightSource):
 
 
 class CudaIpcChannel(WeightChannel):
-    """To a server on this process's GPU. A version takes its memory until the next one comes, once."""
+    """Delivers to a server on this process's GPU. Holds the memory of one version, until the next version comes."""
 
     for_adapters = False
 
@@ -142,7 +142,7 @@ class CudaIpcChannel(WeightChannel):
         self._staged: Staged | None = None
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Copies the tensors into buckets, cast on the way; returns when they are there."""
+        """Copies the tensors into buckets, cast to ``dtype``; returns once the copies are complete."""
         self.close()
         staged = self._staged = Staged(self._device, self._bucket_bytes)
         num_bytes = 0
@@ -151,7 +151,7 @@ class CudaIpcChannel(WeightChannel):
                 copy = staged.add(name, tensor, dtype)
                 num_bytes += copy.nbytes
                 digests.add(name, copy)
-        if self._device.type == "cuda":  # the server's process knows nothing of this one's streams
+        if self._device.type == "cuda":  # the server does not synchronise with this process's streams
             torch.cuda.synchronize(self._device)
         return Delivery(CudaIpcSource(staged), digests.result(), num_bytes, self.key)
 
@@ -165,11 +165,11 @@ class CudaIpcChannel(WeightChannel):
 
 
 def _handle(bucket: torch.Tensor) -> tuple[Any, ...]:
-    """The parts of a handle of a tensor's memory, as torch makes and takes them."""
+    """Returns the parts of a handle to a tensor's memory, as torch makes and reads them."""
     storage: Any = bucket.untyped_storage()
     return tuple(storage._share_cuda_() if bucket.is_cuda else storage._share_filename_cpu_())
 
 
-def _words(handle: tuple[Any, ...]) -> list[Any]:
-    """A handle in JSON's words: bytes are text in base 64."""
+def _json(handle: tuple[Any, ...]) -> list[Any]:
+    """Returns a handle in types that JSON has: bytes become text in base 64."""
     return [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]

@@ -1,7 +1,7 @@
-"""Weights for servers that read them from a disk: one Hugging Face model folder a version.
+"""Weights for servers that read them from a disk: one Hugging Face model folder per version.
 
-Any server can open such a folder. It appears whole or not at all, the newest ones are kept, and what a killed run has
-left is removed at the start of the next.
+Any server can open such a folder. It appears complete or not at all, the newest folders are kept, and those that a killed
+run has left are removed at the start of the next run.
 """
 
 import contextlib
@@ -19,16 +19,15 @@ import torch
 from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.lines import sync
-from tandem.api.weight_files import INDEX, in_groups, save_tensors
-from tandem.api.weights import FolderSource, tensor_digest
+from tandem.api.shared_files import sync
+from tandem.api.weights import INDEX, FolderSource, in_groups, save_tensors, tensor_digest
 from tandem.weights.channel import Delivery, WeightChannel
 
 log = logging.getLogger(__name__)
 MIB = 2**20
 
 SHARD_BYTES = 8 * MIB
-"""A file is closed once it has this much: what did not change is known file by file."""
+"""Bytes after which a file is closed. Files are small because an unchanged file need not be written again."""
 
 FILE = "model-{:05}.safetensors"
 Shard = dict[str, tuple[tuple[int, ...], str]]
@@ -38,14 +37,14 @@ LOCK = ".lock"
 TRIES = 100
 
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Endings of what belongs to a model folder beside the weights."""
+"""Endings of the files in a model folder other than weights."""
 
 
 class DiskChannel(WeightChannel):
-    """To servers that see a folder of this machine under the same path.
+    """Delivers to servers that see a folder of this machine under the same path.
 
-    Streamed: beside the stream's own tensor only the tensors of one file are held. A file in which nothing changed since the
-    version before is linked to it and not written again.
+    Only the tensors of one file are in memory at a time, beside the stream's own tensor. A file that has not changed since
+    the version before becomes a hard link and is not written again.
     """
 
     for_adapters = False  # its folders are whole models
@@ -60,9 +59,9 @@ class DiskChannel(WeightChannel):
         shard_bytes: int = SHARD_BYTES,
         keep_parent: bool = False,
     ):
-        """``parent``: the channel gets a folder of its own in it, which `close` removes, and ``parent`` with it where it was
-        the last one, unless ``keep_parent``. ``base``: model folder whose configuration and tokenizer go into every version.
-        ``keep``: complete versions, the oldest beyond it are removed.
+        """``parent``: the channel makes a folder of its own in it. `close` removes that folder, and ``parent`` if it is then
+        empty, unless ``keep_parent``. ``base``: model folder whose configuration and tokenizer are copied into each version.
+        ``keep``: number of complete versions to keep; older ones are removed.
         """
         self._parent, self._base, self._keep, self._shard_bytes = Path(parent), base, keep, shard_bytes
         self._keep_parent = keep_parent
@@ -70,15 +69,15 @@ class DiskChannel(WeightChannel):
         self._count = 0
         self._versions: dict[Path, tuple[Shard, ...]] = {}
         self.written_bytes = 0
-        """Bytes of the last version that were not linked."""
+        """Bytes of the last version that were written, not linked."""
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the versions; None before the first."""
+        """The folder of the versions; None before the first one."""
         return None if self._own is None else self._own.path
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Writes the tensors. Raises `WeightUpdateFailed` where the disk is full or refuses; the versions before stay."""
+        """Writes the tensors. Raises `WeightUpdateFailed` if the disk is full or fails; earlier versions stay."""
         try:
             self._own = self._own or OwnFolder(self._parent)
         except OSError as error:
@@ -93,7 +92,7 @@ class DiskChannel(WeightChannel):
         old = iter(self._versions.get(before, ()) if before else ())
         try:
             temporary.mkdir()
-            # the stream's own memory is used again for its next tensor
+            # copied, because the stream reuses its memory for the next tensor
             copies = (
                 (name, torch.empty(tensor.shape, dtype=dtype).copy_(tensor.detach())) for name, tensor in named_tensors
             )
@@ -125,7 +124,7 @@ class DiskChannel(WeightChannel):
         return Delivery(FolderSource(folder), digests, num_bytes)
 
     def withdraw(self) -> None:
-        """Withdraws the last version, which goes, so that it does not push out one that servers have."""
+        """Removes the last version, which no server has, so that it does not count among the versions to keep."""
         if len(self._versions) > 1:
             self._remove(next(reversed(self._versions)))
 
@@ -164,13 +163,13 @@ class DiskChannel(WeightChannel):
 
 
 class OwnFolder:
-    """A folder of this process beside those of other runs. Making one removes the folders that killed runs have left.
+    """A folder of this process beside those of other runs. The constructor also removes the folders of killed runs.
 
-    The folder's lock ends with its process, however that happens.
+    The operating system releases the folder's lock when the process ends, however that happens.
     """
 
     def __init__(self, parent: Path):
-        with _locked(parent):  # nobody takes a folder that is being made for one that was left
+        with _locked(parent):  # so that no run removes a folder that another is just making
             for other in sorted(parent.glob("run-*")):
                 _remove_if_left(other)
             self.path = parent / f"run-{os.getpid()}-{secrets.token_hex(4)}"
@@ -192,19 +191,20 @@ class OwnFolder:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Removes the folder of a run that has ended: nobody holds its lock."""
+    """Removes the folder of a run if nobody holds the folder's lock, because then the run has ended."""
     try:
         with (folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             log.warning("removing %s, weights left by a run that was killed", folder)
             shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # it is held, or is being removed by its owner
+    except OSError:  # the lock is held, or the owner is removing the folder
         return
 
 
 @contextlib.contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """Makes ``parent`` if it is missing, and locks it against others that make or remove folders in it. Raises `OSError`."""
+    """Makes ``parent`` if it is missing, and locks it against other processes that make or remove folders in it. Raises
+    `OSError`."""
     with _lock_of(parent):
         yield
 
@@ -218,11 +218,11 @@ def _lock_of(parent: Path) -> IO[str]:
             if os.fstat(lock.fileno()).st_nlink:
                 return lock
             lock.close()
-    raise OSError(f"{parent} was removed {TRIES} times while its lock was waited for")
+    raise OSError(f"{parent} was removed {TRIES} times while this process waited for its lock")
 
 
 def _linked(old: Path, new: Path) -> bool:
-    """Makes ``new`` another name of ``old``; False on a file system without hard links."""
+    """Makes ``new`` a hard link to ``old``. Returns False if the file system cannot."""
     with contextlib.suppress(OSError):
         os.link(old, new)
         return True

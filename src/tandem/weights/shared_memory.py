@@ -1,7 +1,7 @@
-"""Weights for engines in other processes of this machine: one segment of memory, written again at every update.
+"""Weights for engines in other processes of this machine: one segment of memory, overwritten at every update.
 
-The segment is an anonymous memory file: it has no name that could be left behind, does not count against the size of
-/dev/shm, and is gone when the last process that has it open ends, however that happens.
+The segment is an anonymous memory file: it leaves no file behind, does not count against the size of /dev/shm, and is freed
+when the last process that has it open ends, however that happens.
 """
 
 import mmap
@@ -29,11 +29,11 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor; at least 1, as nothing cannot be mapped."""
+        """Bytes of the tensor; at least 1, because 0 bytes cannot be mapped."""
         return max(1, torch.Size(self.shape).numel() * self.dtype.itemsize)
 
     def map(self, fd: int) -> torch.Tensor:
-        """The tensor, backed by the segment; unmapped when nothing refers to it any more."""
+        """Returns the tensor, backed by the segment. It is unmapped when nothing refers to it any more."""
         memory = mmap.mmap(fd, self.num_bytes, offset=self.offset)
         count = torch.Size(self.shape).numel()
         return (
@@ -51,7 +51,7 @@ class SharedMemorySource(WeightSource):
     slots: tuple[Slot, ...]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors; nothing is copied. Raises `OSError` when the segment is gone."""
+        """Yields all tensors, without copies. Raises `OSError` if the segment is gone."""
         fd = os.open(self.path, os.O_RDWR)
         try:
             for slot in self.slots:
@@ -65,7 +65,7 @@ class SharedMemorySource(WeightSource):
 
 
 class Segment:
-    """Memory that other processes of this user can map by its path; grows as tensors are laid down one after another."""
+    """Memory that other processes of this user can map by its path. It grows as tensors are added."""
 
     def __init__(self) -> None:
         self._finalize: weakref.finalize[..., Segment]
@@ -73,14 +73,14 @@ class Segment:
             self._fd = os.memfd_create("tandem-weights")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
             self._finalize = weakref.finalize(self, os.close, self._fd)
-        else:  # a named file then, removed with this object and at the end of the interpreter
+        else:  # a named file, removed with this object or at the end of the interpreter
             self._fd, self.path = tempfile.mkstemp(prefix="tandem-weights-")
             self._finalize = weakref.finalize(self, _remove, self._fd, self.path)
         self._size = 0
         self._tensors: dict[str, tuple[Slot, torch.Tensor]] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, torch.Tensor] | None:
-        """The slot of this name and its memory, made if there is none; None if the name has another shape or dtype."""
+        """Returns the slot of this name and its memory, made at the first call; None if its shape or dtype differs."""
         if name not in self._tensors:
             slot = Slot(name, shape, dtype, self._size)
             pages = -(-slot.num_bytes // mmap.ALLOCATIONGRANULARITY)
@@ -91,7 +91,7 @@ class Segment:
         return (slot, memory) if (slot.shape, slot.dtype) == (shape, dtype) else None
 
     def close(self) -> None:
-        """Gives the memory back once no process maps it any more."""
+        """Closes the segment; its memory is freed once no process maps it any more."""
         self._tensors.clear()
         self._finalize()
 
@@ -102,16 +102,17 @@ def _remove(fd: int, path: str) -> None:
 
 
 class SharedMemoryChannel(WeightChannel):
-    """To engines in other processes. Casting and copying are one pass, straight into the segment.
+    """Delivers to engines in other processes. Casting and copying are one pass, straight into the segment.
 
-    An engine that still reads an update which was given up sees digests that do not fit, and refuses it.
+    If an engine still reads an update that the trainer has given up, the digests do not match, and the engine refuses the
+    update.
     """
 
     def __init__(self) -> None:
         self._segment: Segment | None = None
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Puts tensors into shared memory. ``named_tensors`` may come in another dtype."""
+        """Copies tensors into shared memory, cast to ``dtype``."""
         segment = self._segment = self._segment or Segment()
         slots: list[Slot] = []
         with Digests(self.key) as digests:

@@ -1,1 +1,1 @@
-"""Worker processes that run what nobody trusts to end: each can be killed with everything that it started."""
+"""Worker processes for code that may hang or crash. Each can be killed together with every process that it started."""

@@ -1,8 +1,6 @@
-"""The worker's side: it serves calls until the run closes its end of the pipe. Imports nothing heavy.
+"""The code that runs in a worker process: it answers calls until the run closes the socket. Imports no large packages.
 
-Requests come pickled from the run; answers go back as JSON with the request's token. The run starts a *keeper*, which forks
-the worker. When the run closes its end of the pipe, however it ended, or when the worker dies, the keeper ends all that the
-worker started: orphans fall to the keeper, so none escapes by detaching.
+The run sends pickled requests. The worker sends answers as JSON, each with the token of its request.
 """
 
 import contextlib
@@ -11,91 +9,59 @@ import json
 import os
 import pickle
 import resource
-import select
 import signal
+import socket
 import struct
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from tandem.api.failures import described
-from tandem.workers.trees import adopt_orphans, children_of, kill_tree
+from tandem.workers.keeper import adopt_orphans, children_of, kill_below
 
 HEADER = struct.Struct("!Q")
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """``my_file.py:name`` of the user, or ``package.module:name`` of this package."""
+    """Loads a function named ``my_file.py:name`` (a user's file) or ``package.module:name`` (an importable module)."""
     source, _, name = spec.rpartition(":")
     if source.endswith(".py"):
-        from tandem.api.plugins import load_object  # noqa: PLC0415 only for a user's file
+        from tandem.api.plugins import load_object  # noqa: PLC0415 needed only for a user's file
 
         return load_object(spec)
     return getattr(importlib.import_module(source), name)
 
 
-def _read(descriptor: int, size: int) -> bytes:
+def own_socket() -> socket.socket:
+    """Returns the socket to the parent process, which was passed as standard input. Standard input becomes /dev/null, so
+    that nothing else reads from the socket. From here on the process ignores SIGINT, because its parent decides when it
+    ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    taken = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return taken
+
+
+def _read(asked: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        piece = os.read(descriptor, min(size - len(data), 1 << 20))
+        piece = asked.recv(min(size - len(data), 1 << 20))
         if not piece:
             raise EOFError
         data += piece
     return data
 
 
-def _send(descriptor: int, message: dict[str, Any]) -> None:
+def _send(asked: socket.socket, message: dict[str, Any]) -> None:
     body = json.dumps(message).encode()
-    data = memoryview(HEADER.pack(len(body)) + body)
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _keep(requests: int, worker: int, woken: int) -> None:
-    """Waits for the end of the run or of the worker; then nothing stays, and the worker's exit code is passed on."""
-    poll = select.poll()
-    poll.register(requests, 0)  # a hang-up is reported always
-    poll.register(woken, select.POLLIN)
-    code = 0
-    while True:
-        events = dict(poll.poll())
-        if requests in events:
-            break
-        os.read(woken, 64)
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == worker:
-                    code = os.waitstatus_to_exitcode(ended[1])
-                    poll.unregister(requests)
-                    requests = -1
-        if requests == -1:
-            break
-    kill_tree(os.getpid(), root=False)
-    os._exit(code if code >= 0 else 128 - code)
-
-
-def _fork_keeper(requests: int, answers: int) -> None:
-    """Returns in the forked worker only."""
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
-    worker = os.fork()
-    if worker:
-        os.close(answers)
-        _keep(requests, worker, woken)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.close(woken)
-    os.close(wake)
-    adopt_orphans()
+    asked.sendall(HEADER.pack(len(body)) + body)
 
 
 def _confine() -> None:
-    """Arranges that, if memory runs out, it is this process that goes, not the run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Makes the kernel end this process, rather than the run, if memory runs out, and limits this process's data to half of
+    the machine's memory. Also adopts orphaned descendants."""
     adopt_orphans()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("800")
@@ -106,54 +72,50 @@ def _confine() -> None:
 
 
 def failure_message(reason: str, error: BaseException, message: str = "") -> dict[str, Any]:
-    """Makes a message of what went wrong. ``message``: it in words; by default type, text and place of the error."""
+    """Returns a failure as a message to the run. ``message``: its description; by default the error's type, text and
+    place."""
     text = "".join(traceback.format_exception(error))[-8000:]
     return {"failure": reason, "message": message or described(error), "traceback": text}
 
 
-def _end_leftovers(kept: set[int]) -> None:
-    """Ends what the call started and left running; processes from the loading of the file stay."""
-    if children_of(os.getpid(), recursive=False) - kept:
-        kill_tree(os.getpid(), root=False, spare=set().union(kept, *(children_of(child) for child in kept)))
+def _end_leftovers(spare: set[int]) -> None:
+    """Kills processes that a call started and left running. ``spare``: ids of child processes that are not killed."""
+    if children_of(os.getpid()) - spare:
+        kill_below(spare=spare)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
 Answering = Callable[[dict[str, Any]], dict[str, Any]]
-"""Answers one call; never raises."""
+"""Type of a function that answers one call: it maps the call's arguments to a message, and never raises."""
 
 
-def serve(requests: int, answers: int, load: Callable[[], Answering], *, reason: str, tidy: bool) -> None:
-    """Serves until the run closes its end of the pipe. ``load``: makes what answers the calls; ``reason``: what its failure
-    is called. ``tidy``: end what a call left running before its answer goes out."""
+def serve(load: Callable[[], Answering], *, reason: str, tidy: bool) -> None:
+    """Answers calls until the run closes its end of the socket.
+
+    Args:
+        load: loads the worker's code and returns the function that answers calls.
+        reason: name of the failure that is sent if ``load`` raises.
+        tidy: True to kill processes that a call left running, before its answer is sent.
+    """
+    asked, worker = own_socket(), os.getpid()
     _confine()
-    os.set_inheritable(requests, False)
-    os.set_inheritable(answers, False)
-    _fork_keeper(requests, answers)
-    worker = os.getpid()
-    os.register_at_fork(after_in_child=partial(_close, requests, answers))  # a fork cannot answer
-    try:
-        answer = load()
-    except BaseException as error:  # the worker boundary: a file that cannot be loaded
-        _send(answers, failure_message(reason, error))
-        return
-    _send(answers, {"ready": True})
-    kept = children_of(worker)
-    while True:
+    os.register_at_fork(after_in_child=asked.close)  # only the worker itself may answer
+    with contextlib.suppress(EOFError, ConnectionError):  # the run has ended
         try:
-            token, arguments = pickle.loads(_read(requests, HEADER.unpack(_read(requests, HEADER.size))[0]))
-        except EOFError:
+            answer = load()
+        except BaseException as error:  # the worker boundary: a file that cannot be loaded
+            _send(asked, failure_message(reason, error))
             return
-        message = answer(arguments)
-        if os.getpid() != worker:  # the call forked and both came back
-            os._exit(0)
-        if tidy:
-            _end_leftovers(kept)
-        sys.stdout.flush()
-        _send(answers, {"token": token, **message})
+        _send(asked, {"ready": True})
+        kept = children_of(worker)
+        while True:
+            token, arguments = pickle.loads(_read(asked, HEADER.unpack(_read(asked, HEADER.size))[0]))
+            message = answer(arguments)
+            if os.getpid() != worker:  # the call forked, and this is the child, which returned from the call too
+                os._exit(0)
+            if tidy:
+                _end_leftovers(kept)
+            sys.stdout.flush()
+            _send(asked, {"token": token, **message})

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn

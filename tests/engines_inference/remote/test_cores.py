@@ -12,8 +12,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.foreign.server import IN_SERVER
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.inference.remote.keeping import Keeping
-from tandem.engines.inference.remote.launch import Cores
+from tandem.engines.inference.remote.launch import Cores, Keeping
 from tests.engines_inference.remote.clients import ask
 from tests.engines_inference.remote.test_keys import MAKERS
 from tests.engines_inference.remote.test_launch import until

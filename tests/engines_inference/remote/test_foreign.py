@@ -12,7 +12,7 @@ from tandem.api.failures import DataFailure, ServerFailed, WrongWorkflow
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tests.engines_inference.remote.clients import (
     KINDS,
@@ -106,7 +106,7 @@ def test_what_a_server_cannot_sample_for_training_is_refused_at_start_and_reques
         with pytest.raises(DataFailure) as failure:
             ask(engine, tuple(range(1, 65)))
         assert failure.value.reason == "prompt_too_long"
-        with pytest.raises(ConfigError, match="was not started to give its memory back; start it"):
+        with pytest.raises(ConfigError, match="was not started so that it can free its memory; start it"):
             engine.sleep(("weights",))
         engine.close()
 

@@ -13,13 +13,13 @@ from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.remote.foreign import in_place
 from tandem.engines.inference.remote.foreign.in_server import tandem_vllm_worker
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.weights.cuda_ipc import CudaIpcChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
+from tandem.workers.process import Child
 from tests.engines_inference.remote.clients import (
     KINDS,
     ask,
@@ -177,7 +177,7 @@ def test_a_vllm_server_opens_memory_that_it_shares_with_the_trainer(folder):
             engine.commit_weights(version)
             assert server.seed != before and set(ask(engine).versions) == {number}
         channel.close()
-        with pytest.raises(WeightUpdateFailed, match="given back: a newer one is on its way"):
+        with pytest.raises(WeightUpdateFailed, match="given back: a newer update is on its way"):
             engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
         engine.close()
 
@@ -266,7 +266,7 @@ def test_a_server_that_did_not_take_the_weights_is_paused_until_they_are_deliver
         with pytest.raises(ServerFailed, match="checksum" if lie == "load" else "no such folder"):
             engine.commit_weights(update.version)
         assert server.paused
-        with pytest.raises(ServerFailed, match="deliver them anew"):
+        with pytest.raises(ServerFailed, match="deliver weights again"):
             engine.resume()
         server.spoils.clear()
         engine.prepare_weights(update)
@@ -331,7 +331,7 @@ def test_an_attached_server_that_hangs_in_an_update_is_left_in_bounded_time(kind
 def test_a_server_of_ours_that_hangs_in_an_update_is_ended_at_once(kind, folder, tmp_path):
     with kind[1](folder) as server, hanging_commit(kind, server, folder) as (engine, _):
         command = [sys.executable, "-c", "import time; time.sleep(60)"]
-        engine.process = ServerProcess.start(command, log_file=tmp_path / "log")
+        engine.process = Child.start(command, log_file=tmp_path / "log")
         began = time.monotonic()
         engine.close()
         assert time.monotonic() - began < 30 and not engine.process.alive
@@ -374,7 +374,7 @@ def test_whoever_only_asks_a_server_changes_nothing_for_its_owner(kind, folder, 
         guest = attach(kind, server, folder, take=False)
         assert (guest.version.number, set(ask(guest).versions)) == (7, {7})
         for refused in (lambda: guest.prepare_weights(update), guest.pause, lambda: guest.commit_weights(update.version)):
-            with pytest.raises(ServerFailed, match="only asks"):
+            with pytest.raises(ServerFailed, match="belongs to another client"):
                 refused()
         guest.close()
         assert (server.label, server.changes) == (label, changes) and set(ask(owner).versions) == {7}
@@ -411,7 +411,7 @@ def test_a_server_that_is_taken_over_ends_what_it_had_and_goes_on_whatever_it_wa
         gone.let_go()
         thread.join(60)
         assert server.running and server.paused, "the server does not notice that its client is gone"
-        process = ServerProcess.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
+        process = Child.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
         engine = kind[0].attach_kept(
             {"url": server.url, "key": "k"}, process, lambda url, token: attach(kind, server, folder, token=token)
         )

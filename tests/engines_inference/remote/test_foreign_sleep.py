@@ -13,23 +13,22 @@ from tandem.api.weights import WeightVersion
 from tandem.config.devices import Seat
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
-from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import ServerTerms, attached, build_fleet
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.plan import plan_run
 from tandem.flow.residency import Residency
-from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, StageNeeds
-from tandem.flow.state_parts import Where, sleep_plan
+from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, StageNeeds, sleep_plan
+from tandem.models.hardware import Hardware
 from tandem.models.shape import read_shape
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.cuda_ipc import BUCKET_BYTES, CudaIpcChannel, staged_bytes
 from tests.engines_inference.remote.clients import KINDS, ask, attach, next_update, update_from_folder
-from tests.fleet.fleets import Asking, patient, until
+from tests.fleet.fleets import RULES, Asking, patient, until
 from tests.tiny import KINDS as MODELS
 from tests.tiny import tiny_model_folder
 
@@ -128,7 +127,7 @@ def test_a_server_that_keeps_its_memory_is_refused_with_the_remedy(kind, folder,
     server.sleeps = lacks == "route"
     server.spoils = {"/wake_up" if vllm else "/resume_memory_occupation"} if lacks == "route" else set()
     remedy = "--enable-sleep-mode" if vllm else "--enable-memory-saver"
-    words = rf"(has no route /|was not started to give its memory back).*{remedy}.*memory_limit_gib"
+    words = rf"(has no route /|was not started so that it can free its memory).*{remedy}.*memory_limit_gib"
     with server:
         engine = attach(kind, server, folder)
         assert not engine.capabilities & {"sleep_weights", "sleep_kv_cache"}
@@ -150,7 +149,7 @@ def test_a_server_that_fails_to_sleep_stays_paused(folder):
         server.asleep = {"kv_cache"}  # somebody else put it to sleep
         with pytest.raises(ServerFailed):
             engine.sleep(("kv_cache",))
-        with pytest.raises(ServerFailed, match="deliver them anew"):
+        with pytest.raises(ServerFailed, match="deliver weights again"):
             engine.resume()
         server.asleep = set()
         engine.close()
@@ -165,7 +164,7 @@ def test_the_command_of_a_server_that_must_sleep_says_so(kind):
         assert kind[0] is not VllmServer or environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-GPU = Where(False, lambda name: "bfloat16", True, device_gib=0.01)
+CPU, GPU = Hardware(kind="cpu", fast_bfloat16=False), Hardware(kind="gpu", memory_gib=0.01)
 
 
 def planned(folder, *keys, where=GPU):
@@ -187,13 +186,13 @@ def test_the_plan_counts_what_a_server_takes_of_the_device(kind, folder):
     with pytest.raises(ConfigError, match="is for placement=colocate"):
         planned(folder, backend, "memory_limit_gib=1", "rollout.fleet.servers=[vllm=http://127.0.0.1:1]")
     with pytest.raises(ConfigError, match="needs GPUs: on a CPU neither"):
-        planned(folder, backend, "memory_limit_gib=1", where=Where(True, lambda name: "float32", True))
+        planned(folder, backend, "memory_limit_gib=1", where=CPU)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_that_a_server_opens_on_the_trainers_gpu_count_to_the_byte(model, tmp_path):
     folder = tiny_model_folder(tmp_path, model)
-    engine = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), total_steps=1)
+    engine = SpreadEngine(TrainEngineConfig(path=str(folder), dtype="float32"), total_steps=1)
     for dtype, size in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.bfloat16, BUCKET_BYTES)):
         channel = CudaIpcChannel("cpu", size)
         place = channel.put(engine.weights(dtype), dtype).source.place()
@@ -225,7 +224,7 @@ def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(
         rollout = RolloutConfig(backend="attached", fleet=patient(servers=(f"{maker}={server.url}",)))
         version = WeightVersion(0, run="r")
         terms = ServerTerms(rollout, rollout.engine, folder, torch.float32, "cpu", False, version, sleeps=True)
-        fleet = build_fleet(terms, ())
+        fleet = build_fleet(terms, (), RULES)
         until(lambda: fleet.statistics()["fleet/healthy"] == 1)
         residency = Residency(SleepPlan(parts, stages, 44), tmp_path, PhaseTimer(), lambda *_: None)
         residency.add_engine(fleet)
@@ -252,7 +251,7 @@ def test_without_a_limit_only_a_servers_cache_sleeps_while_models_train(kind, fo
     awake = [done.stage.name for done in plan.steady() if Part("engine", "kv_cache") in done.awake]
     assert awake == ["generate"] and {part.resident for part in plan.parts} == {"engine"} and plan.limit is None
     assert planned(folder, backend, "rollout.fleet.sleep=false") is None
-    assert planned(folder, backend, where=Where(True, lambda name: "float32", True)) is None, "a CPU's server cannot"
+    assert planned(folder, backend, where=CPU) is None, "a CPU's server cannot"
     with sleeping(kind, folder) as server:
         engine = attach(kind, server, folder)
         residency = Residency(plan, tmp_path, PhaseTimer(), lambda *_: None)

@@ -13,7 +13,7 @@ from tandem.api.failures import ServerFailed
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
-from tandem.engines.inference.remote.keeping import Keeping
+from tandem.engines.inference.remote.launch import Keeping
 from tandem.protocol.client import HttpClient
 from tests.engines_inference.remote.clients import ask, update_from_folder
 from tests.engines_inference.remote.test_launch import until

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 
 from tandem.api.failures import EngineDied, ServerFailed, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.launch import free_port, wait_ready
+from tandem.workers.process import Child
 from tests.zygote import gone
 
 FAMILY = """
@@ -26,8 +28,8 @@ time.sleep(60)
 
 OWNER = """
 import sys, time, pathlib
-from tandem.engines.inference.remote.launch import ServerProcess
-server = ServerProcess.start(sys.argv[1:4], log_file=pathlib.Path(sys.argv[4]), grace_s=0.3)
+from tandem.workers.process import Child
+server = Child.start(sys.argv[1:4], log_file=pathlib.Path(sys.argv[4]), grace_s=0.3)
 print(server.pid, flush=True)
 time.sleep(60)
 """
@@ -50,7 +52,7 @@ def family(tmp_path):
 
 def test_a_server_ends_with_all_its_descendants(family, tmp_path):
     command, file = family
-    server = ServerProcess.start(command, log_file=tmp_path / "logs/server.log", grace_s=0.3)
+    server = Child.start(command, log_file=tmp_path / "logs/server.log", grace_s=0.3)
     until(lambda: file.exists() and file.read_text())
     grandchild = int(file.read_text())
     assert server.alive and server.how_it_ended() is None and not gone(grandchild)
@@ -81,7 +83,7 @@ def test_a_server_ends_when_its_owner_is_killed(family, tmp_path):
 
 def test_a_server_that_ends_at_its_start_is_reported_with_its_last_words(tmp_path):
     words = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
-    server = ServerProcess.start(words, log_file=tmp_path / "log")
+    server = Child.start(words, log_file=tmp_path / "log")
 
     def ask():
         raise ServerFailed("refused")
@@ -92,16 +94,30 @@ def test_a_server_that_ends_at_its_start_is_reported_with_its_last_words(tmp_pat
 
 
 def test_a_server_that_is_killed_says_by_what(tmp_path):
-    server = ServerProcess.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
+    server = Child.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not server.alive)
     assert "killed by SIGKILL" in server.how_it_ended()
     server.close()
 
 
+@pytest.mark.parametrize("look", ["alive", "wait"])
+def test_what_a_server_started_is_killed_when_its_killed_keeper_is_noticed(tmp_path, look):
+    server = Child.start(["/bin/sh", "-c", "sleep 60 & echo $!; wait"], log_file=tmp_path / "log")
+    until(lambda: server.last_words(1).isdecimal())
+    keeper, started = server.processes()[0], int(server.last_words(1))
+    os.kill(keeper.pid, signal.SIGKILL)
+    until(lambda: gone(server.pid))  # the kernel kills what the keeper started itself
+    assert not gone(started)
+    if look == "wait":
+        assert server.wait(5) == -signal.SIGKILL
+    until(lambda: not server.alive and gone(started))
+    server.close()
+
+
 def test_waiting_for_a_server_has_a_deadline_and_words_of_progress(tmp_path):
     words = ["/bin/sh", "-c", "echo 'loading weights'; exec sleep 60"]  # says it before two seconds are over
-    server = ServerProcess.start(words, log_file=tmp_path / "log")
+    server = Child.start(words, log_file=tmp_path / "log")
     told = []
 
     def ask():
@@ -116,7 +132,7 @@ def test_waiting_for_a_server_has_a_deadline_and_words_of_progress(tmp_path):
 
 def test_a_server_runs_on_the_cores_it_was_given(tmp_path):
     core = min(os.sched_getaffinity(0))
-    server = ServerProcess.start(
+    server = Child.start(
         [
             sys.executable,
             "-c",
@@ -130,9 +146,61 @@ def test_a_server_runs_on_the_cores_it_was_given(tmp_path):
     server.close()
 
 
+def test_a_server_lives_where_its_owner_has_more_than_a_thousand_files_open(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("so many files cannot be opened here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        server = Child.start(
+            [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], log_file=tmp_path / "l"
+        )
+        until(lambda: server.last_words().endswith("up"))
+        time.sleep(0.2)
+        assert server.alive, server.how_it_ended()
+        server.close()
+        assert server.how_it_ended() == f"its process {server.pid} was killed by SIGTERM"
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+FORKING = """
+import os, signal, sys, time, pathlib
+from tandem.workers.process import Child
+server = Child.start(sys.argv[1:4], log_file=pathlib.Path(sys.argv[4]), grace_s=0.3)
+while not server.last_words().endswith("ready"):
+    time.sleep(0.02)
+fork = os.fork()
+if not fork:
+    time.sleep(60)
+    os._exit(0)
+began = time.monotonic()
+server.close()
+print(time.monotonic() - began, flush=True)
+os.kill(fork, signal.SIGKILL)
+os.waitpid(fork, 0)
+"""
+
+
+def test_a_server_is_ended_at_once_although_a_fork_of_its_owner_holds_the_pipe(family, tmp_path):
+    command, file = family
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, *command, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert float(done.stdout) < 5.0
+    assert gone(int(file.read_text()), 1.0), "also the grandchild, which is in another session"
+
+
 def test_a_missing_interpreter_is_a_matter_of_configuration(tmp_path):
     with pytest.raises(ConfigError, match="interpreter"):
-        ServerProcess.start([str(tmp_path / "python"), "-m", "server"], log_file=tmp_path / "log")
+        Child.start([str(tmp_path / "python"), "-m", "server"], log_file=tmp_path / "log")
 
 
 def test_a_free_port_is_free():
@@ -198,7 +266,7 @@ print("formed", flush=True)
 
 
 def last_line(tmp_path, *words):
-    server = ServerProcess.start([sys.executable, *words], log_file=tmp_path / "log")
+    server = Child.start([sys.executable, *words], log_file=tmp_path / "log")
     until(lambda: not server.alive, 60)
     server.close()
     return server.last_words(1)

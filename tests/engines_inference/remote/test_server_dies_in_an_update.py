@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tandem.api.weights import tensor_digest
 from tandem.engines.inference.remote.foreign.in_server import tandem_vllm_worker
-from tandem.engines.inference.remote.foreign.weight_group import (
+from tandem.engines.inference.remote.foreign.protocol import (
     GroupDelivery,
     Way,
     WeightGroup,

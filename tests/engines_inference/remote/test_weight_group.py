@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tandem.api.weights import tensor_digest
-from tandem.engines.inference.remote.foreign.server import IN_SERVER
-from tandem.engines.inference.remote.foreign.weight_group import (
+from tandem.engines.inference.remote.foreign.protocol import (
     Way,
     WeightGroup,
     group_backend,
 )
+from tandem.engines.inference.remote.foreign.server import IN_SERVER
 from tandem.weights.cuda_ipc import CudaIpcChannel
 
 WORKER = """

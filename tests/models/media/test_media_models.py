@@ -221,7 +221,7 @@ def test_placeholders_of_llava_are_those_of_the_official_processor(tmp_path, tow
         assert torch.equal(tokenizer.media.inputs(one)["pixel_values"][0], torch.tensor(theirs["pixel_values"][0])), size
     settings = json.loads((folder / "processor_config.json").read_text())
     (folder / "processor_config.json").write_text(json.dumps(settings | {"patch_size": 8}))
-    with pytest.raises(ConfigError, match=r"with patches of 8, .* the model sees 16 pixels with patches of 4"):
+    with pytest.raises(ConfigError, match=r"with patches of 8, .* the model has 16 pixels with patches of 4"):
         load_tokenizer(folder)
 
 
@@ -270,7 +270,7 @@ def test_folders_whose_parts_do_not_fit_are_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="writes 9 placeholders for each"):
         load_causal_lm(changed("processor_config.json", image_seq_len=9))
-    with pytest.raises(ConfigError, match="are of different models"):
+    with pytest.raises(ConfigError, match="belong to different models"):
         load_tokenizer(changed("config.json", image_token_id=7))
     for kind in ("llava_next", "qwen3_vl_moe"):
         with pytest.raises(ConfigError, match=rf"'{kind}' is not supported: it reads images.*work: idefics3"):

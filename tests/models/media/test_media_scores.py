@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMultimodalLM
 
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.flow.scoring import ModelReader
 from tandem.models.load import load_scalar_model
 from tandem.models.tokenizer import load_tokenizer, save_tokenizer
@@ -22,7 +22,7 @@ def media_store(tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_a_head_on_the_states_of_transformers_in_saved_folders(tmp_path, family):
     folder, saved = tiny_media_model(tmp_path, family), tmp_path / "saved"
-    engine = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
+    engine = SpreadEngine(TrainEngineConfig(path=str(folder), dtype="float32"), 1, head="scalar")
     torch.manual_seed(1)
     engine.load_weights((name, torch.randn_like(x) if name == "score.weight" else x) for name, x in engine.weights())
     tokenizer = load_tokenizer(folder)

@@ -1,27 +1,33 @@
-"""Attention over the KV cache: one new token a sequence (decode), or pieces of prompts packed end to end (prefill).
+"""Attention over the KV cache: one new token per sequence (decode), or pieces of prompts packed end to end (prefill).
 
-What depends on lengths alone (masks, places to write to, which query belongs to which row) is planned once a step and used
-by all layers. Queries of the samples of one prompt attend to its shared keys together; the two parts are joined by their
-log-sum-exps. Grouped queries are a batch of small matrices against each key head, so keys are never repeated.
+Everything that depends on lengths alone (masks, indices to write to, the row of each query) is planned once per step for all
+layers. The samples of one prompt attend to its shared keys in one product; this part and the attention to each sample's own
+keys are joined by their log-sum-exps. Grouped queries are a batch of small matrices per key head, so keys are not repeated.
+
+On a GPU, `PagedDecode` reads rows in place by a kernel, and `PackedPrefill` makes variable-length calls.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
 
-from tandem.engines.inference.kv_cache import Row, Slab
+from tandem.engines.inference import paged_kernel
+from tandem.engines.inference.kv_cache import Row, Slab, numbered
+from tandem.models import attention
 from tandem.models.architecture import Architecture
-from tandem.models.upload import upload
+from tandem.models.hardware import upload
 
 _NEVER = -1e30
-"""Hides a key. Finite: a row that sees nothing gives some average, whose log-sum-exp makes its weight 0, and never NaN."""
+"""Mask value of a hidden key. Finite, so a row that sees no key gives an average instead of NaN; its log-sum-exp makes the
+weight of this average 0."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The facts that attention needs of the model and the device."""
+    """Properties of the model and the device that attention needs."""
 
     heads: int
     kv_heads: int
@@ -33,16 +39,16 @@ class Kernel:
 
     @staticmethod
     def of(a: Architecture, dtype: torch.dtype, device: torch.device) -> "Kernel":
-        """For this model on this device."""
+        """Returns the properties of this model on this device."""
         return Kernel(a.num_heads, a.num_kv_heads, a.head_dim, a.query_scale, a.attention_softcap, dtype, device)
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.heads // self.kv_heads
 
     def additive(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Additive mask of a boolean one."""
+        """Turns a boolean mask (True: hidden) into an additive one."""
         return torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, _NEVER)
 
     def attend(
@@ -50,7 +56,7 @@ class Kernel:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of ``[R, kv_heads, Q, D]`` to ``[R, kv_heads, S, D]``, additive mask ``[R, 1, 1 or Q, S]``.
 
-        Returns the output, shaped like the queries, and on demand the log-sum-exps ``[R, kv_heads, Q]`` in float32.
+        Returns the output, shaped like the queries, and with ``lse`` the log-sum-exps ``[R, kv_heads, Q]`` in float32.
         """
         if self.dtype != torch.float32 and self.device.type == "cpu" and self.softcap is None:
             mask = mask.expand(-1, 1, queries.shape[2], -1)
@@ -70,14 +76,14 @@ class Kernel:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
         total = None
         if lse:
-            # Of the largest score, score - log(weight) is the log-sum-exp: two maxima cost a fifth of `logsumexp`.
+            # For the largest score, score - log(weight) is the log-sum-exp: two maxima cost a fifth of `logsumexp`.
             total = (scores.amax(dim=-1).float() - weights.amax(dim=-1).log()).view(rows, kv_heads, count)
         out = torch.bmm(weights.to(self.dtype), flat_values).view(rows, kv_heads, count, head_dim)
         return out, total
 
 
 def _merged(tensor: torch.Tensor) -> torch.Tensor:
-    """``[R, kv_heads, S, D]``, S cut short from a slab, as a view ``[R · kv_heads, S, D]``."""
+    """Returns a view ``[R · kv_heads, S, D]`` of ``[R, kv_heads, S, D]``, the first S tokens of a slab's rows."""
     rows, heads, length, dim = tensor.shape
     return tensor.as_strided((rows * heads, length, dim), (tensor.stride(1), tensor.stride(2), 1))
 
@@ -90,19 +96,19 @@ class _OwnPart:
     start: int
     stop: int
     used: int
-    """Rows of the slab that are read: all up to the last in use."""
+    """Number of slab rows that are read: all up to the last in use."""
 
     length: int
-    """Keys that are read of each row."""
+    """Number of keys that are read per row."""
 
     counts: torch.Tensor
-    """Tokens in each slab row with the new one, ``[used, 1]``."""
+    """Number of tokens in each slab row, the new one included, ``[used, 1]``."""
 
     writes: torch.Tensor
-    """Places of new keys, ``[n · kv_heads]``, in the slab seen as ``[rows · kv_heads · capacity, D]``."""
+    """Indices of the new keys, ``[n · kv_heads]``, into the slab viewed as ``[rows · kv_heads · capacity, D]``."""
 
     to_slab: torch.Tensor | None
-    """Batch row (from ``start``) of each slab row; None where they are the same."""
+    """Batch row, counted from ``start``, of each slab row; None if both have the same order."""
 
     from_slab: torch.Tensor | None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -115,14 +121,14 @@ class _PromptPart:
 
     slab: Slab
     lengths: torch.Tensor
-    """Tokens of each prompt, ``[used, 1]``."""
+    """Number of tokens of each prompt, ``[used, 1]``."""
 
     length: int
     positions: torch.Tensor
-    """Absolute position of each sample's new token, ``[used, samples]``; samples: the most that one prompt has."""
+    """Absolute position of each sample's new token, ``[used, samples]``; ``samples``: the most samples of one prompt."""
 
     queries: torch.Tensor
-    """The (batch row · heads) of each query, ``[used · kv_heads · samples · group]``."""
+    """Index of each query into the batch viewed as ``[B · heads, D]``; ``[used · kv_heads · samples · group]``."""
 
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -131,11 +137,11 @@ class DecodePlan:
     """Attention of one new token of each sequence; built when the set of sequences changes, advanced at each step.
 
     Args:
-        rows: each sequence's own row, ordered so that those of one slab stand together and those with a shared prompt last.
-        prompts: the shared prompt's row of each sequence, or None.
-        own: tokens in each own row with the new one.
-        starts: tokens of each shared prompt, 0 without.
-        windows: the sliding windows that occur in the model, None for full attention.
+        rows: each sequence's own row; rows of one slab are adjacent, and sequences with a shared prompt come last.
+        prompts: the row of each sequence's shared prompt, or None.
+        own: number of tokens in each own row, the new one included.
+        starts: number of tokens of each sequence's shared prompt, 0 without one.
+        windows: the sliding windows of the model's layers; None stands for full attention.
     """
 
     def __init__(
@@ -163,7 +169,7 @@ class DecodePlan:
         self._make_masks()
 
     def advance(self) -> None:
-        """Every sequence has one token more."""
+        """Moves the plan on by one token per sequence."""
         for part in self._own_parts:
             part.counts += 1
             part.writes += 1
@@ -184,11 +190,11 @@ class DecodePlan:
         to_slab[index] = torch.arange(stop - start)
         heads = torch.arange(self.kernel.kv_heads)
         writes = (index[:, None] * self.kernel.kv_heads + heads) * slab.capacity + count[:, None] - 1
-        places = (None, None) if same else (self._there(to_slab), self._there(index))
-        length, writes = max(own[start:stop]), self._there(writes.flatten())
-        return _OwnPart(slab, start, stop, used, length, self._there(counts), writes, *places)
+        places = (None, None) if same else (self._to_device(to_slab), self._to_device(index))
+        length, writes = max(own[start:stop]), self._to_device(writes.flatten())
+        return _OwnPart(slab, start, stop, used, length, self._to_device(counts), writes, *places)
 
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return upload(tensor, self.kernel.device)
 
     def _plan_prompts(self, prompts: Sequence[Row | None], own: list[int], starts: list[int]) -> None:
@@ -211,14 +217,19 @@ class DecodePlan:
             places = torch.arange(queries.numel()).view(queries.shape) + base
             lengths = torch.ones((len(table), 1), dtype=torch.long)
             for index, batch_rows in by_row.items():
-                found = places[index, :, : len(batch_rows)].transpose(0, 1).reshape(len(batch_rows), kernel.heads)
-                back[torch.tensor(batch_rows) - self._first_shared] = found
+                sources = places[index, :, : len(batch_rows)].transpose(0, 1).reshape(len(batch_rows), kernel.heads)
+                back[torch.tensor(batch_rows) - self._first_shared] = sources
                 lengths[index] = starts[batch_rows[0]]
             base += queries.numel()
             positions = torch.tensor(starts)[table] + torch.tensor(own)[table] - 1
-            part = (self._there(lengths), int(lengths.max()), self._there(positions), self._there(queries.flatten()))
+            part = (
+                self._to_device(lengths),
+                int(lengths.max()),
+                self._to_device(positions),
+                self._to_device(queries.flatten()),
+            )
             self._prompt_parts.append(_PromptPart(slabs[key], *part))
-        self._back = self._there(back.flatten())
+        self._back = self._to_device(back.flatten())
 
     def _make_masks(self) -> None:
         for part in self._own_parts:
@@ -273,7 +284,7 @@ class DecodePlan:
     def _with_prompts(
         self, layer: int, window: int | None, queries: torch.Tensor, own: torch.Tensor, totals: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Joins own attention ``[B, heads, D]`` with that to the shared prompts."""
+        """Joins the attention to own keys, ``[B, heads, D]``, with the attention to shared prompts."""
         kernel = self.kernel
         outs, lses = [], []
         flat = queries.reshape(-1, kernel.head_dim)
@@ -301,7 +312,7 @@ class DecodePlan:
 
 @dataclass
 class PrefillSpan:
-    """Tokens ``[start, start + count)`` of one row, computed in one prefill pass, after ``prompt_length`` shared ones."""
+    """Tokens ``[start, start + count)`` of one row, computed in one prefill pass, behind ``prompt_length`` shared tokens."""
 
     row: Row
     start: int
@@ -311,7 +322,8 @@ class PrefillSpan:
 
 
 class PrefillPlan:
-    """Attention of several pieces packed end to end, each to its own row and to the prompt before it."""
+    """Attention of several pieces of sequences, packed end to end. The tokens of a piece attend causally to their own
+    sequence's row of the cache, and to the shared prompt before it."""
 
     def __init__(self, kernel: Kernel, pieces: Sequence[PrefillSpan], windows: set[int | None]):
         self.kernel = kernel
@@ -319,7 +331,7 @@ class PrefillPlan:
         self._masks = [{window: self._mask(piece, window) for window in windows} for piece in pieces]
 
     def _mask(self, piece: PrefillSpan, window: int | None) -> torch.Tensor | None:
-        """Additive ``[1, 1, count, keys]``, or None where the piece is simply causal."""
+        """Returns the additive mask ``[1, 1, count, keys]``, or None if plain causal attention suffices."""
         before = piece.prompt_length + piece.start
         total = before + piece.count
         if not before and self.kernel.softcap is None and (window is None or total <= window):
@@ -355,7 +367,7 @@ class PrefillPlan:
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[Q, heads, D]`` attends to ``[kv_heads, S, D]``."""
+        """Attention of ``[Q, heads, D]`` to ``[kv_heads, S, D]``; returns ``[Q, heads, D]``."""
         kernel = self.kernel
         grouped = queries.transpose(0, 1)[None]  # [1, heads, Q, D]
         if kernel.softcap is None and (mask is None or kernel.device.type == "cpu"):  # a GPU would repeat heads for a mask
@@ -364,6 +376,110 @@ class PrefillPlan:
             return out[0].transpose(0, 1)
         assert mask is not None
         shape = (1, kernel.kv_heads, kernel.group * len(queries), kernel.head_dim)
-        many = mask.repeat(1, 1, kernel.group, 1)
-        out, _ = kernel.attend(grouped.reshape(shape), keys[None].contiguous(), values[None].contiguous(), many)
+        repeated = mask.repeat(1, 1, kernel.group, 1)
+        out, _ = kernel.attend(grouped.reshape(shape), keys[None].contiguous(), values[None].contiguous(), repeated)
         return out.view(kernel.heads, len(queries), kernel.head_dim).transpose(0, 1)
+
+
+class PagedDecode:
+    """Attention of one new token of each sequence; planned when the set of sequences changes, advanced at each step.
+
+    Args:
+        rows: each sequence's own row.
+        prompts: the row of each sequence's shared prompt, or None.
+        own: number of tokens in each own row, the new one included.
+        starts: number of tokens of each sequence's shared prompt, 0 without one.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        rows: Sequence[Row],
+        prompts: Sequence[Row | None],
+        own: Sequence[int],
+        starts: Sequence[int],
+    ):
+        self._kernel = kernel
+        self._slabs, places = numbered([*prompts, *rows])
+        numbers, indices = torch.tensor(places).T
+        capacities = torch.tensor([slab.capacity for slab in self._slabs])[numbers]
+        lines = torch.stack((numbers, indices * kernel.kv_heads * capacities, capacities, torch.tensor([*starts, *own])))
+        self._table = upload(lines.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1), kernel.device)  # [8, B]
+        self._longest = max(map(sum, zip(own, starts, strict=True)))
+        self._look_up_addresses()
+
+    def advance(self) -> None:
+        """Moves the plan on by one token per sequence."""
+        self._table[7] += 1
+        self._longest += 1
+        self._look_up_addresses()
+
+    def _look_up_addresses(self) -> None:
+        """Reads the addresses of all slabs, because a slab that has grown has other tensors."""
+        both = [[[layer.data_ptr() for layer in tensors] for tensors in (s.keys, s.values)] for s in self._slabs]
+        self._addresses = upload(torch.tensor(both).permute(2, 1, 0).contiguous(), self._kernel.device)  # [layers, 2, slabs]
+
+    def __call__(
+        self, layer: int, window: int | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes keys and values ``[B, kv_heads, D]`` and attends with ``[B, heads, D]``; returns ``[B, heads · D]``."""
+        kernel, tensors = self._kernel, (queries, keys, values, self._table, self._addresses[layer])
+        return paged_kernel.attend(*tensors, self._longest, window, kernel.scale, kernel.softcap).flatten(1)
+
+
+_Places = list[tuple[Slab, torch.Tensor, torch.Tensor]]
+"""For each slab, indices ``[n · kv_heads]`` of tokens into the slab viewed as ``[rows · kv_heads · capacity, D]``, and
+indices ``[n]`` of the same tokens in the packed order."""
+
+
+class PackedPrefill:
+    """Attention of several pieces packed end to end, by one variable-length call per layer."""
+
+    def __init__(self, kernel: Kernel, pieces: Sequence[PrefillSpan]):
+        self._kernel = kernel
+        queries = [piece.count for piece in pieces]
+        keys = [piece.prompt_length + piece.start + piece.count for piece in pieces]
+        ends = (torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
+        self._queries, self._keys = (upload(end, kernel.device) for end in ends)
+        self._longest = max(queries), max(keys)
+        rows = [[(piece.row, 0, piece.start), (piece.row, piece.start, piece.count)] for piece in pieces]
+        self._writes = self._by_slab([own for _, own in rows])
+        self._total, self._reads = sum(keys), _Places()
+        if self._total > sum(queries):  # earlier tokens are attended to as well
+            prompts = [(piece.prompt or piece.row, 0, piece.prompt_length) for piece in pieces]
+            self._reads = self._by_slab(part for prompt, own in zip(prompts, rows, strict=True) for part in (prompt, *own))
+
+    @staticmethod
+    def takes(kernel: Kernel) -> bool:
+        """True if a variable-length kernel computes this model's attention on this device."""
+        supported = kernel.device.type == "cuda" and kernel.dtype != torch.float32 and kernel.softcap is None
+        return supported and attention.takes_kernel(kernel.device)
+
+    def _by_slab(self, parts: Iterable[tuple[Row, int, int]]) -> _Places:
+        """Groups tokens by slab. ``parts``: (row, first token, number of tokens), in packed order."""
+        slabs: dict[Slab, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        heads, done = torch.arange(self._kernel.kv_heads), 0
+        for row, first, count in parts:
+            lines = (row.index * len(heads) + heads) * row.slab.capacity
+            cached = (torch.arange(first, first + count)[:, None] + lines).flatten()
+            slabs.setdefault(row.slab, []).append((cached, torch.arange(done, done := done + count)))
+        device = self._kernel.device
+        return [(slab, *(upload(torch.cat(one), device) for one in zip(*some, strict=True))) for slab, some in slabs.items()]  # type: ignore[misc]
+
+    def __call__(
+        self, layer: int, window: int | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes keys and values ``[T, kv_heads, D]`` and attends with ``[T, heads, D]``; returns ``[T, heads · D]``."""
+        inputs = []
+        for which, new in (("keys", keys), ("values", values)):
+            whole = new.new_empty(self._total, *new.shape[1:]) if self._reads else new.contiguous()
+            for slab, cached, packed in self._writes:
+                flat = getattr(slab, which)[layer].view(-1, self._kernel.head_dim)
+                flat.index_copy_(0, cached, new[packed].view(-1, self._kernel.head_dim))
+            for slab, cached, packed in self._reads:
+                flat = getattr(slab, which)[layer].view(-1, self._kernel.head_dim)
+                whole.index_copy_(0, packed, flat[cached].view(-1, *new.shape[1:]))
+            inputs.append(whole)
+        tensors = queries.contiguous(), inputs[0], inputs[1], self._queries, self._keys
+        left = -1 if window is None else window - 1
+        return attention.KERNEL(*tensors, *self._longest, scale=self._kernel.scale, left=left).flatten(1)

@@ -1,13 +1,18 @@
-"""The child process of `EmbeddedProcess`: ``python -m tandem.engines.inference.child``, its pipe on standard input.
+"""The child process of `EmbeddedProcess`: ``python -m tandem.engines.inference.child``, with a socket as standard input.
 
-Its main thread drives the core, one thread reads the pipe; `link.py` says what travels. It ends when the pipe closes; its
-keeper ends it when it is told to, and when the parent is gone while a process that it forked holds the pipe open.
+Its main thread drives the core, and another thread reads the socket; `embedded.py` describes the messages. The process ends
+when the parent closes the socket. If the parent has ended while a process that it forked holds the socket open, the keeper
+ends this process.
 """
+
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # nothing of an import is garbage, and looking for it takes a fifth of the time
 
 import contextlib
 import os
 import pickle
-import signal
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +24,13 @@ from tandem.api.failures import EngineDied
 from tandem.config.errors import kind_and_text
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.link import ChildStart, portable
-from tandem.engines.inference.threads import use_gpu
+from tandem.engines.inference.embedded import ChildStart, portable
+from tandem.engines.inference.engine_calls import use_gpu
+from tandem.workers.child import own_socket
 
 
-class Child:
-    """The child's end of the pipe, and the driver behind it."""
+class PipeEnd:
+    """The child's end of the pipe. It passes messages between the parent and the driver."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
@@ -32,9 +38,9 @@ class Child:
         self._send_lock = threading.Lock()
 
     def run(self) -> None:
-        """Loads the model, says that it is ready, and drives the core until it raises."""
+        """Loads the model, tells the parent that it is ready, and drives the core until an exception is raised."""
         start: ChildStart = self._receive()
-        use_gpu(start.device)  # else kernels of our own and of libraries run on the first one
+        use_gpu(start.device)  # otherwise Tandem's and libraries' kernels would run on the first GPU
         self.device = start.device
         core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version, start.deterministic)
         driver = Driver(
@@ -42,7 +48,9 @@ class Child:
             threads=start.threads,
             deterministic=start.deterministic,
             keep_kv=start.config.keep_kv_on_update,
-            deliver=lambda results: self.send("resolve", [(n, _portable_result(r)) for n, r in results]),
+            deliver=lambda results: self.send(
+                "resolve", [(n, portable(r) if isinstance(r, Exception) else r) for n, r in results]
+            ),
             progress=partial(self.send, "progress"),
         )
         threading.Thread(target=self._read, args=(driver,), name="engine-reader", daemon=True).start()
@@ -50,7 +58,7 @@ class Child:
         driver.run()
 
     def send(self, word: str, *arguments: Any) -> None:
-        """Sends to the parent; whoever sends to a parent that is gone ends."""
+        """Sends a message to the parent. Ends this process if the parent has ended."""
         try:
             with self._send_lock:
                 self._connection.send_bytes(pickle.dumps((word, arguments)))
@@ -69,43 +77,39 @@ class Child:
             self.die(error)
 
     def listen(self, driver: Driver) -> None:
-        """Makes the calls that arrive. Raises `EOFError` or `OSError` once the parent has closed the pipe."""
-        # Calls wait for the driver, so they have threads of their own: one prepares weights while others come and go.
+        """Runs the calls that the parent sends. Raises `EOFError` or `OSError` once the parent has closed the pipe."""
+        # Numbered calls wait for the driver, so they run in other threads: other calls go on while one prepares weights.
         pool = ThreadPoolExecutor(4, "engine-call", use_gpu, (self.device,))
         while True:
             for number, method, arguments in map(pickle.loads, self._receive()):
                 if number is not None:
                     pool.submit(self._answer, driver, number, method, arguments)
                     continue
-                with contextlib.suppress(EngineDied):  # the end itself is said by the main thread
+                with contextlib.suppress(EngineDied):  # the main thread reports the end
                     getattr(driver, method)(*arguments)
 
     def die(self, error: Exception) -> NoReturn:
-        """Tells the parent why, and ends."""
+        """Sends the error to the parent and ends this process."""
         self.send("died", kind_and_text(error), "".join(traceback.format_exception(error)))
         _vanish()
 
     def _answer(self, driver: Driver, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             self.send("answer", number, driver.call(method, *arguments), None)
-        except Exception as error:  # the worker boundary: the caller gets it
+        except Exception as error:  # the worker boundary: the caller gets the error
             self.send("answer", number, None, portable(error))
 
 
-def _portable_result(result: Any) -> Any:
-    return portable(result) if isinstance(result, Exception) else result
-
-
 def _vanish() -> NoReturn:
-    """Ends at once, whatever the other threads compute: nobody is left to read it."""
+    """Ends this process at once, without waiting for other threads, because the parent reads no more results."""
     os._exit(1)
 
 
 def main() -> None:
     """Entry point."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it closes us
-    child = Child(Connection(os.dup(0)))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nothing else may read from the pipe
+    gc.freeze()  # what was imported lives as long as this process
+    gc.enable()
+    child = PipeEnd(Connection(own_socket().detach()))
     try:
         child.run()
     except EOFError:

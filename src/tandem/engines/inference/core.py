@@ -1,6 +1,6 @@
-"""The heart of the embedded engine: one scheduling round after another, weights switched between two of them.
+"""The core of the embedded engine: runs scheduling rounds, and switches weights between two rounds.
 
-One thread drives it (`EngineCore.step`); only `stage` may run in another at the same time.
+One thread calls `EngineCore.step` and all other methods; only `stage` may run in another thread at the same time.
 """
 
 import os
@@ -17,38 +17,33 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, StopReason
 from tandem.api.weights import FolderSource, WeightVersion
-from tandem.config.engine_memory import chunk_tokens, places
-from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Result
-from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
-from tandem.engines.inference.grammars import Grammars
+from tandem.config.rollout import EmbeddedEngineConfig, chunk_tokens, places
+from tandem.engines.inference.decoder import FusedWeights, FusedWeightsBuilder, NewWeights, check_stored, compute_dtype
+from tandem.engines.inference.engine_calls import Result, StopText, check_request
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.passes import Passes
-from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.scheduler import Scheduler
 from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, SlotBatch, Slots
-from tandem.engines.inference.stopping import StopText
 from tandem.engines.inference.tower import Tower
-from tandem.engines.inference.watched import Extras
+from tandem.engines.inference.watched import Extras, Grammars
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.media.families import family_of
-from tandem.models.stopping import stop_ids
-from tandem.models.tokenizer import load_tokenizer
+from tandem.models.tokenizer import load_tokenizer, stop_ids
 
 Finished = list[Result]
 
 _EAGER_PREFILL = 4
-"""A decode step is put off while more than one in so many running sequences still waits for its first token: a step costs
-nearly the same for few sequences as for many."""
+"""Decode waits while sequences without a first token number more than 1/4 of the decoding ones, because a step costs nearly
+the same for few sequences as for many."""
 
 
 class EngineCore:
     """Continuous batching over a slab cache.
 
-    ``deterministic``: what runs beside a request changes its numbers by rounding at most, for more memory (`Growth`).
-    ``reads_late``: the host sees the tokens of a step once the next one is on its way, so that the device never waits.
-    A sequence that has ended draws one token more, which is dropped. By default on a GPU.
+    ``deterministic``: other requests change a request's numbers by rounding at most; costs memory (`Growth`).
+    ``reads_late``: the host reads a step's tokens after it has launched the next step, so the device never waits.
+    A sequence that has ended then draws one more token, which is dropped. Default: True on a GPU, False on a CPU.
 
     Example: ``core.add(0, LLMRequest((1, 2, 3), GenerationConfig()))``, then ``core.step()`` while ``core.has_work``.
     """
@@ -73,7 +68,7 @@ class EngineCore:
         a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
         self._max_model_len = config.max_model_len or a.max_position_embeddings
         compute = compute_dtype(dtype, device)
-        if deterministic:  # before CUDA's first product here
+        if deterministic:  # must precede this process's first matrix product on CUDA
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.cache = make_cache(a, config, compute, device)
         passes = self.passes = Passes(a, dtype, compute, device, self._max_model_len)
@@ -83,7 +78,7 @@ class EngineCore:
         counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
         self._counters = dict.fromkeys(counted.split(), 0.0)
         self.version = version
-        """The version that the next token will be made by."""
+        """Version of the weights that will compute the next token."""
 
         family = family_of(folder, hf_config)
         self._tower = None if family is None else Tower(family, hf_config, compute, device)
@@ -101,8 +96,8 @@ class EngineCore:
         """Queues a request.
 
         Raises:
-            DataFailure: ``prompt_too_long`` where no token fits behind it, ``bad_request`` where it cannot be sampled.
-            WrongWorkflow: it asks for what no engine can do yet.
+            DataFailure: ``prompt_too_long`` if no token fits after the prompt, ``bad_request`` if it cannot be sampled.
+            WrongWorkflow: the request asks for something that this engine does not support.
         """
         ids, gconfig = request.input_ids, request.gconfig
         check_request(request, self._architecture.vocab_size, self._max_model_len, self._tower is not None, embedded=True)
@@ -120,33 +115,33 @@ class EngineCore:
         if needed > self.cache.budget_tokens:
             raise DataFailure(
                 "prompt_too_long",
-                f"{len(ids)} prompt and {limit} new tokens need {needed} of cache, rollout.engine.kv_cache_gib holds "
+                f"{len(ids)} prompt and {limit} new tokens need a cache of {needed}, rollout.engine.kv_cache_gib holds "
                 f"{self.cache.budget_tokens}; make it larger or max_new_tokens smaller",
             )
         self._scheduler.add(sequence)
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
-        """Frees what the request holds; no response is made for it. An unknown number is fine."""
+        """Ends a request without a response and frees its memory. An unknown number is ignored."""
         sequence = self._scheduler.sequences.get(request_id)
         if sequence is not None:
             self._counters["cancelled"] += 1
             self._scheduler.end([sequence])
 
     def drawn(self, request_id: int, start: int) -> NewTokens:
-        """Tokens from number ``start`` on, and their log-probabilities; none of a request that waits or is over."""
+        """Returns the drawn tokens from index ``start`` on; none for a request that waits or has ended."""
         sequence = self._scheduler.sequences.get(request_id)
         return NewTokens((), ()) if sequence is None or sequence.slot < 0 else self.slots.drawn_since(sequence, start)
 
     def flush(self) -> None:
-        """Prompts that are held by running requests are not shared with requests to come."""
+        """Keeps later requests from sharing the prompts of running ones."""
         self._scheduler.stop_sharing()
 
     # ------------------------------------------------------------------ one round
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """One round: admit, a piece of prefill and/or one token for every started sequence; returns what finished."""
+        """Runs one round: admission, a piece of prefill and/or one token per started sequence. Returns finished requests."""
         if self.weights is None:
             raise RuntimeError("the weights sleep; deliver them again (stage, swap) before the next step")
         began = time.perf_counter()
@@ -158,7 +153,7 @@ class EngineCore:
                 finished += self._prefill()
         self._counters["prefill_s"] += time.perf_counter() - began
         middle = time.perf_counter()
-        if unread and scheduler.growth.full(scheduler.decoding):  # who gives way must have all its tokens
+        if unread and scheduler.growth.full(scheduler.decoding):  # a sequence needs all its tokens to be preempted
             finished, unread = finished + self._read(), 0
         scheduler.make_room()
         pending = scheduler.num_running - len(scheduler.decoding)
@@ -172,7 +167,7 @@ class EngineCore:
         return finished
 
     def _expire(self) -> Finished:
-        """Ends requests whose deadline has passed, with what they have."""
+        """Ends requests whose deadline has passed, with the tokens drawn so far."""
         now = time.monotonic()
         late = [s for s in self._scheduler.sequences.values() if s.deadline is not None and s.deadline <= now]
         self._counters["cancelled"] += len(late)
@@ -193,12 +188,12 @@ class EngineCore:
         return finished
 
     def _prefill(self) -> Finished:
-        """One packed pass over waiting prompts, and the first token of every sequence whose prompt is done."""
+        """Runs one packed pass over prompts, and draws the first token of every sequence whose prompt is done."""
         scheduler = self._scheduler
         starting, scheduler.ready = scheduler.ready, []
         for job in self._run_jobs(scheduler.prefill.jobs, "prefill_tokens"):
             if isinstance(job.owner, Sequence) and job.owner.started:
-                scheduler.start(job.owner)  # it gave way before; its newest token waits for the next decode step
+                scheduler.start(job.owner)  # was preempted before; the next decode step continues from its newest token
             else:
                 starting += job.owner.members if isinstance(job.owner, SharedPrompt) else [job.owner]
         scheduler.prefill.jobs = [job for job in scheduler.prefill.jobs if job.done < len(job.tokens)]
@@ -213,23 +208,23 @@ class EngineCore:
         return scored + self._draw(self.slots.batch(starting), logits)
 
     def _run_jobs(self, jobs: list[Prefill], counter: str) -> list[Prefill]:
-        """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
+        """Runs one prefill pass over the first jobs and hands hidden states to their owners. Returns completed jobs."""
         assert self.weights is not None
-        taken, pieces = self._scheduler.prefill.next_pieces(jobs)
+        selected, pieces = self._scheduler.prefill.next_pieces(jobs)
         shown = None
         if self._tower is not None:
             shown = self._tower.shown(
-                (job.media, piece.start, piece.count) for job, piece in zip(taken, pieces, strict=True)
+                (job.media, piece.start, piece.count) for job, piece in zip(selected, pieces, strict=True)
             )
-        complete = self.passes.prefill(self.weights, taken, pieces, shown)
+        complete = self.passes.prefill(self.weights, selected, pieces, shown)
         self._counters[counter] += sum(piece.count for piece in pieces)
         return complete
 
     def _decode(self) -> Finished:
-        """The next token of every sequence that decodes."""
+        """Draws the next token of every decoding sequence."""
         slots, scheduler = self.slots, self._scheduler
         assert self.weights is not None
-        if scheduler.changed or not self.passes.planned:  # else it is the batch of the step before
+        if scheduler.changed or not self.passes.planned:  # else the batch is that of the last step
             self._batch = slots.batch(scheduler.ordered())
             self.passes.plan(self._batch.sequences, slots.positions[self._batch.slots].tolist())
             scheduler.changed = False
@@ -242,17 +237,17 @@ class EngineCore:
         return self._draw(batch, logits)
 
     def _draw(self, batch: SlotBatch, logits: torch.Tensor) -> Finished:
-        """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
+        """Draws a token for each sequence of the batch. If tokens are read at once, ends the sequences that are done."""
         at_once = batch.watched is not None and batch.watched.needs_tokens
         read = self._read() if at_once else []
         self.slots.draw(batch, logits, self.version.number)
         if not self._late or at_once:
             return read + self._read()
-        self._scheduler.leave(self.slots.at_limit(batch))  # before it is known what they drew
+        self._scheduler.leave(self.slots.at_limit(batch))  # their last tokens are not read yet
         return []
 
     def _read(self, count: int | None = None) -> Finished:
-        """Reads the tokens of the oldest draws, or of all, and ends the sequences that are done."""
+        """Reads the tokens of the ``count`` oldest draws (None: all), and ends the sequences that are done."""
         finished: Finished = []
         for _ in range(min(len(self.slots.unread), len(self.slots.unread) if count is None else count)):
             batch, tokens, stopped, full = self.slots.record()
@@ -272,13 +267,13 @@ class EngineCore:
     # ------------------------------------------------------------------ weights and memory
 
     def own_name(self, name: str) -> str:
-        """The name that a trainer gives a weight, which a file calls ``name``."""
+        """Returns the trainer's name of the weight that a file calls ``name``."""
         return name if self._tower is None else self._tower.family.own_name(name)
 
     def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NewWeights:
         """Builds a second copy of the weights from a stream of tensors under their Hugging Face names.
 
-        May run in another thread while `step` runs; each tensor need only be valid until the next is asked for.
+        May run in another thread while `step` runs. Each tensor must be valid only until the next one is requested.
 
         Raises:
             WeightUpdateFailed: a tensor is missing, unknown, has another shape or came twice; the message names it.
@@ -321,7 +316,7 @@ class EngineCore:
             self._tower.load(staged.tower)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """Gives memory back; refused while requests are waiting or running."""
+        """Frees the memory of ``parts``. Raises `RuntimeError` while requests are waiting or running."""
         if self.has_work:
             raise RuntimeError(f"sleep needs an idle engine; {len(self._scheduler.sequences)} requests are under way")
         if "kv_cache" in parts:
@@ -333,7 +328,7 @@ class EngineCore:
                 self._tower.sleep()
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """The cache comes back with the first request; weights come back by `stage` and `swap`."""
+        """Does nothing: the first request allocates the cache again, and `stage` and `swap` bring weights."""
 
     def statistics(self) -> dict[str, float]:
         scheduler, cache = self._scheduler, self.cache

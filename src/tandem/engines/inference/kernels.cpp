@@ -1,8 +1,8 @@
 // Kernels of the embedded engine for CPUs with AVX-512 or AVX2; `kernels.py` builds and calls them.
 //
-// Everything but the matrix products of a layer: norms, the gate, rotation and attention over the cache, and the draw. Every output
-// number is computed by one thread in one order, which depends on nothing but its own row: what a sequence gets is the same to
-// the bit whatever runs beside it.
+// All parts of a layer except matrix products: norms, the gate, rotation and attention over the cache, and the draw. Every output
+// number is computed by one thread, in an order that depends only on its own row. So the results of a sequence are the same to the
+// bit whatever else is in the batch.
 
 #include <omp.h>
 
@@ -19,7 +19,7 @@ constexpr int kKeys = 2 * kLanes;  // keys that are scored at once: two register
 
 #ifdef BFLOAT16
 
-// Up to 32 keys and values, laid out for dot products of pairs; what is beyond the last key is 0.
+// Up to 32 keys and values, laid out for dot products of pairs; places beyond the last key are 0.
 template <int D>
 struct Block {
   static constexpr int kTogether = D <= 64 ? 4 : D <= 128 ? 2 : 1;  // as many sums as there are registers
@@ -94,8 +94,8 @@ struct Block {
 
 inline void fetch(const float* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-// Up to `kKeys` keys, transposed, and their values; a key beyond the last is 0. The next ones are fetched meanwhile: alone,
-// arithmetic and memory take equally long, and neither would wait for the other.
+// Up to `kKeys` keys, transposed, and their values; places beyond the last key are 0. The next keys are prefetched meanwhile:
+// arithmetic and memory take equally long, so neither has to wait for the other.
 template <int D>
 struct Block {
   static constexpr int kTogether = 4;
@@ -190,7 +190,7 @@ void rotate(Number* x, const Number* cos, const Number* sin) {
   }
 }
 
-// Calls f with N queries at a time, and with what is left: f(number of queries, the first).
+// Calls f(number of queries, first query) with N queries at a time, and with the remaining ones.
 template <int N, class F>
 void together(int q, int end, F&& f) {
   for (; q + N <= end; q += N) f(std::integral_constant<int, N>(), q);
@@ -198,7 +198,7 @@ void together(int q, int end, F&& f) {
     if (q < end) together<N - 1>(q, end, f);
 }
 
-// Queries that share keys, with what they have attended to so far: a softmax that is continued from block to block.
+// Queries that share keys, with their attention so far: a softmax that is continued from block to block.
 template <int D>
 struct Tile {
   alignas(64) Vec sums[kQueries][D / kLanes];
@@ -261,7 +261,7 @@ struct Tile {
 
 extern "C" {
 
-// Tokens in the order of the plan; those of a tile share the prompt before them, and neighbours may share their own row.
+// Tokens in the order of the plan. The tokens of a tile share a prompt, and adjacent tokens may share their own row.
 struct Plan {
   int64_t heads, kv_heads, dim, tokens, tiles;
   float scale;
@@ -271,12 +271,12 @@ struct Plan {
   const int32_t* own_length;     // tokens in its own row, itself included
   const int32_t* prompt_slab;
   const int32_t* prompt_row;
-  const int32_t* prompt_length;  // 0: no prompt that it shares
+  const int32_t* prompt_length;  // 0: no shared prompt
   const int32_t* tile;           // [tiles + 1] first tokens
   const int64_t* capacity;       // of each slab
 };
 
-// What differs from layer to layer. A missing table of cosines: no rotation; a missing norm: none of queries and keys.
+// The tensors of one layer. Without a table of cosines there is no rotation, without norms no norm of queries and keys.
 struct Layer {
   Number* qkv;                // [T, heads + 2 · kv_heads, dim]; queries and keys are overwritten
   Number* out;                // [T, heads · dim]
@@ -318,7 +318,7 @@ void attend_all(const Plan& p, const Layer& layer, int threads) {
         std::memcpy(place(layer.keys, p.own_slab[i], p.own_row[i], h) + at, heads + (p.heads + h) * D, D * sizeof(Number));
         std::memcpy(place(layer.values, p.own_slab[i], p.own_row[i], h) + at, heads + (p.heads + p.kv_heads + h) * D, D * sizeof(Number));
       }
-    }  // all keys are there before any query looks at them
+    }  // all keys are stored before any query reads them
 #pragma omp for schedule(dynamic, p.tiles >= 8 * threads ? p.kv_heads : 1)  // the heads of a row are neighbours in memory
     for (int64_t unit = 0; unit < p.tiles * p.kv_heads; ++unit) {
       const int64_t head = unit % p.kv_heads;
@@ -326,7 +326,7 @@ void attend_all(const Plan& p, const Layer& layer, int threads) {
       Tile<D> tile;
       for (int i = begin; i < end; ++i)
         for (int64_t g = 0; g < group; ++g) tile.add(layer.qkv + (p.token[i] * width + head * group + g) * D);
-      // Queries [q, to) of tokens [from, to) see so many keys of a span that `before` others precede.
+      // Lets the queries of tokens [from, to) see the first `length` keys of a span that `before` other keys precede.
       const auto see = [&](int from, int to, const auto& length, const auto& before) {
         for (int i = from; i < to; ++i)
           for (int64_t g = 0; g < group; ++g) {
@@ -353,8 +353,8 @@ void attend_all(const Plan& p, const Layer& layer, int threads) {
   }
 }
 
-// The token at which the cumulative sum of 2^((logit - highest) · scale) passes u of the whole. Tokens `banned` cannot be drawn; the
-// log-probability is that of the whole distribution.
+// Returns the token at which the cumulative sum of 2^((logit - highest) · scale) passes the share u of the total. Tokens `banned`
+// are not drawn; the log-probability is that of the whole distribution.
 void draw_row(const Number* logits, int64_t size, float temperature, double u, bool greedy, const int64_t* banned, int64_t bans,
               int64_t* token, float* logprob) {
   const Vec never = all(-INFINITY);
@@ -367,7 +367,7 @@ void draw_row(const Number* logits, int64_t size, float temperature, double u, b
   const auto value = [&](int64_t i) { return load(logits + i, first_lanes(1))[0]; };
   const auto allowed = [&](int64_t i) { return std::find(banned, banned + bans, i) == banned + bans; };
   const float top = top_of(0, size), by = kLog2E / temperature;
-  float drawn_top = top;  // of those that may be drawn: beside a banned one far above them their weights would all be 0
+  float drawn_top = top;  // highest allowed logit: relative to a much higher banned one, all allowed weights would be 0
   if (std::any_of(banned, banned + bans, [&](int64_t t) { return value(t) == top; })) {
     drawn_top = -INFINITY;
     for (int64_t i = 0; i < size; ++i)
@@ -388,7 +388,7 @@ void draw_row(const Number* logits, int64_t size, float temperature, double u, b
     for (int64_t i = start; i < stop; ++i) sum += each[i - start];
     return sum;
   };
-  thread_local std::vector<double> sums;  // cumulative, block by block, of those that may be drawn
+  thread_local std::vector<double> sums;  // cumulative weights of the allowed tokens, block by block
   sums.clear();
   double every = 0, whole = 0;
   for (int64_t block = 0; block < size; block += kBlock) {

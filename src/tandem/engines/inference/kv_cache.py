@@ -1,8 +1,8 @@
-"""Keys and values: one row a sequence (or shared prompt), in slabs of rows of equal capacity.
+"""Keys and values: one row per sequence (or shared prompt), in slabs of rows of equal capacity.
 
 A slab's tensors are dense, so attention over its rows is a view and never a gather. Capacities come in steps, so a short
-sequence neither reserves nor reads what a long one needs. How large a row is at admission, and what happens when it is full,
-is decided in `growth.py`.
+sequence neither reserves nor reads the memory that a long one needs. `admission.Growth` decides how large a row is at
+admission, and what happens when it is full.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, cache_gib
 from tandem.models.architecture import Architecture
 
 _FIRST_ROWS = 8
@@ -43,14 +42,14 @@ class Slab:
 
     def resize(self, size: int) -> None:
         """Makes room for ``size`` rows, keeping the first ones; layer by layer, so that at most one layer exists twice."""
-        cache, kept = self._cache, min(len(self.rows), size)
+        cache, used = self._cache, min(len(self.rows), size)
         shape = (size, cache.kv_heads, self.capacity, cache.head_dim)
         for tensors in (self.keys, self.values):
             for layer in range(cache.layers):
                 # Zeros and not garbage: a masked position is multiplied by 0, and 0 · NaN is NaN.
                 new = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
-                if kept:
-                    new[:kept] = tensors[layer][:kept]
+                if used:
+                    new[:used] = tensors[layer][:used]
                 if layer < len(tensors):
                     tensors[layer] = new
                 else:
@@ -58,7 +57,7 @@ class Slab:
         self.size = size
 
     def release(self, row: Row) -> None:
-        """Moves the last row into the hole, so that rows in use stay the first ones."""
+        """Frees a row, and moves the last row into its place."""
         # Rows in use stay a prefix of the slab, so attention reads one contiguous slice and needs no gather.
         last = self.rows.pop()
         if last is not row:
@@ -69,7 +68,7 @@ class Slab:
 
 
 def numbered(rows: Sequence[Row | None]) -> tuple[list[Slab], list[tuple[int, int]]]:
-    """The slabs of these rows, and of each row the number of its slab and its own in it; (0, 0) for None."""
+    """Returns the slabs of these rows, and for each row (number of its slab, index in that slab); (0, 0) for None."""
     slabs = {id(row.slab): row.slab for row in rows if row is not None}
     number = {key: i for i, key in enumerate(slabs)}
     return list(slabs.values()), [(number[id(row.slab)], row.index) if row is not None else (0, 0) for row in rows]
@@ -89,7 +88,7 @@ class KVCache:
         self.slabs: dict[tuple[Pool, int], Slab] = {}
 
     def capacity_for(self, tokens: int) -> int:
-        """The capacity of the row that holds so many tokens: steps of 32 to 128, then about a quarter each."""
+        """Returns the capacity of a row for this many tokens: a multiple of 32 up to 128, then steps of about a quarter."""
         step = 32
         # Few distinct capacities keep slabs few; above 128 tokens at most about a quarter of a row is waste.
         while tokens > 4 * step:
@@ -101,22 +100,22 @@ class KVCache:
         return self.reserved_tokens + sum(capacities) <= self.budget_tokens
 
     def reserve(self, pool: Pool, capacity: int, count: int) -> Slab:
-        """Grows a slab once for ``count`` further rows."""
+        """Returns the slab of this pool and capacity, grown once for ``count`` further rows."""
         slab = self.slabs.setdefault((pool, capacity), Slab(self, pool, capacity))
         if len(slab.rows) + count > slab.size:
-            # Room for some rows more than asked for, because growing copies the slab.
-            wanted = max(len(slab.rows) + count, min(2 * slab.size, slab.size + 32), _FIRST_ROWS)
-            # `fits` counts rows in use. Slabs also hold unused ones: if these are in the way, they are given back here, and
-            # this slab grows by no more than what was asked for.
+            # Room for more rows than ``count``, because growing copies the slab.
+            new_size = max(len(slab.rows) + count, min(2 * slab.size, slab.size + 32), _FIRST_ROWS)
+            # `fits` counts rows in use. Slabs also hold unused rows: if these take the room, they are freed here, and this
+            # slab grows by ``count`` rows only.
             spare = self.budget_tokens - sum(s.size * s.capacity for s in self.slabs.values() if s is not slab)
-            if spare < wanted * capacity:
+            if spare < new_size * capacity:
                 self._trim(slab)
-                wanted = len(slab.rows) + count
-            slab.resize(wanted)
+                new_size = len(slab.rows) + count
+            slab.resize(new_size)
         return slab
 
     def allocate(self, pool: Pool, capacity: int) -> Row:
-        """A row; the caller has asked `fits` before."""
+        """Returns a new row. The caller has checked `fits` before."""
         slab = self.reserve(pool, capacity, 1)
         row = Row(slab, len(slab.rows))
         slab.rows.append(row)
@@ -124,25 +123,25 @@ class KVCache:
         return row
 
     def free(self, row: Row) -> None:
-        """Gives a row back; other rows of the slab may move."""
+        """Frees a row; another row of the slab may move."""
         row.slab.release(row)
         self.reserved_tokens -= row.slab.capacity
 
     def move(self, row: Row, capacity: int) -> None:
-        """Moves a row to the slab of a larger capacity; the caller has asked `fits` for that before."""
-        # A stand-in keeps the old place while ``row`` moves: allocating may resize the slab and move other rows.
+        """Moves a row to the slab of a larger capacity. The caller has checked `fits` before."""
+        # A substitute holds the old place while ``row`` moves: allocating may resize the slab and move other rows.
         old = Row(row.slab, row.index)
         old.slab.rows[old.index] = old
         new = self.allocate(row.slab.pool, capacity)
-        for mine, theirs in ((new.slab.keys, old.slab.keys), (new.slab.values, old.slab.values)):
-            for layer, tensor in enumerate(mine):
-                tensor[new.index, :, : old.slab.capacity] = theirs[layer][old.index]
+        for target, source in ((new.slab.keys, old.slab.keys), (new.slab.values, old.slab.values)):
+            for layer, tensor in enumerate(target):
+                tensor[new.index, :, : old.slab.capacity] = source[layer][old.index]
         row.slab, row.index = new.slab, new.index
         new.slab.rows[new.index] = row
         self.free(old)
 
     def clear(self) -> None:
-        """Gives all memory back; only while no row is in use."""
+        """Frees all memory. Raises `RuntimeError` while a row is in use."""
         if self.reserved_tokens:
             raise RuntimeError(f"the KV cache holds {self.reserved_tokens} tokens; it can only be cleared when nothing runs")
         self.slabs.clear()
@@ -150,10 +149,10 @@ class KVCache:
     def held_bytes(self) -> int:
         return sum(slab.size * slab.capacity for slab in self.slabs.values()) * self.bytes_per_token
 
-    def _trim(self, but: Slab) -> None:
-        """Cuts the other slabs down to the rows in use."""
+    def _trim(self, spared: Slab) -> None:
+        """Shrinks all slabs except ``spared`` to the rows in use."""
         for key, slab in list(self.slabs.items()):
-            if slab is but:
+            if slab is spared:
                 continue
             if not slab.rows:
                 del self.slabs[key]
@@ -162,10 +161,10 @@ class KVCache:
 
 
 def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """The cache of an embedded engine that computes in ``dtype``, still empty.
+    """Returns the empty cache of an embedded engine that computes in ``dtype``.
 
     Raises:
-        ConfigError: more tokens than the model's context are asked for, or the cache holds next to nothing.
+        ConfigError: `max_model_len` is longer than the model's context, or the cache cannot hold the smallest row.
     """
     longest = a.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:

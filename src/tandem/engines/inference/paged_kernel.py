@@ -1,13 +1,13 @@
-"""Attention of one new token a row to keys and values where they lie in the cache, in Triton: two kernels for a GPU.
+"""Attention of one new token per row to keys and values in the cache, read in place: two GPU kernels in Triton.
 
-The first cuts the keys of each row into splits of `SPLIT` and gives each (row, key head, split) a program, which reads
-each key once for all query heads of the key head. Scores, softmax and sums are float32. The second joins the splits of a row
-by their log-sum-exps. A split is as long in every batch, so that a row's numbers do not depend on the rows beside it.
+The first cuts the keys of each row into splits of `SPLIT` and runs one program per (row, key head, split), which reads each
+key once for all query heads of its key head. Scores, softmax and sums are float32. The second joins the splits of a row by
+their log-sum-exps. Splits have the same length in every batch, so a row's result does not depend on the other rows.
 
 triton is imported at the first call; it comes with torch where there is a GPU. With ``TRITON_INTERPRET=1`` it runs on a CPU.
 """
 
-from __future__ import annotations  # the kernels name types of triton, which may not be there
+from __future__ import annotations  # the kernels name types of triton, which may not be installed
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._triton import has_triton
 
-from tandem.models.compiled import has_compiler
+from tandem.models.packed import has_compiler
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 SPLIT = 256
-"""Keys of a split."""
+"""Number of keys per split."""
 
 _TILE_BYTES = 16384
-"""Keys, or values, that a program loads at a time."""
+"""Bytes of keys, or of values, that a program loads at a time."""
 
 _NO_WINDOW = 1 << 30
 
 
 def takes(dim: int) -> bool:
-    """True if the kernels can be compiled here, for heads of ``dim`` numbers."""
+    """True if the kernels can be compiled here, for heads of dimension ``dim``."""
     return 16 <= dim <= 256 and has_triton() and has_compiler()
 
 
@@ -48,16 +48,17 @@ def attend(
     """Writes the new tokens' keys and values into the cache and attends.
 
     Args:
-        queries: ``[B, heads, D]``, the heads of a token side by side.
-        keys: ``[B, kv_heads, D]`` of the new tokens, of the cache's dtype.
-        values: the same.
-        table: ``[8, B]`` int64; of the shared prompt, and then of the own tokens: number of the slab, place of the first
-            head's first token, tokens from one head to the next, and tokens (0 without a prompt; own with the new one).
-        addresses: ``[2, slabs]`` int64, of the keys and of the values of each slab in this layer.
-        longest: tokens of the longest row.
-        window: tokens that a token sees, itself included; None: all.
+        queries: ``[B, heads, D]``, contiguous within a token.
+        keys: ``[B, kv_heads, D]`` of the new tokens, in the cache's dtype.
+        values: ``[B, kv_heads, D]``, likewise.
+        table: ``[8, B]`` int64: four lines for the shared prompt, then four for the row's own tokens. Slab number; index of
+            the first head's first token in the slab; tokens from one head to the next; number of tokens (0 without a
+            prompt; own tokens include the new one).
+        addresses: ``[2, slabs]`` int64, addresses of the keys and of the values of each slab in this layer.
+        longest: number of tokens in the longest row.
+        window: number of tokens that a token sees, itself included; None: all.
         scale: factor of the scores.
-        softcap: ``softcap * tanh(scores / softcap)`` takes the place of the scores; None: they stay.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay as they are.
 
     Returns:
         ``[B, heads, D]``.
@@ -82,7 +83,7 @@ def attend(
 
 
 def sizes(heads: int, kv_heads: int, dim: int, itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
-    """The numbers that are compiled in: of both kernels, and of the first alone."""
+    """Returns the compile-time constants that both kernels have, and those that only the first kernel has."""
     dims, group = 1 << (dim - 1).bit_length(), heads // kv_heads
     tile = {"GROUP": group, "QUERIES": max(16, 1 << (group - 1).bit_length()), "KEYS": _TILE_BYTES // (dims * itemsize)}
     return {"HEADS": heads, "DIM": dim, "DIMS": dims, "SPLIT": SPLIT}, tile
@@ -90,12 +91,12 @@ def sizes(heads: int, kv_heads: int, dim: int, itemsize: int) -> tuple[dict[str,
 
 @functools.cache
 def kernels() -> tuple[Any, Any]:
-    """Both kernels; compiled at their first call for each dtype and size of heads."""
+    """Returns both kernels. They are compiled at their first call for each dtype and head size."""
     import triton  # noqa: PLC0415 — only where there is a GPU
     import triton.language as tl  # noqa: PLC0415
 
     globals()["tl"] = tl  # the name by which the functions below know it
-    changing = {"do_not_specialize": ["rows", "slabs", "splits", "window"]}  # else some of their values are compiled for
+    changing = {"do_not_specialize": ["rows", "slabs", "splits", "window"]}  # else triton recompiles for some values
     return triton.jit(_splits, **changing), triton.jit(_join, **changing)
 
 
@@ -116,9 +117,9 @@ def _splits(
         return
     group, dims = tl.arange(0, QUERIES), tl.arange(0, DIMS)
     whole = dims < DIM
-    asked = (group[:, None] < GROUP) & whole[None, :]
+    query_mask = (group[:, None] < GROUP) & whole[None, :]
     places = (head * GROUP + group[:, None]) * DIM + dims[None, :]
-    query = tl.load(queries + row * query_stride + places, mask=asked, other=0.0).to(tl.float32)  # [QUERIES, DIMS]
+    query = tl.load(queries + row * query_stride + places, mask=query_mask, other=0.0).to(tl.float32)  # [QUERIES, DIMS]
     most = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, DIMS], tl.float32)
@@ -137,18 +138,18 @@ def _splits(
         if part == 2:
             low, high = tl.maximum(begin - prompt, 0), end - prompt
             # No program reads this place: the new token is in no split.
-            given, place, new = head * DIM + dims, (own - 1) * DIM + dims, whole & (split == 0)
-            tl.store(keys + place, tl.load(new_keys + row * key_stride + given, mask=new), mask=new)
-            tl.store(values + place, tl.load(new_values + row * value_stride + given, mask=new), mask=new)
+            source, place, new = head * DIM + dims, (own - 1) * DIM + dims, whole & (split == 0)
+            tl.store(keys + place, tl.load(new_keys + row * key_stride + source, mask=new), mask=new)
+            tl.store(values + place, tl.load(new_values + row * value_stride + source, mask=new), mask=new)
         for start in range(low, high, KEYS):
             tokens = start + tl.arange(0, KEYS)
-            there = tokens < high
-            at, mask = tokens[:, None] * DIM + dims[None, :], there[:, None] & whole[None, :]
+            valid = tokens < high
+            at, mask = tokens[:, None] * DIM + dims[None, :], valid[:, None] & whole[None, :]
             block = tl.load(keys + at, mask=mask, other=0.0).to(tl.float32)  # [KEYS, DIMS]
             scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scale
             if CAPPED:
                 scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))  # tanh
-            scores = tl.where(there[None, :], scores, float("-inf"))
+            scores = tl.where(valid[None, :], scores, float("-inf"))
             higher = tl.maximum(most, tl.max(scores, 1))
             weights, shrunk = tl.exp(scores - higher[:, None]), tl.exp(most - higher)
             block = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
@@ -158,7 +159,7 @@ def _splits(
 
     line = row * HEADS + head * GROUP + group
     tl.store(sums + line * splits + split, most + tl.log(total), mask=group < GROUP)
-    tl.store(parts + (line[:, None] * splits + split) * DIM + dims[None, :], out / total[:, None], mask=asked)
+    tl.store(parts + (line[:, None] * splits + split) * DIM + dims[None, :], out / total[:, None], mask=query_mask)
 
 
 def _join(
@@ -183,9 +184,9 @@ def _join(
     joined = tl.load(parts + line * splits * DIM + dims, mask=whole, other=0.0)
     total = 1.0
     for split in range(1, count):
-        one = tl.load(sums + line * splits + split)
-        higher = tl.maximum(most, one)
-        old, new = tl.exp(most - higher), tl.exp(one - higher)
-        found = tl.load(parts + (line * splits + split) * DIM + dims, mask=whole, other=0.0)
-        joined, total, most = joined * old + found * new, total * old + new, higher
+        lse = tl.load(sums + line * splits + split)
+        higher = tl.maximum(most, lse)
+        old, new = tl.exp(most - higher), tl.exp(lse - higher)
+        part = tl.load(parts + (line * splits + split) * DIM + dims, mask=whole, other=0.0)
+        joined, total, most = joined * old + part * new, total * old + new, higher
     tl.store(out + line * DIM + dims, joined / total, mask=whole)

@@ -1,18 +1,16 @@
-"""Who runs: admission by memory and by lines in the tables.
+"""Decides which requests run: they are admitted by free memory and free slots.
 
-First come, first served. A request is admitted when the row that it begins with fits (`growth.py`); when the cache is full,
-the one that came last gives way.
+First come, first served. A request is admitted when its first row fits (`admission.Growth`). When the cache is full, the
+latest request is preempted.
 """
 
 from collections import Counter, deque
 
 import torch
 
-from tandem.engines.inference.growth import Growth
+from tandem.engines.inference.admission import Growth, PrefillQueue, SharedPrompts
 from tandem.engines.inference.kv_cache import KVCache, Pool
-from tandem.engines.inference.prefill_queue import PrefillQueue
 from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt, Slots
-from tandem.engines.inference.shared_prompts import SharedPrompts
 
 
 class Scheduler:
@@ -22,32 +20,32 @@ class Scheduler:
         self.cache, self.slots = cache, slots
         self.growth = Growth(cache, slots, whole_rows)
         self.sequences: dict[int, Sequence] = {}
-        """All that are waiting or running, by request."""
+        """All waiting and running sequences, by request number."""
 
         self.waiting: deque[Sequence] = deque()
         self.prefill = PrefillQueue(prefill_chunk_tokens)
         self.ready: list[Sequence] = []
-        """Admitted to a prompt that was computed before; they can draw their first token."""
+        """Admitted sequences whose shared prompt is computed already; they can draw their first token."""
 
         self.decoding: list[Sequence] = []
         self.changed = True
-        """The set of decoding sequences, or a place in the cache, is not what it was."""
+        """True if the set of decoding sequences, or the place of a row in the cache, has changed since the last plan."""
 
         self._arrived = 0
         self._prompts = SharedPrompts(cache)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold memory."""
+        """Number of sequences that hold memory."""
         return len(self.sequences) - len(self.waiting)
 
     @property
     def shared_tokens(self) -> int:
-        """Prompt tokens that were not computed, because another sample's could be read or copied."""
+        """Number of prompt tokens that were not computed, but read or copied from another sample."""
         return self._prompts.read_tokens + self.prefill.copied_tokens
 
     def needed(self, sequence: Sequence) -> int:
-        """Tokens of cache that the sequence needs alone; the last token it draws is never stored."""
+        """Returns the cache tokens that the sequence needs when it runs alone; its last drawn token is never stored."""
         return self.cache.capacity_for(len(sequence.request.input_ids) + max(0, sequence.max_new_tokens - 1))
 
     def add(self, sequence: Sequence) -> None:
@@ -57,7 +55,7 @@ class Scheduler:
         self._prompts.queued(sequence)
 
     def admit(self) -> None:
-        """Takes in from the front of the queue what fits."""
+        """Admits sequences from the front of the queue while they fit."""
         admitted: list[tuple[Sequence, Pool, int]] = []
         planned: list[int] = []
         new_prompts: set[tuple[int, ...]] = set()
@@ -65,28 +63,28 @@ class Scheduler:
         while self.waiting and len(admitted) < self.slots.num_free + (self.waiting[0].slot >= 0):
             sequence = self.waiting[0]  # never a later one, or a long request would wait for ever
             key, length = sequence.request.key, len(sequence.request.input_ids)
-            # By default it joins a prompt that others computed or will compute: it needs a row for its own tokens only.
+            # By default a sequence joins a prompt that others compute, and needs a row for its own tokens only.
             pool: Pool = "suffix"
             needs = [self.growth.capacity(0, sequence)]
             if sequence.request.scores_prompt or (sequence.started and not self._prompts.computed(key)):
-                # all of its prompt is computed here, or it gave way: its prompt and what it drew share a row
+                # its whole prompt is scored, or it was preempted: prompt and drawn tokens share a row
                 pool, needs = "whole", [self.growth.capacity(length, sequence)]
             elif key not in self._prompts and key not in new_prompts:
-                if self._prompts.wanted(key) > 1:  # it is the first of several: it brings the row of the prompt as well
+                if self._prompts.wanted(key) > 1:  # the first of several: the prompt needs a row, too
                     needs.append(self.cache.capacity_for(length))
                     new_prompts.add(key)
-                else:  # nobody shares its prompt: one row for everything
+                else:  # its prompt is not shared: one row for all its tokens
                     pool, needs = "whole", [self.growth.capacity(length, sequence)]
             if not self.cache.fits(planned + needs):
                 new_prompts.discard(key)
                 if self.num_running or admitted:
-                    break  # until something that runs ends and frees its rows
-                # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one
+                    break  # until a running sequence ends and frees its rows
+                # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one row
                 pool, needs = "whole", [self.needed(sequence)]
             planned += needs
             self._prompts.left_queue(self.waiting.popleft())
             admitted.append((sequence, pool, needs[0]))
-        # Growing a slab copies it, so each grows once, by all its new rows, before the first of them is placed.
+        # Growing a slab copies it, so each slab grows once, by all its new rows, before sequences are placed.
         for (pool, capacity), count in Counter((pool, capacity) for _, pool, capacity in admitted).items():
             self.cache.reserve(pool, capacity, count)
         for sequence, pool, capacity in admitted:
@@ -105,13 +103,13 @@ class Scheduler:
         elif not sequence.started:
             self.prefill.add(_whole_prompt(sequence))
         self.growth.watch(sequence)
-        if sequence.started and len((lost := self._lost(sequence)).tokens):
-            self.prefill.add(lost)
+        if sequence.started and len((job := self._refill(sequence)).tokens):
+            self.prefill.add(job)
         elif sequence.started:
             self.start(sequence)
 
-    def _lost(self, sequence: Sequence) -> Prefill:
-        """The tokens that fill the row of a sequence that has drawn some; the newest has no place in it yet."""
+    def _refill(self, sequence: Sequence) -> Prefill:
+        """Returns the job that fills the row of a sequence again, with all its own tokens but the newest drawn one."""
         assert sequence.row is not None
         tokens, request = self.slots.drawn(sequence)[:-1].cpu(), sequence.request
         if sequence.prompt is not None:
@@ -125,7 +123,7 @@ class Scheduler:
         )
 
     def start(self, sequence: Sequence) -> None:
-        """The sequence has its first token, or again all that it lost when it gave way."""
+        """Adds a sequence to the decoding ones. It has its first token, or its row was filled again after a preemption."""
         if not sequence.started:
             sequence.clock.mark("began")
         sequence.started = True
@@ -133,26 +131,26 @@ class Scheduler:
         self.changed = True
 
     def leave(self, sequences: list[Sequence]) -> None:
-        """These draw no more, and keep what they hold until they end."""
+        """Stops decoding these sequences; they keep their memory until they end."""
         if sequences:
-            self.decoding = [one for one in self.decoding if one not in sequences]
+            self.decoding = [sequence for sequence in self.decoding if sequence not in sequences]
             self.changed = True
 
     def make_room(self) -> None:
-        """Sequences whose rows are full get longer ones, the first come first; the last come give way for that."""
+        """Moves sequences with full rows to longer rows, in order of arrival; preempts the latest if there is no room."""
         for sequence in self.growth.full(self.decoding):
             while sequence.row is not None and not self.growth.grow(sequence):
-                self._give_way(max(self.decoding, key=lambda one: one.arrival))
+                self._preempt(max(self.decoding, key=lambda candidate: candidate.arrival))
             self.changed = True
 
-    def _give_way(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self._free([sequence])
         self.growth.preempted += 1
         self.waiting.appendleft(sequence)
         self._prompts.queued(sequence)
 
     def end(self, ended: list[Sequence]) -> None:
-        """Frees all that these sequences hold, wherever they are."""
+        """Removes these sequences, waiting or running, and frees all that they hold."""
         for sequence in ended:
             del self.sequences[sequence.request_id]
             if sequence.row is None:
@@ -165,14 +163,14 @@ class Scheduler:
                 self.slots.release(sequence)
 
     def _free(self, running: list[Sequence]) -> None:
-        """Gives the rows of these sequences back, and those of prompts that nobody else reads."""
+        """Frees the rows of these sequences, and those of prompts that no other sequence reads."""
         if not running:
             return
-        gone = set(running)
-        self.decoding = [s for s in self.decoding if s not in gone]
-        self.ready = [s for s in self.ready if s not in gone]
+        freed = set(running)
+        self.decoding = [s for s in self.decoding if s not in freed]
+        self.ready = [s for s in self.ready if s not in freed]
         owners: set[Sequence | SharedPrompt] = set(running)
-        # From the last row to the first, so that rows that stay need not move.
+        # From the last row to the first, so that fewer rows move.
         for sequence in sorted(running, key=lambda s: -s.row.index if s.row else 0):
             assert sequence.row is not None
             self.cache.free(sequence.row)
@@ -183,20 +181,20 @@ class Scheduler:
         self.changed = True
 
     def stop_sharing(self) -> None:
-        """Nobody may join the prompts that are there: their keys are of older weights and are kept."""
+        """Keeps later sequences from joining the present prompts, whose keys and values older weights have computed."""
         self._prompts.stop_sharing()
         self.prefill.stop_copying()
 
     def recompute_jobs(self) -> tuple[list[Prefill], list[Prefill]]:
-        """Jobs that rebuild the cache of all that was computed: shared prompts, and then the tokens after them."""
+        """Returns the jobs that recompute the whole cache: first shared prompts, then the tokens after them."""
         resumed = [job.owner for job in self.prefill.jobs if isinstance(job.owner, Sequence)]
         prompts = {id(p): p for s in [*self.decoding, *self.ready, *resumed] if (p := s.prompt) is not None}
         first = [_whole_prompt(prompt, shared=False) for prompt in prompts.values()]
-        then = [job for job in map(self._lost, self.decoding) if len(job.tokens)]
+        then = [job for job in map(self._refill, self.decoding) if len(job.tokens)]
         return first, then
 
     def ordered(self) -> list[Sequence]:
-        """The decoding sequences as attention wants them: those of one slab together, shared prompts last."""
+        """Returns the decoding sequences in the order of attention: those of one slab together, shared prompts last."""
 
         def place(sequence: Sequence) -> tuple[bool, int, int]:
             assert sequence.row is not None
@@ -206,7 +204,8 @@ class Scheduler:
 
 
 def _whole_prompt(owner: Sequence | SharedPrompt, *, shared: bool = True) -> Prefill:
-    """The job that fills the owner's row with its prompt. ``shared``: others may copy it, if nobody scores it."""
+    """Returns the job that fills the owner's row with its prompt. ``shared``: other prompts may copy from this row, unless
+    the prompt's tokens are scored."""
     assert owner.row is not None
     scored = owner.extras if isinstance(owner, Sequence) and owner.request.scores_prompt else None
     key = owner.request.key if shared and scored is None else ()

@@ -1,7 +1,7 @@
-"""Sequences under way: a Python object for each, and a row of tensor tables, so that no token costs Python code.
+"""Running sequences: each has a Python object and a row in tensor tables, so that a draw needs no Python code per row.
 
-The tables are in host memory. A step uploads what it needs of them and waits for the device once: for its tokens, or on a
-GPU for those of the step before. A row becomes Python lists once, when its sequence ends.
+The tables are in host memory. A step uploads the parts that it needs and waits for the device once: for its own tokens, or
+on a GPU for those of the step before. A row becomes Python lists once, when its sequence ends.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,12 @@ import torch
 
 from tandem.api.failures import NonFinite
 from tandem.api.requests import LLMRequest, LLMResponse, NewTokens, NoiseKey, RequestClock, StopReason
+from tandem.engines.inference.engine_calls import StopText
 from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.kv_cache import Row
-from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import SamplingRows, SamplingTable, sample, widened
-from tandem.engines.inference.stopping import StopText
+from tandem.engines.inference.sampler import SamplingRows, SamplingTable, sample, stream_of, uniform, widened
 from tandem.engines.inference.watched import Extras, TopRows, Watched
-from tandem.models.upload import Download, upload
+from tandem.models.hardware import Download, upload
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class SharedPrompt:
     """A prompt whose keys and values several samples read; computed once."""
 
     request: LLMRequest
-    """The first request with this prompt; the others have the same `key`."""
+    """The first request with this prompt; all other requests with the prompt have the same `key`."""
 
     row: Row
     positions: torch.Tensor | None = None
@@ -54,27 +53,27 @@ class Sequence:
 
     stop_text: StopText | None = None
     positions: torch.Tensor | None = None
-    """Rotary positions ``[S, 3]`` of its prompt; None if each token's position is its index."""
+    """Rotary positions ``[S, 3]`` of the sequence's prompt; None if each token's position is its index."""
 
     slot: int = -1
-    """Its row in the tables of `Slots`; −1 while it waits."""
+    """Row of the sequence in the tables of `Slots`; −1 while it waits."""
 
     row: Row | None = None
     """Cache row with keys and values of the whole sequence, or of its own tokens alone if the prompt is shared."""
 
     prompt: SharedPrompt | None = None
     started: bool = False
-    """True once it has its first token and takes part in decode steps."""
+    """True once the sequence has its first token and takes part in decode steps."""
 
     arrival: int = 0
-    """Its number among all requests, in order of arrival."""
+    """Number of the sequence among all requests, in order of arrival."""
 
     clock: RequestClock = field(default_factory=RequestClock)
     hidden: torch.Tensor | None = None
-    """``[hidden]`` state of the last token of its own prompt, between prefill and the draw of its first token."""
+    """``[hidden]`` state of the last prompt token, if the prompt is not shared; between prefill and the first draw."""
 
     extras: Extras | None = None
-    """The request's wishes beside tokens (grammar, top tokens); None if it has none."""
+    """The request's extras beside tokens (grammar, top tokens); None if it has none."""
 
     def last_hidden(self) -> torch.Tensor:
         """Returns the hidden state ``[hidden]`` of the last prompt token, which must be computed; its own copy is
@@ -91,7 +90,7 @@ class Sequence:
 
     @property
     def tokens_before(self) -> int:
-        """Number of prompt tokens in its own row; 0 if the prompt is shared."""
+        """Number of prompt tokens in the sequence's own row; 0 if the prompt is shared."""
         return len(self.request.input_ids) if self.prompt is None else 0
 
 
@@ -121,10 +120,10 @@ class Prefill:
     """Earlier prefills with the same beginning, each with the number of common tokens; empty once these are copied."""
 
     gone: bool = False
-    """True once its row is released, or must not be copied from."""
+    """True once the job's row is released, or must not be copied from."""
 
     scored: Extras | None = None
-    """The extras that want the log-probabilities of these tokens; None: nobody does."""
+    """The extras that record the log-probabilities of these tokens; None: they are not computed."""
 
     def at(self, start: int, count: int) -> torch.Tensor:
         """Rotary positions of ``count`` tokens from index ``start`` on, ``[count]`` or ``[count, 3]``."""
@@ -163,16 +162,17 @@ class DrawnTokens:
     """``[B]`` int64: number of tokens that each sequence had drawn before this step."""
 
     version: int
-    found: tuple[Download, ...]
-    """Tokens and log-probabilities ``[B]``; from a device both in one float64 ``[2, B]``, which holds either exactly."""
+    downloads: tuple[Download, ...]
+    """Tokens ``[B]`` and log-probabilities ``[B]``. A device sends both as one float64 ``[2, B]``, which represents either
+    exactly."""
 
     top: TopRows | None = None
 
     def home(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits for the tokens and log-probabilities, ``[B]`` each, and returns them on the host."""
-        if len(self.found) == 2:
-            return self.found[0].wait(), self.found[1].wait()
-        both = self.found[0].wait()
+        if len(self.downloads) == 2:
+            return self.downloads[0].wait(), self.downloads[1].wait()
+        both = self.downloads[0].wait()
         return both[0].long(), both[1].float()
 
 
@@ -231,10 +231,10 @@ class Slots:
         sequence.slot = -1
 
     def batch(self, sequences: list[Sequence]) -> SlotBatch:
-        """A batch of these sequences, for `draw`."""
+        """Returns a batch of these sequences, for `draw`."""
         slots = torch.tensor([sequence.slot for sequence in sequences])
         watched = Watched.among((sequence.extras for sequence in sequences), self._device)
-        return SlotBatch(sequences, slots, self._there(slots), self._sampling.rows(slots), watched)
+        return SlotBatch(sequences, slots, upload(slots, self._device), self._sampling.rows(slots), watched)
 
     def draw(self, batch: SlotBatch, logits: torch.Tensor, version: int) -> None:
         """Draws the next tokens from ``logits [B, V]`` on the device. The host does not wait here; `record` waits."""
@@ -242,20 +242,19 @@ class Slots:
         positions, counts = self.positions[slots], self.counts[slots]
         forbidden = self._sampling.forbidden(slots, counts) if rows.minimums else None
         if rows.first_temperatures is not None:
-            rows = replace(
-                rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
-            )
-        uniforms = self._there(uniform(self._streams[slots], positions))
-        given = logits, uniforms, rows, forbidden, self._compiled
-        found, top = (sample(*given), None) if batch.watched is None else batch.watched.sample(*given)
-        self.last[batch.places] = found[0]
-        sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
+            first = upload(counts == 0, self._device)
+            rows = replace(rows, temperatures=torch.where(first, rows.first_temperatures, rows.temperatures))
+        uniforms = upload(uniform(self._streams[slots], positions), self._device)
+        inputs = logits, uniforms, rows, forbidden, self._compiled
+        drawn, top = (sample(*inputs), None) if batch.watched is None else batch.watched.sample(*inputs)
+        self.last[batch.places] = drawn[0]
+        sent = drawn if self._device.type == "cpu" else (torch.stack([tensor.double() for tensor in drawn]),)
         self.positions[slots] += 1
         self.counts[slots] = counts + 1
         self.unread.append(DrawnTokens(batch.sequences, slots, counts, version, tuple(map(Download, sent)), top))
 
     def at_limit(self, batch: SlotBatch) -> list[Sequence]:
-        """The sequences that have drawn as many tokens as they may."""
+        """Returns the sequences that have drawn their maximum number of tokens."""
         full = (self.counts[batch.slots] >= self._limits[batch.slots]).nonzero().flatten().tolist()
         return [batch.sequences[i] for i in full]
 
@@ -273,9 +272,9 @@ class Slots:
         batch, slots, counts = drawn.sequences, drawn.slots, drawn.counts
         if drawn.top is not None:
             drawn.top.record(tokens)
-        if len(left := [i for i, sequence in enumerate(batch) if sequence.slot >= 0]) < len(batch):
-            batch = [batch[i] for i in left]
-            tokens, logprobs, slots, counts = tokens[left], logprobs[left], slots[left], counts[left]
+        if len(live := [i for i, sequence in enumerate(batch) if sequence.slot >= 0]) < len(batch):
+            batch = [batch[i] for i in live]
+            tokens, logprobs, slots, counts = tokens[live], logprobs[live], slots[live], counts[live]
         self._tokens[slots, counts] = tokens
         self._logprobs[slots, counts] = logprobs
         self._versions[slots, counts] = drawn.version
@@ -288,41 +287,28 @@ class Slots:
         if bool(ended[2].any()):
             raise NonFinite(
                 f"version {drawn.version} of the weights gives logits that are not finite, so no token can be drawn; lower "
-                "actor.optimizer.lr, or give a model that is whole"
+                "actor.optimizer.lr, or use a model whose weights are finite"
             )
         return batch, tokens, ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
-
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return upload(tensor, self._device)
 
     def num_drawn(self, sequence: Sequence) -> int:
         """Number of drawn tokens that the host has read; 0 before the sequence has a slot."""
         return int(self._known[sequence.slot]) if sequence.slot >= 0 else 0
 
     def drawn(self, sequence: Sequence) -> torch.Tensor:
-        """Tokens drawn so far, ``[n]``."""
+        """Returns the drawn tokens that the host has read, ``[n]``."""
         return self._tokens[sequence.slot, : int(self._known[sequence.slot])]
 
     def drawn_since(self, sequence: Sequence, start: int) -> NewTokens:
-        """Tokens from number ``start`` on, and their log-probabilities."""
+        """Returns the drawn tokens from index ``start`` on, with their log-probabilities."""
         new = slice(start, int(self._known[sequence.slot]))
         tokens, logprobs = (table[sequence.slot, new].tolist() for table in (self._tokens, self._logprobs))
         return NewTokens(tuple(tokens), tuple(logprobs), tuple(sequence.extras.top[new]) if sequence.extras else ())
 
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
         count = int(self._known[sequence.slot])
-        tokens, logprobs, versions = (
-            t[sequence.slot, :count].tolist() for t in (self._tokens, self._logprobs, self._versions)
-        )
-        request = sequence.request
-        gconfig = request.gconfig
-        hot = gconfig.first_token_temperature is not None and not gconfig.train_first_token
-        return LLMResponse(
-            request.input_ids,
-            tuple(tokens),
-            tuple(logprobs),
-            tuple(versions),
-            reason,
-            gconfig.temperature,
-            untrained_tokens=min(count, int(hot)),
-        )
+        tables = self._tokens, self._logprobs, self._versions
+        tokens, logprobs, versions = (tuple(table[sequence.slot, :count].tolist()) for table in tables)
+        ids, gconfig = sequence.request.input_ids, sequence.request.gconfig
+        untrained = min(count, int(gconfig.first_token_temperature is not None))
+        return LLMResponse(ids, tokens, logprobs, versions, reason, gconfig.temperature, untrained_tokens=untrained)

@@ -1,7 +1,7 @@
-"""The eyes and ears of a model: its towers, and the features of the media that were shown lately.
+"""The media towers of a model (for images and sounds), and the features of recently used media.
 
-Towers are computed by transformers' own modules. The features of a medium are computed once, alone, so that they do not
-depend on what comes beside it, and kept until an update brings other weights of the towers.
+Towers are transformers' own modules. The features of a medium are computed once and alone, so that they do not depend on the
+rest of a batch. They are kept until an update changes the weights of the towers.
 """
 
 import copy
@@ -18,28 +18,28 @@ from tandem.api.failures import DataFailure, WeightUpdateFailed
 from tandem.api.media import Medium, occurrences
 from tandem.api.requests import LLMRequest
 from tandem.media import store
-from tandem.models.media.family import MediaFamily
-from tandem.models.media.features import INPUT_BYTES, RecentTensors, is_tower
+from tandem.models.media.family import INPUT_BYTES, MediaFamily, RecentTensors, is_tower
 
 _KEPT_BYTES = 2**28
-"""Features that are kept for prompts to come; those of a pass may be more."""
+"""Bytes of features that are kept for later prompts; the features of one pass may be larger."""
 
 
 class Shown(NamedTuple):
-    """Features that stand among the embeddings of a pass."""
+    """Media features for some tokens of a pass."""
 
     places: torch.Tensor
-    """``[M]`` int64: which of its tokens."""
+    """``[M]`` int64: indices of these tokens."""
 
     features: tuple[torch.Tensor, ...]
-    """``[M, hidden]`` each: in the place of the embeddings, then those that are added behind the first layers."""
+    """``[M, hidden]`` each: the first replaces the embeddings, the others are added after the first layers."""
 
 
 class Tower:
-    """The towers of a model, and the features that they have computed. It has weights once `load` brought them."""
+    """The towers of a model, and the features that they have computed. The weights come with `load`."""
 
     def __init__(self, family: MediaFamily, config: Any, compute: torch.dtype, device: torch.device):
-        """``config``: of the whole model; of its text part only the embeddings are described, on the meta device."""
+        """``config``: configuration of the whole model, whose text part is built without decoder layers, on the meta
+        device."""
         self.family, self._compute, self._device = family, compute, device
         self._model = _without_text(config, compute, device)
         stated = self._model.state_dict().items()
@@ -51,16 +51,16 @@ class Tower:
         self.computed = 0
 
     def statistics(self) -> dict[str, float]:
-        """``media_computed``, and ``media_held_bytes`` of the weights and of the features that are kept."""
+        """Returns ``media_computed`` (media so far) and ``media_held_bytes`` (weights and kept features)."""
         weights = sum(tensor.nbytes for tensor in self._weights.values())
         return {"media_computed": float(self.computed), "media_held_bytes": float(weights + self._features.num_bytes)}
 
     def check(self, request: LLMRequest) -> None:
-        """Passes if each medium of a prompt has the tokens that its features replace.
+        """Passes if the prompt has, for each medium, the placeholder tokens that its features replace.
 
         Raises:
-            DataFailure: ``media_mismatch``: it has not. ``media_missing``: the media store does not have the medium;
-                ``media_unreadable``: its file there is damaged.
+            DataFailure: ``media_mismatch``: the prompt has other tokens there. ``media_missing``: the media store does not
+                have the medium. ``media_unreadable``: the medium's file is damaged.
         """
         if not request.media:
             return
@@ -70,24 +70,24 @@ class Tower:
         for number, token in zip(request.media, request.input_ids, strict=True):
             if number:
                 tokens.setdefault(number, []).append(token)
-        for number, there in tokens.items():
+        for number, placeholders in tokens.items():
             medium = self._read(number)
             token, rows = self.family.placeholder(medium.kind), self.family.count(medium)
-            if set(there) != {token} or len(there) % rows:
+            if set(placeholders) != {token} or len(placeholders) % rows:
                 raise DataFailure(
                     "media_mismatch",
-                    f"medium {number} has {rows} rows of features, each for a token {token}; the prompt has {len(there)} "
-                    f"tokens for it, among them {sorted(set(there))[:3]}",
+                    f"medium {number} has {rows} rows of features, each for a token {token}; the prompt has "
+                    f"{len(placeholders)} tokens for it, among them {sorted(set(placeholders))[:3]}",
                 )
 
     def _read(self, number: int) -> Medium:
-        """A medium that the model can be shown: what is wrong with it is told before its prompt is computed among others."""
+        """Returns a medium that the model can take. Raises an error for any other medium now, before the prompt is batched
+        with other prompts."""
         try:
             medium = store.medium(number)
             if medium.kind not in self.family.kinds:
-                raise DataFailure(
-                    "media_mismatch", f"medium {number} is an {medium.kind}; this model takes {self.family.kinds}"
-                )
+                takes = " and ".join(self.family.kinds)
+                raise DataFailure("media_mismatch", f"medium {number} is an {medium.kind}; this model takes {takes}")
             if self._features.get(number) is None:
                 self._input(number)
         except store.MediaMissing as error:
@@ -95,101 +95,103 @@ class Tower:
         return medium
 
     def _input(self, number: int) -> dict[str, torch.Tensor]:
-        """The inputs of the tower for a medium; once made it does not ask the media store, which may lose it meanwhile."""
+        """Returns the tower's inputs for a medium, and stores them, because the media store may lose the medium
+        meanwhile."""
         return self._inputs.of(number, lambda: self.family.inputs(store.medium(number)))
 
     def positions(self, request: LLMRequest) -> torch.Tensor | None:
-        """Rotary positions ``[S, 3]`` of a prompt; None where they are those of text.
+        """Returns rotary positions ``[S, 3]`` of a prompt; None if the positions are those of a text.
 
         Raises:
-            DataFailure: ``media_mismatch``: placeholders of a medium stand apart from each other, so that positions would
-                grow beyond the prompt's tokens.
+            DataFailure: ``media_mismatch``: placeholders of a medium are not adjacent, so that positions would exceed the
+                prompt's number of tokens.
         """
         if not request.media or not self.family.three_dimensional:
             return None
         for number, run in groupby(request.media):
-            if number and (there := len(list(run))) % (rows := self.family.count(store.medium(number))):
+            if number and (length := len(list(run))) % (rows := self.family.count(store.medium(number))):
                 raise DataFailure(
                     "media_mismatch",
-                    f"medium {number} has {rows} rows of features; its placeholders must stand side by side, not {there}",
+                    f"medium {number} has {rows} rows of features; its placeholders must be adjacent, got a run of {length}",
                 )
-        found = [store.medium(number) for number in dict.fromkeys(filter(None, request.media))]
-        return self.family.positions(torch.tensor(request.input_ids), torch.tensor(request.media), found)
+        media = [store.medium(number) for number in dict.fromkeys(filter(None, request.media))]
+        return self.family.positions(torch.tensor(request.input_ids), torch.tensor(request.media), media)
 
     def shown(self, pieces: Iterable[tuple[Sequence[int], int, int]]) -> Shown | None:
-        """The features that pieces of prompts take, packed end to end; None where they are text alone.
+        """Returns the features for pieces of prompts that are packed end to end; None if the pieces are text alone.
 
-        ``pieces``: media numbers of a prompt, perhaps of its first tokens alone; the piece's first token; its length.
+        ``pieces``: (media numbers of the prompt's first tokens, the piece's first token, its number of tokens).
         """
         places, rows, done = [], [], 0
-        there: dict[int, torch.Tensor] = {}
+        by_number: dict[int, torch.Tensor] = {}
         begins: dict[int, int] = {}
         for media, start, count in pieces:
-            own = media[start : start + count]
-            for number in dict.fromkeys(own):
-                if number and number not in there:
-                    begins[number] = sum(map(len, there.values()))
-                    there[number] = self._features_of(number)
-            for one in occurrences(own, {number: len(found) for number, found in there.items()}, media[:start]):
-                places.append(done + one.place)
-                rows.append(begins[one.number] + one.row)
+            numbers = media[start : start + count]
+            for number in dict.fromkeys(numbers):
+                if number and number not in by_number:
+                    begins[number] = sum(map(len, by_number.values()))
+                    by_number[number] = self._features_of(number)
+            lengths = {number: len(features) for number, features in by_number.items()}
+            for occurrence in occurrences(numbers, lengths, media[:start]):
+                places.append(done + occurrence.place)
+                rows.append(begins[occurrence.number] + occurrence.row)
             done += count
         if not rows:
             return None
-        taken = torch.tensor([places, rows]).to(self._device)
-        features = torch.cat(list(there.values()))[taken[1]]
-        return Shown(taken[0], features.chunk(1 + self.family.layers_fed, dim=-1))
+        indices = torch.tensor([places, rows]).to(self._device)
+        features = torch.cat(list(by_number.values()))[indices[1]]
+        return Shown(indices[0], features.chunk(1 + self.family.layers_fed, dim=-1))
 
     def _features_of(self, number: int) -> torch.Tensor:
-        """``[n, (1 + layers_fed) · hidden]``."""
-        kept = self._features.get(number)
-        if kept is None:
+        """Returns the features of a medium, ``[n, (1 + layers_fed) · hidden]``; computes them unless they are kept."""
+        entry = self._features.get(number)
+        if entry is None:
             inputs = {
                 name: tensor.to(self._device, self._compute if tensor.is_floating_point() else None)
                 for name, tensor in self._input(number).items()
             }
-            kept = {"rows": self.family.features(self._model, [inputs])[0].to(self._compute)}
-            self._features.put(number, kept)
+            entry = {"rows": self.family.features(self._model, [inputs])[0].to(self._compute)}
+            self._features.put(number, entry)
             self.computed += 1
-        return kept["rows"]
+        return entry["rows"]
 
     # ------------------------------------------------------------------ weights
 
     def text_name(self, name: str) -> str:
-        """The name in a model of text alone of a weight of the language model."""
+        """Returns the name that a weight of the language model has in a text-only model."""
         prefix = self.family.text_prefix
         return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     def new(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """A copy of a weight that was delivered, rounded to ``dtype``; None for one that is there already, or that is only
-        described (on the meta device).
+        """Returns a copy of a delivered weight, rounded to ``dtype``; None if the tower has the same weight already, or for
+        a tensor on the meta device.
 
         Raises:
-            WeightUpdateFailed: it has another shape.
+            WeightUpdateFailed: the shape differs.
         """
         if self.shapes[name] != tensor.shape:
             raise WeightUpdateFailed(f"weights: {name} must be {list(self.shapes[name])}, got {list(tensor.shape)}")
         if tensor.is_meta:
             return None
         new = tensor.detach().to(self._device, dtype).to(self._compute)
-        own = self._weights.get(name)
-        if own is not None and torch.equal(new, own):
+        present = self._weights.get(name)
+        if present is not None and torch.equal(new, present):
             return None
         return new.clone() if new.data_ptr() == tensor.data_ptr() else new
 
     def missing(self, delivered: Collection[str]) -> set[str]:
-        """Names of weights that were not delivered, and are not there either."""
+        """Returns the names of weights that were neither delivered nor loaded before."""
         return self.shapes.keys() - self._weights.keys() - set(delivered)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Takes new weights, if there are any, and drops the features that others have computed."""
+        """Loads new weights, if there are any, and drops the features that the old weights computed."""
         if weights:
             self._features.clear()
             self._weights |= weights
             self._model.load_state_dict(weights, strict=False, assign=True)
 
     def sleep(self) -> None:
-        """Gives the memory of weights and features back; `load` brings them again."""
+        """Frees the memory of weights and features; `load` brings weights again."""
         self._features.clear()
         self._weights = {}
         asleep = {name: tensor.to("meta") for name, tensor in self._model.state_dict().items()}
@@ -197,7 +199,7 @@ class Tower:
 
 
 def _without_text(config: Any, compute: torch.dtype, device: torch.device) -> nn.Module:
-    """A model of transformers without decoder layers, all that weights will be on the meta device."""
+    """Returns a transformers model without decoder layers, with all weights on the meta device."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = 0
@@ -206,7 +208,7 @@ def _without_text(config: Any, compute: torch.dtype, device: torch.device) -> nn
     with no_init_weights():
         model: nn.Module = AutoModelForMultimodalLM.from_config(config, dtype=compute, trust_remote_code=False)
     model.load_state_dict({name: tensor.to("meta") for name, tensor in model.state_dict().items()}, assign=True)
-    for module in model.modules():  # those that are computed, and not loaded, such as frequencies of positions
+    for module in model.modules():  # buffers that are computed, not loaded, such as rotary frequencies
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 setattr(module, name, buffer.to(device))

@@ -1,27 +1,124 @@
-"""Extra wishes of a request: a grammar, the most probable tokens, the log-probabilities of its prompt.
+"""Extras of a request: a grammar, the most probable tokens, the log-probabilities of its prompt.
 
 The rows of such requests are *watched*: each draw costs the host extra work. A batch without such rows skips all of it.
+
+A grammar restricts a completion; llguidance computes which tokens may come next.
 """
 
-from collections.abc import Callable, Iterable
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, TopTokens
-from tandem.engines.inference.grammars import Grammars
 from tandem.engines.inference.kernels import Kernels
 from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
-from tandem.models.upload import Download, upload
+from tandem.models.hardware import Download, upload
+from tandem.models.tokenizer import load_tokenizer
+
+MAX_LENGTH = 1 << 18
+"""Most characters of a grammar; one of this length compiles in at most half a second."""
+
+WHITE_SPACE = r"( |\n {0,32})?"
+"""White space allowed between two tokens of JSON. It is bounded, because small models may otherwise write it endlessly."""
+
+
+def json_grammar(schema: Mapping[str, Any] | bool) -> str:
+    """Returns the grammar of the JSON texts that a JSON schema allows. Raises like `check_grammar`."""
+    _library()
+    from llguidance import LLMatcher  # noqa: PLC0415 — a library that only grammars need
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITE_SPACE})
+    check_grammar(grammar)
+    return grammar
+
+
+def check_grammar(grammar: str) -> None:
+    """Passes if the grammar can be enforced.
+
+    Raises:
+        DataFailure: ``bad_grammar``: it cannot be enforced; the message names the part. ``no_llguidance``: that package is
+            missing.
+    """
+    _library()
+    from llguidance import LLMatcher  # noqa: PLC0415 — as above
+
+    if len(grammar) > MAX_LENGTH:
+        raise DataFailure("bad_grammar", f"it must have at most {MAX_LENGTH} characters, got {len(grammar)}")
+    failed, why = LLMatcher.validate_grammar_with_warnings(grammar)
+    if failed:
+        raise DataFailure("bad_grammar", f"it cannot be enforced: {' '.join(why)}")
+
+
+def _library() -> None:
+    if importlib.util.find_spec("llguidance") is None:
+        raise DataFailure("no_llguidance", "a grammar needs the package llguidance: pip install llguidance")
+
+
+class Matcher:
+    """The state of one completion in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, stops: Sequence[int]):
+        self._matcher, self._vocab_size, self._stops = matcher, vocab_size, list(stops)
+        self._new: list[int] = []
+        self.failure: DataFailure | None = None
+        """Set if the completion could not follow the grammar to its end; the response alone would hide this."""
+
+    def take(self, token: int) -> None:
+        """Adds the next token of the completion."""
+        self._new.append(token)
+
+    def allowed(self) -> torch.Tensor:
+        """Returns the tokens that may come next, bool ``[V]``, at least one of them True. After a `failure`, these are the
+        tokens that end the completion."""
+        new, self._new = self._new, []
+        self._matcher.consume_tokens(new)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
+        if self._matcher.is_error() or not bool(allowed.any()):
+            why = self._matcher.get_error() or "the tokenizer has no token that may come next"
+            self.failure = DataFailure("bad_grammar", f"it could not be followed to the end: {why}")
+            allowed[self._stops] = True
+        return allowed
+
+
+class Grammars:
+    """Makes matchers for one model. The first matcher reads the model's vocabulary."""
+
+    def __init__(self, folder: Path, vocab_size: int, stops: Sequence[int]):
+        """``stops``: the tokens that end a completion."""
+        self._folder, self.vocab_size, self._stops = folder, vocab_size, list(stops)
+        self._vocabulary: Any = None
+
+    def matcher(self, grammar: str) -> Matcher:
+        """Returns the matcher of a completion before its first token. Raises like `check_grammar`."""
+        check_grammar(grammar)
+        from llguidance import LLMatcher  # noqa: PLC0415 — as above
+        from llguidance.hf import from_tokenizer  # noqa: PLC0415
+
+        if not self._stops:
+            raise DataFailure("bad_grammar", "this model has no token that ends a completion, which a grammar needs")
+        if self._vocabulary is None:
+            try:
+                tokenizer: Any = load_tokenizer(self._folder)
+                self._vocabulary = from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=self._stops)
+            except ValueError as error:
+                raise DataFailure("bad_grammar", f"grammars cannot be used with this model's tokenizer: {error}") from error
+        return Matcher(LLMatcher(self._vocabulary, grammar), self.vocab_size, self._stops)
+
 
 _SCORED = 128
 """Number of prompt tokens whose log-probabilities are computed together; each needs a row of the vocabulary."""
 
 
 class Extras:
-    """The extra wishes of one request, and the results so far."""
+    """The extras of one request, and their results so far."""
 
     def __init__(self, request: LLMRequest, grammars: Grammars):
         """Raises `DataFailure` for a grammar that cannot be enforced."""
@@ -38,30 +135,30 @@ class Extras:
 
     @classmethod
     def of(cls, request: LLMRequest, grammars: Grammars) -> "Extras | None":
-        """The extras of a request; None if it wants only tokens. Raises `DataFailure` as the constructor does."""
+        """Returns the extras of a request; None if it has none. Raises `DataFailure` as the constructor does."""
         asks = request.grammar or request.top_logprobs or request.scores_prompt
         return cls(request, grammars) if asks else None
 
     def score(self, states: torch.Tensor, done: int, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Records the log-probabilities of the prompt tokens that follow those of ``states [n, hidden]``; ``done`` prompt
-        tokens are computed now. ``logits`` maps states to ``[n, V]``."""
+        """Records the log-probabilities of the prompt tokens that follow those of ``states [n, hidden]``. ``done``: number
+        of prompt tokens computed so far, those of ``states`` included. ``logits`` maps states to ``[n, V]``."""
         start = done - len(states)
-        del self._scores[start:]  # the weights changed on the way, and it began again
+        del self._scores[start:]  # from before an update, after which the prompt is computed again
         following = torch.tensor(self._request.input_ids[start + 1 : done + 1], device=states.device)
-        for some, tokens in zip(states[: len(following)].split(_SCORED), following.split(_SCORED), strict=True):
-            logprobs = torch.log_softmax(logits(some).float() / self._request.gconfig.temperature, dim=-1)  # [n, V]
+        for chunk, tokens in zip(states[: len(following)].split(_SCORED), following.split(_SCORED), strict=True):
+            logprobs = torch.log_softmax(logits(chunk).float() / self._request.gconfig.temperature, dim=-1)  # [n, V]
             chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
             self._scores += zip(chosen, _pairs(*logprobs.topk(self.most)), strict=True)
 
     def drew(self, token: int, top: TopTokens) -> None:
-        """Records a drawn token, and at least as many most probable tokens at its position as the request wants."""
+        """Records a drawn token and its most probable alternatives ``top``, at least as many as the request asks for."""
         if self.matcher is not None:
             self.matcher.take(token)
         if self.most:
             self.top.append(top[: self.most])
 
     def result(self, response: LLMResponse) -> LLMResponse | DataFailure:
-        """The response with the results of its extras; or the reason why its grammar could not be completed."""
+        """Returns the response with the results of its extras, or the reason why its grammar could not be completed."""
         if self.matcher is not None and self.matcher.failure is not None:
             return self.matcher.failure
         logprobs, top = zip(*self._scores, strict=True) if self._scores else ((), ())
@@ -81,8 +178,9 @@ class Watched:
 
     @classmethod
     def among(cls, extras: Iterable[Extras | None], device: torch.device) -> "Watched | None":
-        """The watched rows of a batch, from the extras of each row; None if no row is watched."""
-        rows = {row: one for row, one in enumerate(extras) if one is not None and (one.most or one.matcher is not None)}
+        """Returns the watched rows of a batch, from the extras of each row; None if no row is watched."""
+        by_row = enumerate(extras)
+        rows = {row: extra for row, extra in by_row if extra is not None and (extra.most or extra.matcher is not None)}
         return cls(rows, device) if rows else None
 
     def sample(
@@ -94,8 +192,8 @@ class Watched:
         compiled: Kernels | None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], "TopRows"]:
         """Draws within the grammars (see `sampler.sample`). Log-probabilities stay those of the whole distribution."""
-        heat = rows.temperatures[self._places, None]
-        whole = torch.log_softmax(logits[self._places].float() / heat, dim=-1)  # [W, V]
+        temperatures = rows.temperatures[self._places, None]
+        whole = torch.log_softmax(logits[self._places].float() / temperatures, dim=-1)  # [W, V]
         for row, extras in self.rows.items():
             if extras.matcher is not None:
                 logits[row].masked_fill_(upload(~extras.matcher.allowed(), self._device), float("-inf"))
@@ -120,5 +218,5 @@ class TopRows(NamedTuple):
 
 
 def _pairs(logprobs: torch.Tensor, tokens: torch.Tensor) -> list[TopTokens]:
-    """(token, log-probability) pairs of each row of ``[n, K]``."""
+    """Returns the (token, log-probability) pairs of each row of ``[n, K]``."""
     return [tuple(zip(*both, strict=True)) for both in zip(tokens.tolist(), logprobs.tolist(), strict=True)]

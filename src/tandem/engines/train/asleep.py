@@ -1,9 +1,8 @@
-"""Parts of a training engine that give their memory back, and take it again with the same numbers in it.
+"""Offloads parts of a training engine (they *sleep*) to free device memory, and restores them exactly (they *wake*).
 
-On a GPU they move to host memory. On a CPU the device is the host: parameters keep their identity and lose their storage.
-Numbers that are those of the model's folder are read from there again; others are written to a file without a name, which is
-gone with the process. A keyed sum of each tensor tells if it has to be written, and, on waking, if what was read
-is what slept.
+On a GPU, parts move to host memory. On a CPU, tensor objects stay and their storage is freed. Tensors that equal those in
+the model's folder are read from there again. Others are written to an unnamed temporary file, which vanishes with the
+process. A keyed sum of each tensor decides whether it must be written, and verifies the values that are read back.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api.activity import did
 from tandem.api.engines import TrainPart
 from tandem.api.failures import NotWritten, WeightsChanged
-from tandem.api.keyed_sum import WORDS, KeyedSum, keyed_sum
+from tandem.api.weights import WORDS, KeyedSum, keyed_sum
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX
 from tandem.engines.train.optimizer import Optimizer
@@ -30,25 +29,27 @@ from tandem.models.lora import A, B
 from tandem.models.stored import CACHE_LINE, TRUNK, Stored, read_whole, stored_tensors
 
 READERS = 2
-"""Threads that read what wakes: half of the time the kernel clears pages, which it does on each core."""
+"""Number of threads that read tensors on waking. Half of the time goes to clearing new pages, which runs in parallel."""
 
 
 @dataclass
 class _Copy:
-    """The numbers of a storage as they lie outside."""
+    """The copy of a storage in a file."""
 
     name: str
     num_bytes: int
     sum: int | None = None
+    """Keyed sum of the copy; None if there is none yet."""
+
     place: Stored | int | None = None
-    """In the model's folder, or at this byte of the written file."""
+    """The tensor in the model's folder, or the offset in the temporary file, bytes."""
 
     woke: tuple[int, int] | None = None
-    """The storage that it was read into and checked, and how often torch had changed its parameter by then."""
+    """At the last waking: the storage that the copy was read into, and torch's version counter of the parameter."""
 
 
 class _Region(NamedTuple):
-    """A storage from some element on to its end."""
+    """The elements of a storage from ``start`` to its end."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
@@ -56,25 +57,25 @@ class _Region(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the region, as long as the storage has its memory."""
+        """Bytes of the region; 0 if the storage is freed."""
         return max(0, self.storage.nbytes() - self.start * self.dtype.itemsize)
 
     @property
     def flat(self) -> torch.Tensor:
-        """Its numbers."""
+        """The region as a tensor with one dimension, which shares its memory."""
         count = self.num_bytes // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype).set_(self.storage, self.start, (count,), (1,))
 
 
 class _Asleep(NamedTuple):
-    """A region without memory."""
+    """A region whose memory is freed, and its copy."""
 
     region: _Region
     copy: _Copy
 
 
 class EngineMemory:
-    """The parts of one engine."""
+    """Offloads and restores the parts of one training engine."""
 
     def __init__(
         self,
@@ -84,11 +85,11 @@ class EngineMemory:
         folder: Path,
         trunk: "EngineMemory | None" = None,
     ):
-        """``folder``: of the model, which the engine was opened from. ``trunk``: of the engine whose trunk it shares from
-        now on, in one memory; that one puts it to sleep.
+        """``folder``: the model folder that the engine was opened from. ``trunk``: memory of another engine with the same
+        frozen trunk, which both share from now on; only that engine offloads the trunk.
 
         Raises:
-            WeightsChanged: that trunk has other numbers.
+            WeightsChanged: the other engine's trunk has other values.
         """
         self._holder, self._optimizer, self._device, self._folder = holder, optimizer, device, folder
         self._trunk = trunk
@@ -101,8 +102,8 @@ class EngineMemory:
             self._share(trunk)
 
     def _share(self, trunk: "EngineMemory") -> None:
-        lender, own_names = trunk._holder.frozen, [n for n in self._holder.frozen if n.startswith(PREFIX + TRUNK)]
-        names = [name for name in own_names if not name.endswith((A, B))]
+        lender, in_trunk = trunk._holder.frozen, [n for n in self._holder.frozen if n.startswith(PREFIX + TRUNK)]
+        names = [name for name in in_trunk if not name.endswith((A, B))]
         asleep = {sleeper.copy.name: sleeper.copy.sum for sleeper in trunk._asleep.get("parameters", ())}
         for name in names:
             own = self._holder.frozen[name].detach()
@@ -119,7 +120,7 @@ class EngineMemory:
         self._holder.borrow(names, trunk._holder)
 
     def require(self, *parts: TrainPart) -> None:
-        """Passes if these parts are awake, and the trunk that is shared."""
+        """Raises `RuntimeError` if one of these parts, or the shared trunk, is offloaded."""
         if self._trunk is not None and "parameters" in parts:
             self._trunk.require("parameters")
         if missing := sorted(self._asleep.keys() & set(parts)):
@@ -127,7 +128,7 @@ class EngineMemory:
             raise RuntimeError(f"{words}; call onload({tuple(missing)}) first")
 
     def num_bytes(self) -> dict[TrainPart, int]:
-        """Bytes of each part on the device now, measured."""
+        """Returns the measured bytes of each part on the device now."""
         sizes: dict[TrainPart, int] = {}
         for part in ("parameters", "optimizer"):
             tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
@@ -166,8 +167,8 @@ class EngineMemory:
                 self._move(part, self._device)
             else:
                 sleepers = self._asleep[part]
-                with mapped_blocks(), ThreadPoolExecutor(READERS, "waking") as reader:  # while one is summed
-                    for sleeper, read in [(one, reader.submit(self._read, *one)) for one in sleepers]:
+                with mapped_blocks(), ThreadPoolExecutor(READERS, "waking") as reader:  # reads ahead while one is checked
+                    for sleeper, read in [(sleeper, reader.submit(self._read, *sleeper)) for sleeper in sleepers]:
                         self._moved += self._check(part, *sleeper, read.result)
                     if sleepers and part == "parameters":
                         for tensor in self._holder.copies():
@@ -178,13 +179,13 @@ class EngineMemory:
 
     def _move(self, part: TrainPart, device: torch.device) -> None:
         (self._holder if part == "parameters" else self._optimizer).move(device)
-        if device.type == "cpu":  # else only torch could use the memory again
+        if device.type == "cpu":  # return the GPU memory, which torch's allocator would keep for itself
             give_back()
         copies = self._holder.copies() if part == "parameters" else []
         self._moved += sum(region.num_bytes for _, region in self._regions(part)) + sum(copy.nbytes for copy in copies)
 
     def _regions(self, part: TrainPart) -> Iterator[tuple[str, _Region]]:
-        """Each storage once, by the name of one of its tensors."""
+        """Yields each storage of a part once, with the name of one of its tensors."""
         tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
         seen: set[int] = set()
         for name, tensor in tensors:
@@ -194,13 +195,13 @@ class EngineMemory:
                 yield name, _Region(storage, tensor.dtype, int(tensor.storage_offset()))
 
     def _leave_mapped_files(self) -> None:
-        """Parameters that transformers left in the mapped file get memory of their own, which can be given back.
+        """Copies parameters that transformers left in a mapped file to memory of their own, which can be freed.
 
-        It begins as far from a cache line as in the file: kernels may round otherwise for another alignment, and a run that
-        sleeps would not be the one that does not.
+        The copy keeps the offset from a cache line, because kernels may round differently for another alignment. A run that
+        offloads then has the same results as a run that does not.
         """
         for name in (self._holder.masters | self._holder.frozen).keys() - self._holder.borrowed:
-            parameter = self._holder.held(name)
+            parameter = self._holder.parameter(name)
             if isinstance(parameter.data, DTensor) or parameter.untyped_storage().resizable():
                 continue
             beside = parameter.data_ptr() % CACHE_LINE // parameter.dtype.itemsize
@@ -214,9 +215,9 @@ class EngineMemory:
             for name, region in self._regions(part):
                 self._asleep[part].append(self._put_away(part, name, region, scratch))
         except OSError as error:
-            self.onload((part,))  # so that the engine is whole
+            self.onload((part,))  # restores what was offloaded before the error
             raise NotWritten(
-                f"{part} of {self._folder} cannot sleep in {scratch}: {error}. Free some space there, put run.root on "
+                f"{part} of {self._folder} cannot be offloaded to {scratch}: {error}. Free space there, put run.root on "
                 "another disk, or raise memory_limit_gib, and repeat the command: the run goes on from its last checkpoint"
             ) from error
 
@@ -226,7 +227,7 @@ class EngineMemory:
         if copy is None or copy.num_bytes != region.num_bytes:
             copy = self._copies[part, name] = _Copy(name, region.num_bytes)
         if copy.woke is not None and copy.woke == self._state(part, copy, region):
-            region.storage.resize_(0)  # a third of what a switch took was summing numbers that nobody had changed
+            region.storage.resize_(0)  # unchanged since waking: computing its sum again took a third of the time
             return _Asleep(region, copy)
         flat = region.flat
         total = keyed_sum(flat)
@@ -239,15 +240,15 @@ class EngineMemory:
         return _Asleep(region, copy)
 
     def _state(self, part: TrainPart, copy: _Copy, region: _Region) -> tuple[int, int] | None:
-        """Another one once the numbers have changed; None where that cannot be told: torch does not count the steps of its
-        fused optimizer."""
+        """Returns a value that differs once the parameter has changed. None if changes cannot be detected: torch's version
+        counter does not count the steps of its fused optimizer."""
         if part != "parameters" or next(iter(self._optimizer.tensors()), None) is not None:
             return None
-        parameter = self._holder.held(copy.name)
+        parameter = self._holder.parameter(copy.name)
         return None if isinstance(parameter, DTensor) else (region.storage._cdata, parameter._version)
 
     def _look_into_folder(self, copy: _Copy, dtype: torch.dtype, total: int) -> None:
-        """If the folder has the same numbers under the tensor's name, they need not be written."""
+        """Sets the copy's place to the tensor of this name in the model's folder if both are equal."""
         try:
             if self._stored is None:
                 self._stored = stored_tensors(self._folder)
@@ -257,23 +258,23 @@ class EngineMemory:
             if keyed_sum_of(stored, dtype) == total:
                 copy.sum, copy.place = total, stored
         except (OSError, ValueError):
-            self._stored = {}  # nothing of this folder can be read again
+            self._stored = {}  # the folder cannot be read, so all tensors are written
 
     def _write(self, copy: _Copy, flat: torch.Tensor, scratch: Path) -> None:
         if self._file is None:
             scratch.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115 — open while the engine lives
             weakref.finalize(self, self._file.close)
-        if not isinstance(copy.place, int):  # else its room in the file is used again
+        if not isinstance(copy.place, int):  # otherwise overwrite its earlier copy in the file
             copy.place = self._file.seek(0, 2)
         self._file.seek(copy.place)
         self._moved += flat.nbytes
-        left = memory_of(flat)
-        while left:
-            left = left[self._file.write(left) :]
+        remaining = memory_of(flat)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
 
     def _read(self, region: _Region, copy: _Copy) -> None:
-        """Takes memory, and brings the numbers back into it."""
+        """Allocates the region's memory and reads the copy into it."""
         did()
         region.storage.resize_(region.start * region.dtype.itemsize + copy.num_bytes)
         flat = region.flat
@@ -284,7 +285,11 @@ class EngineMemory:
             read_whole(self._file, memory_of(flat), copy.place)
 
     def _check(self, part: TrainPart, region: _Region, copy: _Copy, read: Callable[[], None]) -> int:
-        """Passes if what is read is what slept; gives its bytes. ``read``: returns once it is there."""
+        """Verifies a region that is read back; returns its bytes. ``read``: waits until the region has been read.
+
+        Raises:
+            WeightsChanged: the region cannot be read, or has other values than before.
+        """
         where = str(copy.place.file) if isinstance(copy.place, Stored) else "the file that it was written to"
         try:
             read()
@@ -300,21 +305,21 @@ class EngineMemory:
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
-    """The bytes of a tensor that lie behind each other."""
-    # by its address: numpy would mark the storage as one that must keep its size
+    """Returns the memory of a contiguous tensor as bytes."""
+    # by its address, because a numpy view would prevent the storage from being resized
     return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 def keyed_sum_of(stored: Stored, dtype: torch.dtype) -> int:
-    """The keyed sum of a stored tensor as it is in ``dtype``."""
-    total, rest = KeyedSum(), torch.empty(0, dtype=dtype)
+    """Returns the keyed sum of a stored tensor after conversion to ``dtype``."""
+    total, remainder = KeyedSum(), torch.empty(0, dtype=dtype)
     whole = 8 * WORDS // dtype.itemsize
     for piece in stored.pieces(dtype):
-        rest = torch.cat((rest, piece)) if len(rest) else piece
-        while len(rest) >= whole:
-            total.add(rest[:whole])
-            rest = rest[whole:]
-        rest = rest.clone()  # the piece is overwritten by the next one
-    if len(rest):
-        total.add(rest)
+        remainder = torch.cat((remainder, piece)) if len(remainder) else piece
+        while len(remainder) >= whole:
+            total.add(remainder[:whole])
+            remainder = remainder[whole:]
+        remainder = remainder.clone()  # the piece is overwritten by the next one
+    if len(remainder):
+        total.add(remainder)
     return total.value

@@ -1,4 +1,4 @@
-"""The training engine: a model spread by FSDP2 or DeepSpeed, and steps that do not depend on how a batch is cut."""
+"""The training engine: a model sharded by FSDP2 or DeepSpeed. Its steps do not depend on the cut into micro-batches."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,31 +14,27 @@ from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.adapters import named_weights
 from tandem.engines.train.asleep import EngineMemory
 from tandem.engines.train.micro_batches import filler, has_weight, micro_batches
+from tandem.engines.train.named_weights import named_weights
 from tandem.engines.train.optimizer import Optimizer
-from tandem.engines.train.ranks import form_ranks, sum_over_ranks
-from tandem.engines.train.spread import Head, open_spread
-from tandem.engines.train.totals import Totals
-from tandem.models.adapter_beside import AdapterBeside
-from tandem.models.catalog import resolve
-from tandem.models.precision import resolve_dtype
-from tandem.models.upload import upload, uploaded
+from tandem.engines.train.spread import Head, Totals, form_ranks, open_spread, sum_over_ranks
+from tandem.models.catalog import AdapterBeside, resolve
+from tandem.models.hardware import resolve_dtype, upload, uploaded
 
 
 class SpreadEngine(TrainEngine):
     """Trains one model on one process or on all processes of a group.
 
-    Batches are global: every rank passes the same one and gets the same result. Weights are float32, the computation
-    has ``config.dtype``.
+    Batches are global: every rank passes the same batch and gets the same result. Master weights are float32; forward and
+    backward passes use ``config.dtype``.
     """
 
     def __init__(
         self,
         config: TrainEngineConfig,
-        *,
         total_steps: int,
+        *,
         device: str | torch.device = "cpu",
         process_group: dist.ProcessGroup | None = None,
         head: Head = "lm",
@@ -48,17 +44,17 @@ class SpreadEngine(TrainEngine):
         trunk: "SpreadEngine | None" = None,
         label: str | int | None = None,
     ):
-        """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
-        where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
-        log-probabilities nor entropy; it is saved as a sequence classifier. ``both``: a language model that gives scores
-        too; it is saved as a language model, and the second head in a file of its own. ``key``: of ``config.backend``.
-        ``trained``: False for a model that only computes `forward`, which takes a third of the memory in bfloat16; then
-        ``adapter`` lies beside its weights, as ``config.lora`` describes it. ``trunk``: an engine with the same frozen
-        weights but for heads and adapters, whose memory it shares. ``label``: the class that is read.
+        """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group if
+        torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
+        log-probabilities nor entropy, and is saved as a sequence classifier; ``both`` is a language model that gives scores
+        too, and is saved as a language model with the second head in a separate file. ``trained``: False for a model that
+        only computes `forward`, with a third of the memory in bfloat16; it may apply an ``adapter``, which ``config.lora``
+        describes. ``trunk``: an engine with the same frozen weights except for heads and adapters; both share the memory.
+        ``label``: the class whose score is read. ``key``: configuration key of ``config.backend``, for errors.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
-            WeightsChanged: the trunk has other numbers.
+            WeightsChanged: the trunk has other values.
         """
         self.config, self.total_steps, self.head, self.device = config, total_steps, head, torch.device(device)
         self.dtype = resolve_dtype(config.dtype, self.device)
@@ -73,11 +69,11 @@ class SpreadEngine(TrainEngine):
         self._require = self._memory.require
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
-        """Trains on a batch, as `TrainEngine.train_batch` says.
+        """Implements `TrainEngine.train_batch`.
 
-        A gradient that is exactly 0 leaves weights and optimizer state as they are (no decay, no momentum): a batch without
-        information changes nothing. The schedule counts calls, taken or skipped. Sequences whose ``loss_weights`` are all 0
-        have no gradient: they are in the metrics, and cost a forward pass only.
+        If the gradient is exactly 0, weights and optimizer state do not change (no weight decay, no momentum). The schedule
+        counts all calls, also skipped steps. Sequences whose ``loss_weights`` are all 0 have no gradient: they enter the
+        metrics, and need only a forward pass.
         """
         self._require("parameters", "optimizer")
         if not self.holder.masters:
@@ -90,7 +86,7 @@ class SpreadEngine(TrainEngine):
             with span("train: forward"):
                 loss = self._loss(batch, indices, loss_fn, entropy, totals)
             with span("train: backward"):
-                self.holder.backward(loss * self.ranks.sums)  # gradients are averaged over ranks, the step needs their sum
+                self.holder.backward(loss * self.ranks.sums)  # undoes the averaging of gradients over ranks
         with torch.no_grad():
             for indices in self._micro_batches(batch, ~weighted):
                 self._loss(batch, indices, loss_fn, entropy, totals)
@@ -101,8 +97,8 @@ class SpreadEngine(TrainEngine):
             return metrics | self.optimizer.step(metrics["loss"])
 
     def edit_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """For a class of yours: changes gradients in place before the optimizer clips and steps. ``gradients``: the
-        parameter's name and this rank's part of its gradient, summed over the batch and all ranks."""
+        """Does nothing. A subclass may change gradients in place here, before the optimizer clips and steps. ``gradients``:
+        name of each parameter and this rank's part of its gradient, summed over the batch and all ranks."""
 
     def moved(self) -> dict[str, float]:
         """Implements `TrainEngine.moved`."""
@@ -119,28 +115,28 @@ class SpreadEngine(TrainEngine):
     @torch.no_grad()
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
         self._require("parameters")
-        bounds, names = batch["cu_seqlens"].tolist(), self._given(entropy)
-        found = torch.zeros(len(names), bounds[-1], device=self.device)
+        bounds, names = batch["cu_seqlens"].tolist(), self._output_names(entropy)
+        rows = torch.zeros(len(names), bounds[-1], device=self.device)
         for indices in self._micro_batches(batch):
             outputs = self._compute(select(batch, indices) if indices else filler(), entropy)
             if not indices or not self.ranks.is_first_with_batch:
                 continue
             tokens = upload(torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]), self.device)
-            for row, name in zip(found, names, strict=True):
+            for row, name in zip(rows, names, strict=True):
                 row[tokens] = getattr(outputs, name)
-        sum_over_ranks(found, self.ranks.group)
-        given = dict(zip(names, found.to(batch["input_ids"].device), strict=True))
-        return Outputs(**{"logprobs": found.new_zeros(0)} | given)
+        sum_over_ranks(rows, self.ranks.group)
+        fields = dict(zip(names, rows.to(batch["input_ids"].device), strict=True))
+        return Outputs(**{"logprobs": rows.new_zeros(0)} | fields)
 
-    def _given(self, entropy: bool) -> list[str]:
-        """The outputs of the heads, ``[T]`` each."""
+    def _output_names(self, entropy: bool) -> list[str]:
+        """Names of the `Outputs` fields that the model's heads give."""
         names = {"logprobs": self.head != "scalar", "entropy": entropy, "scores": self.head != "lm"}
-        return [name for name, there in names.items() if there]
+        return [name for name, is_given in names.items() if is_given]
 
     def _micro_batches(self, batch: TensorDict, chosen: torch.Tensor | None = None) -> list[list[int]]:
-        """The micro-batches of this rank; the same number on every rank. ``chosen [N]`` bool: of these sequences only."""
+        """Returns this rank's micro-batches, equally many on every rank. ``chosen [N]`` bool: uses only these sequences."""
         layout = self.ranks.layout
-        # ranks that share tokens compute a part of them each
+        # ranks that share the tokens of a sequence compute a part of the tokens each
         budget = self.config.micro_batch_tokens * layout.context
         return micro_batches(batch, budget, self.ranks.batch, layout.batches, chosen)
 
@@ -148,21 +144,21 @@ class SpreadEngine(TrainEngine):
         return totals.gather(self.ranks.group, counts=self.ranks.is_first_with_batch)
 
     def _compute(self, chosen: TensorDict, entropy: bool) -> Outputs:
-        """``chosen``: on the host, which lays them out; the device only computes."""
-        did()  # a micro-batch, also one that only keeps the others company
-        given = chosen["input_ids"], chosen["cu_seqlens"], chosen["loss_mask"]
+        """Runs the model on the sequences ``chosen``, a batch in host memory, where the layout is computed."""
+        did()  # counts a micro-batch, also a filler
+        inputs = chosen["input_ids"], chosen["cu_seqlens"], chosen["loss_mask"]
         media = chosen["media"] if "media" in chosen.keys() else None
         if self.head == "scalar":
             if entropy:
                 raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")
-            return self.holder.compute(self.model.lay_out(*given, device=self.device, media=media))
+            return self.holder.compute(self.model.lay_out(*inputs, device=self.device, media=media))
         temperature = chosen["temperature"] if "temperature" in chosen.keys() else torch.ones(num_sequences(chosen))
-        return self.holder.compute(self.model.lay_out(*given, temperature, self.device, media), entropy)
+        return self.holder.compute(self.model.lay_out(*inputs, temperature, self.device, media), entropy)
 
     def _loss(self, batch: TensorDict, indices: list[int], loss_fn: LossFn, entropy: bool, totals: Totals) -> torch.Tensor:
-        """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""
+        """Returns the weighted sum of the losses of one micro-batch; adds its metrics to ``totals``."""
         if not indices:
-            # another rank has one more: take part in the communication, add nothing
+            # other ranks have a micro-batch: take part in the communication with a loss of 0
             outputs = self._compute(filler(), entropy)
             return sum((x.sum() for x in outputs if x is not None), start=torch.zeros((), device=self.device)) * 0.0
         chosen = select(batch, indices)
@@ -177,20 +173,20 @@ class SpreadEngine(TrainEngine):
         return loss
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as a stream. Without ``dtype`` they come as they are held: float32.
+        """Implements `TrainEngine.weights`. If ``dtype`` is None, trained weights are float32.
 
-        A tensor may be the engine's own memory: read it before asking for the next, and do not write to it.
+        A tensor may be the engine's own memory: read it before requesting the next one, and do not write to it.
         """
         self._require("parameters")
         yield from self._weights.stream(dtype)
 
     def save(self, folder: Path) -> None:
-        """Saves the model. Weights are written in the dtype that the engine computes in."""
+        """Implements `TrainEngine.save`. Weights are written in the dtype of forward passes."""
         self._require("parameters")
         self._weights.save(Path(folder), self.dtype, writes=self.ranks.rank == 0)
 
     def load(self, folder: Path) -> None:
-        """Loads the model. The optimizer's state stays as it is. Raises `ConfigError` where the tensors differ."""
+        """Implements `TrainEngine.load`. The optimizer's state does not change. Raises `ConfigError` if tensors differ."""
         self._require("parameters")
         self._weights.load(Path(folder))
 
@@ -206,7 +202,7 @@ class SpreadEngine(TrainEngine):
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """Implements `TrainEngine.in_float32`: one process can, ranks that share the weights cannot if they round them."""
+        """Implements `TrainEngine.in_float32`. Yields False for sharded weights that are rounded."""
         self._require("parameters")
         if self.dtype == torch.float32:
             yield True

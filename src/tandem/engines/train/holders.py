@@ -1,10 +1,14 @@
-"""The layout of a model and its float32 master weights over processes; frozen parameters have no masters.
+"""Holders: the layout of a model and its float32 master weights over processes. Frozen parameters have no masters.
 
-`Replica`: one process has the whole model. `Sharded`: FSDP2 gives each process a part; under tensor parallelism "the whole
-model" is a rank's piece of each matrix. Both have ``masters``, the parameters that the optimizer updates, whose ``.grad`` is
-complete after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradients and masters its own way.)
+`Replica`: one process has the whole model. `Sharded`: FSDP2 gives each process a part. Under tensor parallelism, "the whole
+model" is the rank's piece of each matrix. Both have ``masters``, the parameters that the optimizer updates, whose ``.grad``
+is complete after the backward passes and `finish_gradients`. (`zero`: DeepSpeed has its own layout of gradients and
+masters.)
+
+`gather_rows` gathers whole tensors from the ranks' rows, many small tensors in one exchange.
 """
 
+import atexit
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
@@ -19,9 +23,73 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.api.state import Parted, part_of
-from tandem.engines.train.gathering import buckets, gather_rows
-from tandem.models.sums import add_to, square_sum
+from tandem.models.native import add_to, square_sum
 from tandem.models.tensor_parallel import Pieces
+
+BUCKET_BYTES = 32 * 2**20
+"""Maximum bytes of one exchange, unless a single tensor is larger."""
+
+ALIGNED = 16
+"""Each tensor in an exchange begins at a multiple of this many bytes, which is valid for every dtype."""
+
+
+def buckets(names: Iterable[str], num_bytes: Callable[[str], int], most: int = BUCKET_BYTES) -> Iterator[list[str]]:
+    """Yields the names in order, in lists of at most ``most`` bytes each, or of one name that has more."""
+    bucket: list[str] = []
+    filled = 0
+    for name in names:
+        size = num_bytes(name)
+        if bucket and filled + size > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers tensors of equal size from all ranks. Newer versions of torch deprecate the second name."""
+
+
+def gather_rows(
+    shards: Sequence[torch.Tensor], shapes: Sequence[torch.Size], group: dist.ProcessGroup | None
+) -> Iterator[torch.Tensor]:
+    """Gathers whole tensors and yields them in order. Collective; all communication comes before the first tensor.
+
+    ``shards``: this rank's rows of each tensor as FSDP2 cuts them: every rank has equally many rows, the last ranks fewer or
+    none. ``shapes``: shapes of the whole tensors.
+    """
+    size = dist.get_world_size(group)
+    rows = [-(-shape[0] // size) for shape in shapes]
+    widths = [count * shape[1:].numel() * shard.itemsize for count, shape, shard in zip(rows, shapes, shards, strict=True)]
+    starts = [0]
+    for width in widths:
+        starts.append(starts[-1] + -(-width // ALIGNED) * ALIGNED)
+    sent = shards[0].new_empty(starts[-1], dtype=torch.uint8)
+    for start, shard in zip(starts, shards, strict=False):
+        data = shard.contiguous().flatten().view(torch.uint8)
+        sent[start : start + len(data)] = data
+    received = sent.new_empty(size * len(sent))
+    gather_equal(received, sent, group=group)  # as bytes, because gloo does not support every dtype
+    del sent
+    kinds = [shard.dtype for shard in shards]
+    by_rank = received.view(size, -1)
+
+    def wholes() -> Iterator[torch.Tensor]:
+        for start, width, shape, dtype in zip(starts, widths, shapes, kinds, strict=False):
+            filled = by_rank[:, start : start + width].reshape(-1).view(dtype)  # padding is at the end
+            yield filled[: shape.numel()].view(shape)
+
+    return wholes()
+
+
+def form_group(device: torch.device) -> None:
+    """Initialises torch.distributed with this process alone if it is not initialised, for libraries that need a group."""
+    if not dist.is_initialized():
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 class Holder(ABC):
@@ -29,19 +97,19 @@ class Holder(ABC):
 
     model: nn.Module
     masters: dict[str, nn.Parameter]
-    """Name in ``model`` → float32 parameter that is trained; tied parameters once."""
+    """Name in ``model`` → float32 parameter that is trained; tied parameters come once."""
 
     frozen: dict[str, nn.Parameter]
-    """Name → parameter that is not trained, in the compute dtype: most of the model beside adapters, otherwise none."""
+    """Name → parameter that is not trained, in the compute dtype. With adapters: most of the model; otherwise empty."""
 
     pieces: Pieces | None = None
-    """The cuts of matrices under tensor parallelism; None without it."""
+    """The pieces into which tensor parallelism cuts matrices; None without it."""
 
     in_host_memory: bool = False
-    """True if masters, gradients and moments are in host memory, and stay there when the rest moves."""
+    """True if masters, gradients and moments are always in host memory; `move` does not change this."""
 
     lent: bool = False
-    """True while other weights are in the model: see `restored`."""
+    """True while the model has other weights temporarily, see `restored`."""
 
     borrowed: frozenset[str] = frozenset()
     """Names in ``frozen`` whose memory belongs to another holder."""
@@ -51,7 +119,7 @@ class Holder(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device on which ranks exchange numbers."""
+        """The device on which ranks communicate."""
         return next(iter((self.masters or self.frozen).values())).device
 
     @abstractmethod
@@ -60,8 +128,8 @@ class Holder(ABC):
 
     @abstractmethod
     def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Gathers a master or frozen parameter (its piece on this rank, if it is cut) from all shards, cast before it
-        travels."""
+        """Gathers a master or frozen parameter from all shards, cast to ``dtype`` before it is sent. Under tensor
+        parallelism, gathers only this rank's piece."""
 
     @abstractmethod
     def _put(self, name: str, value: torch.Tensor) -> None:
@@ -72,19 +140,19 @@ class Holder(ABC):
         return self.model(*arguments)
 
     def accumulate(self, *, last: bool) -> None:
-        """Prepares the next backward pass of a step. ``last``: no other follows."""
+        """Prepares the next backward pass of a step. ``last``: True for the last pass of the step."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the loss's gradients to ``.grad``."""
         loss.backward()
 
     def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> Any:
-        """Makes the optimizer of the masters in ``groups``; it has ``step``, ``zero_grad``, ``param_groups`` and ``state``,
-        as torch's."""
+        """Constructs the optimizer of the masters in ``groups``, with ``step``, ``zero_grad``, ``param_groups`` and
+        ``state`` as torch's optimizers have."""
         return torch.optim.AdamW(groups, fused=True, **settings)
 
     def moments(self, adamw: Any) -> dict[str, dict[str, Any]]:
-        """Moments and number of steps of each master that has any, in the form of a state (see `state_of`)."""
+        """Returns the moments and the number of steps of each master that has been updated, as `state_of` gives them."""
         state = adamw.state
         return {
             name: {what: self.state_of(name, x) for what, x in state[master].items()}
@@ -93,54 +161,56 @@ class Holder(ABC):
         }
 
     def take_moments(self, adamw: Any, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replaces the moments of ``adamw`` by whole ones; each rank cuts its part out of them."""
+        """Replaces the moments of ``adamw``. ``moments`` has whole tensors, out of which each rank cuts its part."""
         adamw.state.clear()
-        for name, found in moments.items():
-            adamw.state[self.masters[name]] = {what: self.laid_out(name, x) for what, x in found.items()}
+        for name, tensors in moments.items():
+            adamw.state[self.masters[name]] = {what: self.laid_out(name, x) for what, x in tensors.items()}
 
-    def held(self, name: str) -> nn.Parameter:
-        """This rank's master or frozen parameter."""
+    def parameter(self, name: str) -> nn.Parameter:
+        """Returns the master or frozen parameter ``name`` of this rank, which may be only a part of the whole tensor."""
         return self.masters[name] if name in self.masters else self.frozen[name]
 
     def full(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole master or frozen parameter, on the device; ``dtype`` None keeps its own. Collective if it is sharded or
-        cut."""
+        """Returns the whole tensor of a master or frozen parameter, on the device. ``dtype``: None keeps its dtype.
+        Collective if parameters are sharded or cut."""
         return self._put_together(name, self._gather(name, dtype))
 
     def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """`full` of each name in order; a tensor is valid until the next is taken."""
+        """Yields `full` of each name in order; a tensor is valid until the next one is requested."""
         return (self.full(name, dtype) for name in names)
 
     def _put_together(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         return piece if self.pieces is None else self.pieces.whole(name, piece)
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of the whole tensor."""
-        own = self.held(name).shape
-        return own if self.pieces is None else self.pieces.shape(name, own)
+        """Returns the shape of the whole tensor."""
+        held = self.parameter(name).shape
+        return held if self.pieces is None else self.pieces.shape(name, held)
 
     def assign(self, name: str, value: torch.Tensor) -> None:
-        """Overwrites a parameter with the whole tensor ``value``, which must be equal on every rank."""
+        """Overwrites a parameter by the whole tensor ``value``, which must be equal on every rank."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
         if name in self.frozen:
             self._forget_features()
 
     def _forget_features(self) -> None:
-        """Forgets features of images and sounds, which must be computed again after frozen weights have changed."""
+        """Drops cached features of images and sounds, which are outdated after frozen weights have changed."""
         media = getattr(self.model, "media", None)
         if media is not None:
             media.forget()
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
-        """A master, or a moment with the same layout, in the form of a state: with a function that makes it whole if
-        matrices are cut, otherwise unchanged. Numbers without a shape stay as they are."""
+        """Returns a master, or a moment with the same layout, as the value for a state: a `Parted` if it is spread over
+        ranks, otherwise the tensor itself. Scalars are returned unchanged."""
         pieces = self.pieces
-        if pieces is None or not tensor.dim():
+        if not tensor.dim() or (pieces is None and not isinstance(tensor, DTensor)):
             return tensor
+        if pieces is None:
+            return Parted(lambda: _whole(tensor), lambda: part_of(tensor))
         return Parted(lambda: pieces.whole(name, _whole(tensor)), lambda: pieces.part(name, part_of(tensor)))
 
     def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of a whole tensor, on the device of the master ``name`` and cut like it."""
+        """Returns this rank's part of a whole tensor as a copy, on the device of the master ``name`` and cut like it."""
         master = self.masters[name]
         cut = whole if self.pieces is None or not whole.dim() else self.pieces.piece(name, whole)
         if not isinstance(master, DTensor) or not whole.dim():
@@ -148,21 +218,21 @@ class Holder(ABC):
         return _divided(cut, master)
 
     def finish_gradients(self) -> None:
-        """Completes gradients after the last backward pass: sums those of which ranks that share matrices have a part
-        each."""
+        """Completes gradients after the last backward pass. Under tensor parallelism, parameters that are not cut have a
+        partial gradient on each rank; these are summed."""
         if self.pieces is None:
             return
         masters = [self.masters[name] for name in sorted(self.pieces.summed)]
         parts = [_local(master.grad) for master in masters if master.grad is not None]
         if parts:
-            together = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(together, group=self.pieces.group)
-            for part, total in zip(parts, together.split([part.numel() for part in parts]), strict=True):
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self.pieces.group)
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 part.copy_(total.view_as(part))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A block that may overwrite weights; after it all weights are as before, to the bit."""
+        """A block that may overwrite weights. Afterwards all weights are restored exactly."""
         parameters = self.masters | self.frozen
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.lent = True
@@ -178,16 +248,16 @@ class Holder(ABC):
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """A block in which the model computes in float32 with its rounded weights; yields False if it cannot.
+        """A block in which the model computes in float32 with its rounded weights; yields False if that is not possible.
 
         Nothing may be trained or published inside.
         """
         yield False
 
     def borrow(self, names: Iterable[str], lender: "Holder") -> None:
-        """Makes these frozen parameters share the lender's memory, wherever the lender moves it."""
+        """Makes these frozen parameters share the lender's memory, also after the lender has moved it."""
         self.borrowed, self._lender = frozenset(names), lender
-        lender._borrowers = (*(one for one in lender._borrowers if one() is not None), weakref.ref(self))
+        lender._borrowers = (*(borrower for borrower in lender._borrowers if borrower() is not None), weakref.ref(self))
         self._point()
 
     def _point(self) -> None:
@@ -196,12 +266,12 @@ class Holder(ABC):
             self.frozen[name].data = self._lender.frozen[name].data
 
     def lend_again(self) -> None:
-        """Gives borrowers the new memory of frozen parameters that have moved."""
-        for borrower in filter(None, (one() for one in self._borrowers)):
+        """Points borrowers to the new memory after frozen parameters have moved."""
+        for borrower in filter(None, (reference() for reference in self._borrowers)):
             borrower._point()
 
     def move(self, device: torch.device | str) -> None:
-        """Moves the model and its masters, but no borrowed parameters."""
+        """Moves the model and its masters to a device, except for borrowed parameters."""
         for name in self.borrowed:
             self.frozen[name].data = torch.empty(0, dtype=self.frozen[name].dtype)
         self.model.to(device)
@@ -209,26 +279,30 @@ class Holder(ABC):
         self.lend_again()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, this rank's part) of every master and frozen parameter with memory of its own."""
+        """Yields (name, this rank's part) of every master and frozen parameter that is not borrowed."""
         for name, parameter in (self.masters | self.frozen).items():
             if name not in self.borrowed:
                 yield name, _local(parameter.detach())
 
     def copies(self) -> list[torch.Tensor]:
-        """The model's rounded copies of the masters, which `publish` makes."""
+        """Returns the model's rounded copies of the masters, which `publish` updates; empty if there are none."""
         return []
 
     def square_sum(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum of the squares of a gradient, ``[]`` float64."""
+        """Returns the sum of the squares of a gradient, ``[]`` float64."""
         return gradient.pow(2).sum(dtype=torch.float64)
 
     def square_sums(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum of the squares of several gradients, ``[]`` float64. On a GPU a few kernels read each gradient once and sum
-        float32 in a tree, so the result depends on the cuts of parameters."""
+        """Returns the sum of the squares of several gradients, ``[]`` float64. On a GPU a few fused kernels sum in float32,
+        so the rounding depends on how parameters are sharded."""
         if gradients and gradients[0].is_cuda:
             return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
         sums = [self.square_sum(gradient) for gradient in gradients]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+    def local_masters(self) -> list[torch.Tensor]:
+        """Returns this rank's part of each master."""
+        return [_local(master) for master in self.masters.values()]
 
     def local_gradients(self) -> Iterator[torch.Tensor]:
         """Yields this rank's part of every gradient."""
@@ -247,41 +321,41 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers a whole tensor on the device of its mesh, because shards in host memory cannot be gathered there."""
+    """Gathers a whole tensor on the device of its mesh. Shards in host memory are first copied to that device."""
     if not isinstance(tensor, DTensor):
         return tensor
     return _moved(tensor, tensor.device_mesh.device_type).full_tensor()
 
 
 def _divided(value: torch.Tensor, master: DTensor) -> DTensor:
-    """A copy of ``value``, which every rank has, cut and placed like ``master``."""
+    """Returns a copy of ``value``, which every rank has, sharded and placed like ``master``."""
     mesh = master.device_mesh
-    # src_data_rank=None: every rank cuts its own part out of the tensor that it has
+    # src_data_rank=None: every rank cuts its part out of its own copy, without communication
     cut = distribute_tensor(value.to(mesh.device_type, copy=True), mesh, master.placements, src_data_rank=None)
     return _moved(cut, master.to_local().device.type)
 
 
 def _moved(tensor: DTensor, device: str) -> DTensor:
-    """A copy of the tensor with its shards on another kind of device."""
+    """Returns the tensor with its shards on this kind of device, copied if they are elsewhere."""
     local = tensor.to_local()
     if local.device.type == device:
         return tensor
     shape, stride = tensor.shape, tensor.stride()
-    there, placements = local.to(device), tensor.placements
-    return DTensor.from_local(there, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    moved, placements = local.to(device), tensor.placements
+    return DTensor.from_local(moved, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """(parameters that are trained, parameters that are frozen), each by name."""
+    """Returns (trained parameters, frozen parameters), each by name."""
     named = dict(model.named_parameters())
     return {n: p for n, p in named.items() if p.requires_grad}, {n: p for n, p in named.items() if not p.requires_grad}
 
 
 class Replica(Holder):
-    """A model that is whole in one process.
+    """A whole model in one process.
 
-    In float32 masters and model are the same tensors. In bfloat16 the model has rounded copies, which are made once a step;
-    a copy's gradient is added to its master's in float32 as soon as it is complete.
+    In float32, masters and model are the same tensors. In bfloat16, the model has rounded copies, which are updated once per
+    step; the gradient of a copy is added to that of its master in float32 as soon as it is complete.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, pieces: Pieces | None = None):
@@ -313,7 +387,7 @@ class Replica(Holder):
                 parameter.copy_(self.masters[name])
 
     def square_sum(self, gradient: torch.Tensor) -> torch.Tensor:
-        exact = self.masters is self._parameters  # float32: as in all earlier runs, to the bit
+        exact = self.masters is self._parameters  # float32: keeps results bit-identical to earlier runs
         return super().square_sum(gradient) if exact else square_sum(gradient)
 
     def copies(self) -> list[torch.Tensor]:
@@ -321,16 +395,16 @@ class Replica(Holder):
 
     def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         rounded = self._parameters.get(name)
-        held = rounded if rounded is not None and rounded.dtype == dtype else self.held(name)  # that is cast already
+        held = rounded if rounded is not None and rounded.dtype == dtype else self.parameter(name)  # avoids another cast
         return held.detach() if dtype is None else held.detach().to(dtype)
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
-        self.held(name).copy_(value)
+        self.parameter(name).copy_(value)
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[bool]:
-        """Makes all parameters float32 copies of themselves, which is exact; the rounded ones come back afterwards."""
+        """Converts all parameters to float32, which is exact; afterwards the rounded ones are restored."""
         parameters = list(self.model.parameters())
         rounded = [parameter.data for parameter in parameters]
         try:
@@ -349,7 +423,8 @@ class Replica(Holder):
 
 
 class Sharded(Holder):
-    """FSDP2: each layer is gathered in the compute dtype when it is needed; gradients are reduced in float32."""
+    """A model sharded by FSDP2: each layer is gathered in the compute dtype when needed; gradients are reduced in
+    float32."""
 
     def __init__(
         self,
@@ -365,11 +440,11 @@ class Sharded(Holder):
         """Shards a model.
 
         Args:
-            mesh: shards, or replicas by shards.
-            fill: loads a module's weights, just before it is sharded.
-            gradient_sync: how often gradients are summed over ranks.
+            mesh: ``[shards]`` or ``[replicas, shards]``.
+            fill: loads a module's weights just before the module is sharded.
+            gradient_sync: gradients are summed over ranks once per optimizer step, or per micro-batch.
             offload: keeps shards of masters, gradients and moments in host memory, where the optimizer runs; a layer is
-                brought to the device while it is computed.
+                copied to the device while it is computed.
         """
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
@@ -381,30 +456,30 @@ class Sharded(Holder):
             fill(layer)
             fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=place)
         fill(model)
-        # the embedding is also the head, or as large: keep it gathered between its two uses
+        # the embedding may also be the head (tied): keep the root's parameters gathered between the two uses
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=False)
         self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
         self._mesh, self.in_host_memory = mesh, offload
         self.masters, self.frozen = _parted(model)
 
     def accumulate(self, *, last: bool) -> None:
-        """Prepares the next backward pass. Until gradients are summed over ranks, each rank has all gradients of its own
-        sequences; afterwards its shard of the sum."""
+        """Prepares the next backward pass. Until gradients are summed over ranks, each rank has the full gradients of its
+        own sequences; afterwards it has its shard of the sum."""
         assert isinstance(self.model, FSDPModule)
         if self._gradient_sync == "step":
             self.model.set_requires_gradient_sync(last)
         else:
-            self.model.set_requires_all_reduce(last)  # between replicas once in any case: it costs no memory
+            self.model.set_requires_all_reduce(last)  # between replicas once per step in any case: it costs no memory
 
     def publish(self) -> None:
-        """Frees parameters that a forward pass without a backward pass left gathered, so that the next pass gathers the new
-        values."""
+        """Frees parameters that are still gathered after a forward pass without a backward pass, so that the next pass
+        gathers the new values."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.publish()  # what is gathered is no part of this rank's, and goes
+        self.publish()  # frees gathered parameters, which do not count as this rank's
         yield from super().tensors()
 
     @property
@@ -416,29 +491,26 @@ class Sharded(Holder):
         return whole
 
     def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Yields whole tensors, see `Holder.fulls`; small ones travel together, up to `BUCKET_BYTES`."""
-        for bucket in buckets(names, lambda name: self.held(name).numel() * (dtype or self.held(name).dtype).itemsize):
+        """Yields whole tensors, see `Holder.fulls`; small ones are gathered together, up to `BUCKET_BYTES`."""
+        for bucket in buckets(
+            names, lambda name: self.parameter(name).numel() * (dtype or self.parameter(name).dtype).itemsize
+        ):
             for name, piece in zip(bucket, self._gather_together(bucket, dtype), strict=True):
                 yield self._put_together(name, piece)
 
     def _gather_together(self, names: Sequence[str], dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
-        """Gathers several tensors by one exchange."""
+        """Gathers several tensors in one exchange."""
         mesh = self._mesh
-        held = [self.held(name).detach() for name in names]
-        shards = [_local(one).to(mesh.device_type, dtype or one.dtype) for one in held]
-        # replicas of the shards, if there are any, are the mesh's first dimension
-        return gather_rows(shards, [one.shape for one in held], mesh.get_group(mesh.ndim - 1))
+        held = [self.parameter(name).detach() for name in names]
+        shards = [_local(parameter).to(mesh.device_type, dtype or parameter.dtype) for parameter in held]
+        # the last dimension of the mesh is the shards; the first one is the replicas, if there are any
+        return gather_rows(shards, [parameter.shape for parameter in held], mesh.get_group(mesh.ndim - 1))
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
-        held = self.held(name)
+        held = self.parameter(name)
         assert isinstance(held, DTensor)
         _local(held).copy_(_local(_divided(value.to(held.dtype), held)))
-
-    def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
-        if self.in_host_memory and tensor.dim():
-            return Parted(lambda: _whole(tensor), lambda: part_of(tensor))
-        return super().state_of(name, tensor)
 
     def move(self, device: torch.device | str) -> None:
         if not self.in_host_memory:

@@ -1,4 +1,4 @@
-"""The division of sequences into forward passes and ranks."""
+"""Divides the sequences of a batch into micro-batches (forward passes) for each rank."""
 
 import heapq
 from collections import defaultdict
@@ -10,29 +10,29 @@ from tensordict import TensorDict
 
 from tandem.api.batch import lengths, num_sequences, sum_by_sequence
 from tandem.api.failures import BatchError
-from tandem.models.prefixes import number_prompts, prompt_keys
+from tandem.models.attention import number_prompts, prompt_keys
 
 
 class PlannedSequence(NamedTuple):
-    """The plan's knowledge about one sequence."""
+    """The facts about a sequence that `plan` uses."""
 
     prompt: int
-    """Number of its prompt; sequences with equal ones in a micro-batch compute it once."""
+    """Number of the sequence's prompt; a micro-batch computes a prompt once for all sequences with this number."""
 
     prompt_tokens: int
-    """Its length."""
+    """Length of the prompt."""
 
     completion: int
-    """Tokens behind the prompt."""
+    """Number of tokens after the prompt."""
 
     unit: int | None = None
-    """Sequences with equal numbers stay together; None stands for itself."""
+    """Number of the unit: sequences of one unit stay in one micro-batch. None: the sequence is a unit by itself."""
 
 
 def micro_batches(
     batch: TensorDict, max_tokens: int, rank: int, ranks: int, chosen: torch.Tensor | None = None
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch of this rank; ``chosen [N]`` bool: of these only. See `plan`.
+    """Returns the indices of the sequences in each micro-batch of this rank, by `plan`. ``chosen [N]`` bool: only these.
 
     Raises:
         BatchError: the batch has no sequences.
@@ -44,15 +44,15 @@ def micro_batches(
         return []
     keys = prompt_keys(batch["input_ids"], batch["media"] if "media" in batch.keys() else None)
     prompts, sizes = number_prompts(keys, batch["cu_seqlens"].tolist(), batch["loss_mask"])
-    rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
+    tails = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]  # completions
     units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
     index = list(range(count)) if chosen is None else chosen.nonzero().flatten().tolist()
-    planned = plan([PlannedSequence(prompts[i], sizes[i], rest[i], units[i]) for i in index], max_tokens, ranks)[rank]
+    planned = plan([PlannedSequence(prompts[i], sizes[i], tails[i], units[i]) for i in index], max_tokens, ranks)[rank]
     return [[index[i] for i in micro_batch] for micro_batch in planned]
 
 
 def has_weight(batch: TensorDict) -> torch.Tensor:
-    """Sequences with a loss weight other than 0, ``[N]`` bool, and those of the same unit, which their loss may read."""
+    """Returns ``[N]`` bool: True where the sequence's unit has a weight other than 0, for a loss may read its whole unit."""
     weighted = (batch["loss_weights"] != 0).float()
     if len(weighted) != num_sequences(batch):
         weighted = sum_by_sequence(batch, weighted)
@@ -63,7 +63,7 @@ def has_weight(batch: TensorDict) -> torch.Tensor:
 
 
 def filler() -> TensorDict:
-    """Two tokens for a rank that has nothing to do."""
+    """Returns a batch of two tokens, for a rank without a micro-batch that must take part in communication."""
     columns = {
         "input_ids": torch.zeros(2, dtype=torch.int64),
         "cu_seqlens": torch.tensor([0, 2]),
@@ -73,11 +73,11 @@ def filler() -> TensorDict:
 
 
 def plan(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[list[list[int]]]:
-    """Micro-batches of each rank: ``plan[rank][i]`` holds the indices of its sequences.
+    """Plans the micro-batches of each rank: ``plan[rank][i]`` has the indices of the sequences in micro-batch i.
 
-    All ranks get the same number of micro-batches, some of them empty where there are fewer units than ranks. A
-    micro-batch computes at most ``max_tokens``, except that a unit which is longer has one of its own. Micro-batches have
-    nearly equal numbers of tokens, those that run at the same time on different ranks most of all.
+    All ranks get the same number of micro-batches, some of them empty if there are fewer units than ranks. A micro-batch
+    computes at most ``max_tokens``; a longer unit is a micro-batch by itself. Micro-batches have nearly equal numbers of
+    tokens, and most nearly those that run at the same time on different ranks.
 
     Example: completions of 3, 4, 2, 5 tokens without prompts, 7 tokens, 2 ranks → [[[3, 2]], [[1, 0]]] up to order
     """
@@ -93,7 +93,7 @@ def plan(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[
         count += ranks
 
     bins.sort(key=lambda x: (-x[0], x[1]))
-    # neighbours in length together, so that sequences of equal length share a call of attention
+    # sorted by length, so that sequences of equal length share a call of attention
     ordered = [
         sorted((i for group in groups for i in group), key=lambda i: (items[i].prompt_tokens + items[i].completion, i))
         for _, groups in bins
@@ -105,13 +105,13 @@ def plan(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[
 
 
 def _cost(items: Sequence[PlannedSequence], indices: Sequence[int]) -> int:
-    """Tokens that these sequences compute together."""
+    """Returns the number of tokens that a micro-batch of these sequences computes."""
     prompts = {items[i].prompt: items[i].prompt_tokens for i in indices}
     return sum(prompts.values()) + sum(items[i].completion for i in indices)
 
 
 def _blocks(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[list[int]]:
-    """Sequences that go together: units always, and those of one prompt as far as a micro-batch and an even share allow."""
+    """Joins units of one prompt to blocks, up to ``max_tokens`` or an even share of tokens per rank, whichever is less."""
     units: dict[Hashable, list[int]] = defaultdict(list)
     for index, item in enumerate(items):
         units[("alone", index) if item.unit is None else item.unit].append(index)
@@ -135,7 +135,7 @@ def _blocks(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> li
 
 
 def _spread(sized: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[list[int]]]]:
-    """Puts blocks, largest first, into whichever of ``count`` bins has the fewest tokens."""
+    """Puts each block, largest first, into the emptiest of ``count`` bins; returns (tokens, blocks) of each bin."""
     heap: list[tuple[int, int]] = [(0, i) for i in range(count)]
     bins: list[list[list[int]]] = [[] for _ in range(count)]
     for tokens, group in sized:

@@ -1,4 +1,4 @@
-"""The optimizer step: clipped, scheduled, or skipped."""
+"""The optimizer: AdamW with gradient clipping and a schedule, which skips steps that are not finite."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,22 +8,41 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tandem.api.activity import did
-from tandem.api.failures import ConfigError, NonFinite
+from tandem.api.failures import NonFinite
+from tandem.config.errors import ConfigError
 from tandem.config.train_engine import OptimizerConfig
 from tandem.engines.train.holders import Holder
-from tandem.engines.train.ranks import Ranks, sum_over_ranks
-from tandem.engines.train.schedule import learning_rate
+from tandem.engines.train.spread import Ranks, sum_over_ranks
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """Returns the learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
+
+    The warm-up rises linearly from ``lr / warmup_steps`` at step 0 to the peak at step ``warmup_steps - 1``. Afterwards the
+    schedule falls towards ``min_lr_ratio`` of the peak, which the step after the last one would have.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    shapes = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    if config.schedule == "constant":
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shapes[config.schedule])
+
+
+MOST_SKIPS = 3
+"""The run stops after this many steps in a row whose loss or gradient was not finite."""
 
 MOVED = "actor/update_ratio"
 LOOKED_AT = 4096
-"""Weights of each master by which it is measured how far a step moves them."""
+"""About this many weights of each master are sampled to measure the size of a step."""
 
 
 class Optimizer:
-    """AdamW over the masters of a holder; matrices decay, vectors do not. The schedule counts calls, taken or skipped."""
+    """AdamW over the masters of a holder, with weight decay on matrices only. The schedule also counts skipped steps."""
 
     def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, ranks: Ranks):
-        """``total_steps``: of the run, for the schedule. ``ranks``: those over which the model is spread."""
+        """``total_steps``: steps of the run, for the schedule. ``ranks``: the ranks that hold the model."""
         self._holder, self._options, self._total_steps, self._ranks = holder, options, total_steps, ranks
         matrices: list[torch.Tensor] = []
         vectors: list[torch.Tensor] = []
@@ -32,7 +51,7 @@ class Optimizer:
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
         self._moved: torch.Tensor | None = None
-        """The sums behind `moved` of the last step, ``[2]``; None if it changed nothing, or nothing is known of it."""
+        """The result of `_squares` for the last step, ``[2]``; None if the step changed nothing or was not measured."""
 
         self._step = 0
         self._skips_in_a_row = 0
@@ -42,23 +61,23 @@ class Optimizer:
         self.adamw.zero_grad()
 
     def move(self, device: torch.device) -> None:
-        """Moves the moments, unless they step in host memory."""
+        """Moves the moments to a device, unless the optimizer always runs in host memory."""
         if self._holder.in_host_memory:
             return
         for state in self.adamw.state.values():
             state.update({name: x.to(device) for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of the moments that there are, with their names."""
+        """Yields (name, this rank's part) of each existing moment."""
         for name, master in self._holder.masters.items():
             for what, x in self.adamw.state.get(master, {}).items():
                 if isinstance(x, torch.Tensor) and x.dim():
                     yield f"{name}/{what}", x.to_local() if isinstance(x, DTensor) else x
 
     def step(self, loss: float) -> dict[str, float]:
-        """Clips and steps, or skips; every rank decides the same, from the same numbers. The gradients are finished.
+        """Clips the gradients and steps, or skips; returns metrics. All ranks have equal losses and norms, and decide alike.
 
-        A gradient that is exactly 0 leaves weights and moments as they are: no decay, no momentum.
+        If the gradient is exactly 0, weights and moments do not change (no weight decay, no momentum).
 
         Raises:
             NonFinite: too many steps in a row had a loss or gradient that was not finite.
@@ -72,7 +91,7 @@ class Optimizer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.adamw.zero_grad()
             self._skips_in_a_row += 1
-            if self._skips_in_a_row >= options.max_consecutive_skips:
+            if self._skips_in_a_row >= MOST_SKIPS:
                 raise NonFinite(
                     f"{self._skips_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
                     f"(loss {loss}, gradient norm {norm}); lower actor.optimizer.lr, or look at the rewards and advantages"
@@ -94,15 +113,15 @@ class Optimizer:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, and the moments of each master that has any; see `Holder.moments`."""
+        """Returns the numbers of steps and skips, and the moments of the masters, see `Holder.moments`."""
         moments = self._holder.moments(self.adamw)
         return {"step": self._step, "skips_in_a_row": self._skips_in_a_row, "moments": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes whole moments; each rank cuts its part out of them. Learning rates are those of the options here.
+        """Restores a state with whole moments, of which each rank takes its part. Learning rates are not restored.
 
         Raises:
-            ConfigError: moments of a master that is not here, or that this backend cannot take.
+            ConfigError: the state has an unknown master, or this backend cannot load its moments.
         """
         unknown = sorted(set(state["moments"]) - set(self._holder.masters))
         if unknown:
@@ -111,33 +130,33 @@ class Optimizer:
         self._holder.take_moments(self.adamw, state["moments"])
 
     def _looked_at(self) -> torch.Tensor | None:
-        """Some thousand weights of each of this rank's masters, always the same ones; None where they are rounded."""
-        masters = [x.to_local() if isinstance(x, DTensor) else x for x in self._holder.masters.values()]
-        if any(x.dtype != torch.float32 for x in masters):
+        """Returns a fixed sample of the weights of this rank's masters, ``[K]``; None if masters are not float32."""
+        pieces = self._holder.local_masters()
+        if any(x.dtype != torch.float32 for x in pieces):
             return None
-        return torch.cat([x.detach().flatten()[:: x.numel() // LOOKED_AT + 1] for x in masters])
+        return torch.cat([x.detach().flatten()[:: x.numel() // LOOKED_AT + 1] for x in pieces])
 
     def moved(self) -> dict[str, float]:
-        """The norm of what the last step changed of some weights, over their own; empty where no rank has them, or nothing
-        was changed."""
+        """Returns `MOVED`: norm of the last step / norm of the weights, over the sampled weights. Empty if the step changed
+        nothing or was not measured."""
         moved, size = (0.0, 0.0) if self._moved is None else self._moved.tolist()
         return {MOVED: math.sqrt(moved / size)} if size else {}
 
     def _squares(self, before: torch.Tensor) -> torch.Tensor:
-        """The two sums behind `moved`, ``[2]``; the host does not wait for them."""
+        """Returns Σ step² and Σ weight² of the sampled weights over all ranks, ``[2]``, without waiting for the device."""
         after = self._looked_at()
-        assert after is not None, "masters keep their type"
+        assert after is not None, "masters keep their dtype"
         sums = torch.stack([(after - before).double().square().sum(), before.double().square().sum()])
         return sum_over_ranks(sums.to(self._holder.device), self._ranks.group)
 
     def _gradient_norm(self) -> float:
-        """Global L2 norm; on a CPU summed in float64, so that it does not depend on how parameters are cut."""
-        counted = [gradient for name, gradient in self._holder.named_local_gradients() if self._counts(name)]
+        """Returns the global L2 norm. On a CPU it is summed in float64, so that it does not depend on the sharding."""
+        ranks, pieces = self._ranks, self._holder.pieces
+        cut = {} if pieces is None else pieces.dims
+        counted = [
+            gradient  # of ranks with the same part of a gradient, only one counts it
+            for name, gradient in self._holder.named_local_gradients()
+            if (ranks.is_in_first_replica if name in cut else ranks.is_first_with_shard)
+        ]
         total = self._holder.square_sums(counted)
-        return math.sqrt(float(sum_over_ranks(total.to(self._holder.device), self._ranks.group)))
-
-    def _counts(self, name: str) -> bool:
-        """True if this rank is the one to count its part of a gradient, which others may have too."""
-        pieces = self._holder.pieces
-        is_cut = pieces is not None and name in pieces.dims
-        return self._ranks.is_in_first_replica if is_cut else self._ranks.is_first_with_shard
+        return math.sqrt(float(sum_over_ranks(total.to(self._holder.device), ranks.group)))

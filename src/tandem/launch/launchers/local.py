@@ -1,8 +1,7 @@
-"""Ranks on this machine, alone or, by the same command on each, on several."""
+"""Starts ranks on this machine, or on several machines if the same command is given on each of them."""
 
 import argparse
 import json
-import os
 import re
 import socket
 import subprocess
@@ -12,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import ConfigError
-from tandem.launch.launcher import ATTEMPT, HELD, LOG, Launcher, LaunchJob, new_attempt, outcome
+from tandem.launch.launchers import Launcher, LaunchJob, new_attempt, outcome, start_group
 from tandem.launch.place import Place
 
 END_S = 40.0
-"""Seconds that a group which lost its launcher may take."""
+"""Seconds that a group has to end after its launcher has closed its standard input."""
 
 
 class LocalGroup(Launcher):
-    """One group on this machine."""
+    """Starts one group of ranks on this machine."""
 
     def __init__(self, jobs: Sequence[LaunchJob], options: argparse.Namespace):
         super().__init__(jobs, options)
@@ -31,9 +30,11 @@ class LocalGroup(Launcher):
 
     @staticmethod
     def add_arguments(parser: Any) -> None:
-        parser.add_argument("--machines", type=int, metavar="N", help="machines; each runs this command (default: 1)")
-        parser.add_argument("--machine", type=int, metavar="I", help="number of this one, from 0; machine 0 has rank 0")
-        parser.add_argument("--meet", metavar="HOST:PORT", help="machine 0 and a free port there, as the others reach it")
+        parser.add_argument(
+            "--machines", type=int, metavar="N", help="number of machines that run this command (default: 1)"
+        )
+        parser.add_argument("--machine", type=int, metavar="I", help="number of this machine, from 0; machine 0 has rank 0")
+        parser.add_argument("--meet", metavar="HOST:PORT", help="address of machine 0 for the others, and a free port there")
 
     def _placed(self) -> Place | None:
         machines, number, meet = self.options.machines, self.options.machine, self.options.meet
@@ -46,14 +47,14 @@ class LocalGroup(Launcher):
                 "several machines need all of --machines N, --machine I (0 to N - 1) and --meet HOST:PORT, for example "
                 "--machines 2 --machine 0 --meet host0:29500 on host0 and --machine 1 on the other"
             )
-        each, left = divmod(self._job.ranks, machines)
-        if left:
+        count, remainder = divmod(self._job.ranks, machines)
+        if remainder:
             raise ConfigError(f"{self._job.ranks} ranks (actor.backend) cannot be spread evenly over {machines} machines")
         if self._job.max_restarts:
             raise ConfigError(
-                "recover.max_restarts is for one machine, Slurm and Ray: nobody here can start the others again"
+                "recover.max_restarts works on one machine, Slurm and Ray: ranks on other machines cannot be restarted here"
             )
-        return Place(number * each, each, self._job.ranks, 0, each, host.strip("[]"), int(port))
+        return Place(number * count, count, self._job.ranks, 0, count, host.strip("[]"), int(port))
 
     def describe(self) -> str:
         place = "all ranks on this machine" if self._place is None else json.dumps(self._place.__dict__)
@@ -64,27 +65,19 @@ class LocalGroup(Launcher):
             try:
                 socket.getaddrinfo(self._place.address, self._place.port)
             except OSError as error:
-                raise ConfigError(f"--meet: this machine knows no {self._place.address}: {error.strerror}") from error
+                raise ConfigError(f"--meet: cannot resolve the host {self._place.address}: {error.strerror}") from error
         self._attempt = new_attempt(self._job)
-        told = self._place.told() if self._place else {}
+        variables = self._place.variables() if self._place else {}
         if self._place is not None and self._place.first:
-            print(f"Rank 0 speaks on {self._place.address}. What is said here: {self._attempt}", file=sys.stderr)
-        with (self._attempt / LOG.format(rank=self._place.first if self._place else 0)).open("wb") as log:
-            self._process = subprocess.Popen(
-                self._job.command(),
-                env=os.environ | told | {ATTEMPT: str(self._attempt), HELD: "1", "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through this process, once
-            )
+            print(f"Rank 0 prints on {self._place.address}. Logs of the ranks here: {self._attempt}", file=sys.stderr)
+        self._process = start_group(self._job.command(), self._attempt, self._place.first if self._place else 0, variables)
 
     def poll(self) -> int | None:
         code = self._process.poll() if self._process else 0
         return None if code is None else outcome(self._attempt, abs(code))
 
     def signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.send_signal(number)
 
     def groups(self, job: LaunchJob) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""One actor a rank, in one placement group, on a Ray cluster that is there or on this machine."""
+"""Starts each rank in a Ray actor, in one placement group, on an existing Ray cluster or a new one on this machine."""
 
 import argparse
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
-from tandem.launch.launcher import ATTEMPT, HELD, LOG, Launcher, LaunchJob, new_attempt, outcome
+from tandem.launch.launchers import Launcher, LaunchJob, new_attempt, outcome, start_group
 from tandem.launch.place import Place, free_port
 
 READY_S = 600.0
-"""Seconds that the cluster may take to give the devices."""
+"""Longest time until the cluster provides the devices, in seconds."""
 
 ANSWER_S = 60.0
 END_S = 40.0
 POLL_S = 0.5
 OWN = "local"
-"""Ray's word for a cluster that is made here, whatever others are on this machine."""
+"""Ray's address for a new cluster on this machine."""
 
 
 def join_cluster(ray: Any, address: str, **settings: Any) -> None:
@@ -31,47 +31,39 @@ def join_cluster(ray: Any, address: str, **settings: Any) -> None:
     except (ConnectionError, ValueError) as error:
         raise TandemError(
             f"no Ray answers at {address} ({kind_and_text(error)}). Correct --address or RAY_ADDRESS, or leave both out for "
-            "a Ray that ends with the run; if the cluster wants a token, set RAY_AUTH_MODE=token"
+            "a Ray that ends with the run; if the cluster requires a token, set RAY_AUTH_MODE=token"
         ) from error
 
 
 class RankGroup:
-    """The actor: one rank, its group watched as on one machine. It ends with the actor, however that goes."""
+    """A Ray actor that runs a group of one rank. The rank ends when the actor ends for any reason."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def machine(self) -> tuple[str, str, int]:
-        """The node's name in Ray, its address, and a free port."""
+        """Returns (the node's id in Ray, its address, a free port)."""
         import ray  # noqa: PLC0415 an extra
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def start(self, job: LaunchJob, place: Place, attempt: Path, joins: bool) -> None:
-        """Starts the rank. ``joins``: what it does on Ray (`runner=ray`) is to be on this cluster."""
-        environment = {ATTEMPT: str(attempt), HELD: "1", "PYTHONUNBUFFERED": "1"}
+        """Starts the rank. ``joins``: with `runner=ray`, the rank uses this cluster."""
+        environment = place.variables()
         if joins:
             environment["RAY_ADDRESS"] = _ray().get_runtime_context().gcs_address
-        with (attempt / LOG.format(rank=place.first)).open("wb") as log:
-            self._process = subprocess.Popen(
-                job.command(sys.executable),
-                env=os.environ | place.told() | environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = start_group(job.command(sys.executable), attempt, place.first, environment)
 
     def poll(self) -> int | None:
         return self._process.poll() if self._process else None
 
     def signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.send_signal(number)
 
 
 class RayJob(Launcher):
-    """The actors of one run."""
+    """Starts one run on Ray, with an actor for each rank."""
 
     restarts = True
 
@@ -87,7 +79,7 @@ class RayJob(Launcher):
 
     @staticmethod
     def add_arguments(parser: Any) -> None:
-        parser.add_argument("--address", metavar="HOST:PORT", help="of the cluster (default: RAY_ADDRESS, or one made here)")
+        parser.add_argument("--address", metavar="HOST:PORT", help="the cluster (default: RAY_ADDRESS, else a new one here)")
         parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="N", help="cores that Ray counts for a rank")
         parser.add_argument("--gpus-per-rank", type=int, default=0, metavar="N", help="GPUs that Ray counts for a rank")
         parser.add_argument(
@@ -103,7 +95,7 @@ class RayJob(Launcher):
         return self.options.address or os.environ.get("RAY_ADDRESS") or OWN
 
     def describe(self) -> str:
-        where = "a Ray of this machine's own" if self._address == OWN else self._address
+        where = "a new Ray cluster on this machine" if self._address == OWN else self._address
         return (
             f"{' '.join(self._job.command())}\n{self._job.ranks} actor(s), one a rank, each with {self._bundle()} in one "
             f"placement group ({self.options.strategy}), on {where}\nlogs: {self._job.folder}"
@@ -120,34 +112,34 @@ class RayJob(Launcher):
         self._group = ray.util.placement_group(bundles, strategy=self.options.strategy)
         if not self._group.wait(READY_S):
             raise TandemError(
-                f"Ray has not given {self._job.ranks} × {self._bundle()} within {READY_S:.0f} s; the cluster has "
+                f"Ray has not provided {self._job.ranks} × {self._bundle()} within {READY_S:.0f} s; the cluster has "
                 f"{ray.cluster_resources()}"
             )
-        actor = ray.remote(RankGroup)
+        actor_class = ray.remote(RankGroup)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         bundle = self._bundle()
         self._actors = [
-            actor.options(
+            actor_class.options(
                 num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy(self._group, index)
             ).remote()
             for index in range(self._job.ranks)
         ]
-        machines = ray.get([one.machine.remote() for one in self._actors], timeout=READY_S)
+        machines = ray.get([actor.machine.remote() for actor in self._actors], timeout=READY_S)
         order = sorted(range(len(machines)), key=lambda index: [m[0] for m in machines].index(machines[index][0]))
         self._actors, machines = [self._actors[i] for i in order], [machines[i] for i in order]
         nodes = [node for node, _, _ in machines]
         _, address, port = machines[0]
         self._attempt = new_attempt(self._job)
-        joins = self._address != OWN  # one made here may have no cores left
+        joins = self._address != OWN  # a new cluster may have no free cores
         ray.get(
             [
-                one.start.remote(
+                actor.start.remote(
                     self._job,
                     Place(rank, 1, len(nodes), nodes[:rank].count(node), nodes.count(node), address, port),
                     self._attempt,
                     joins,
                 )
-                for rank, (one, node) in enumerate(zip(self._actors, nodes, strict=True))
+                for rank, (actor, node) in enumerate(zip(self._actors, nodes, strict=True))
             ],
             timeout=ANSWER_S,
         )
@@ -157,22 +149,22 @@ class RayJob(Launcher):
             return None
         self._polled_at = time.monotonic()
         codes: list[int | None] = []
-        for one in self._actors:
+        for actor in self._actors:
             try:
-                codes.append(_ray().get(one.poll.remote(), timeout=ANSWER_S))
-            except Exception as error:  # boundary: an actor that is gone, or a node
+                codes.append(_ray().get(actor.poll.remote(), timeout=ANSWER_S))
+            except Exception as error:  # boundary: the actor or its node has died
                 codes.append(1)
                 if not self._ending:
                     print(f"error: a rank's actor does not answer: {kind_and_text(error)}", file=sys.stderr)
         if any(codes) and not self._ending:
-            self._ending = True  # once: a second request ends a rank in the middle of what it writes
+            self._ending = True  # only once, because a second signal interrupts a rank that is writing
             self.signal(signal.SIGTERM)
         ended = all(code is not None for code in codes)
         return outcome(self._attempt, max(abs(code or 0) for code in codes)) if ended else None
 
     def signal(self, number: int) -> None:
-        for one in self._actors:
-            one.signal.remote(number)
+        for actor in self._actors:
+            actor.signal.remote(number)
 
     def attempt(self, job: LaunchJob) -> Path | None:
         return self._attempt
@@ -183,8 +175,8 @@ class RayJob(Launcher):
             deadline = time.monotonic() + END_S
             while self.poll() is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-        for one in self._actors:
-            _ray().kill(one)
+        for actor in self._actors:
+            _ray().kill(actor)
         self._actors = []
         if self._group is not None:
             _ray().util.remove_placement_group(self._group)

@@ -1,4 +1,4 @@
-"""One batch job of Slurm, or an array of them: a task a rank, servers beside rank 0."""
+"""Submits a batch job of Slurm, or an array of jobs. Each rank is a task; servers run beside rank 0."""
 
 import argparse
 import os
@@ -15,74 +15,80 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from tandem.config.errors import ConfigError, TandemError
-from tandem.launch.launcher import Launcher, LaunchJob, needed, outcome
+from tandem.launch.launchers import Launcher, LaunchJob, needed, outcome
 
 SCRIPT = "slurm.sh"
 TEMPLATE = "slurm.sh.jinja"
 POLL_S = 2.0
 ASK_S = 60.0
 CLOSE_S = 90.0
-"""Seconds that a run may take to end beyond `recover.grace_s`."""
+"""Seconds that a run may need to end, in addition to `recover.grace_s`."""
 
 LEAST_S = 120
 OPTIONS = ("account", "partition", "time")
 
 
 class SlurmJob(Launcher):
-    """A submitted job."""
+    """Submits runs to Slurm as one job or an array, and follows it."""
 
     detaches = True
 
     def __init__(self, jobs: Sequence[LaunchJob], options: argparse.Namespace):
         super().__init__(jobs, options)
-        self._id, self._before = "", {one for job in jobs for one in job.folder.glob("slurm-*-*")}
+        self._id, self._before = "", {path for job in jobs for path in job.folder.glob("slurm-*-*")}
         self._asked_at, self._state = 0.0, "PENDING"
         nodes, ranks = options.nodes, {job.ranks for job in jobs}
         if len(ranks) > 1:
-            raise ConfigError(f"jobs of an array have one shape, and these have {sorted(ranks)} ranks (actor.backend)")
+            raise ConfigError(f"jobs of an array must have equally many ranks (actor.backend), got {sorted(ranks)}")
         if nodes < 1 or jobs[0].ranks % nodes:
             raise ConfigError(
-                f"--nodes {nodes} cannot share {jobs[0].ranks} ranks (actor.backend) evenly: use a number that divides them"
+                f"--nodes {nodes}: {jobs[0].ranks} ranks (actor.backend) cannot be spread evenly; use a divisor of the ranks"
             )
         if len({job.folder for job in jobs}) < len(jobs):
             raise ConfigError("two jobs of the array are the same run: give each --array its own trial_name=…")
         if len({(job.max_restarts, job.grace_s) for job in jobs}) > 1:
-            raise ConfigError("jobs of an array share recover.max_restarts and recover.grace_s, and these have several")
+            raise ConfigError("jobs of an array must have the same recover.max_restarts and recover.grace_s")
         if spaced := next((line for line in options.srun if " " in line.partition("=")[0]), None):
             raise ConfigError(f"--srun {spaced!r}: write NAME=VALUE, such as mem=4G")
         for line in (*options.sbatch, *options.srun):
             if not re.fullmatch(r"(-[a-zA-Z]|[a-z][a-z0-9-]*)([= ][^\n]*)?", line.removeprefix("--")):
-                raise ConfigError(f"{line!r} is no option of sbatch or srun, such as gpus-per-node=8")
+                raise ConfigError(f"{line!r} is not an option of sbatch or srun, such as gpus-per-node=8")
 
     @staticmethod
     def add_arguments(parser: Any) -> None:
-        parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes; ranks are spread evenly (default: 1)")
-        parser.add_argument("--account", metavar="A", help="whose budget")
-        parser.add_argument("--partition", metavar="P", help="queue")
-        parser.add_argument("--time", metavar="HH:MM:SS", help="limit; the run saves before it, and is requeued")
         parser.add_argument(
-            "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another #SBATCH line, as often as you like"
+            "--nodes", type=int, default=1, metavar="N", help="number of nodes; all get equally many ranks (default: 1)"
+        )
+        parser.add_argument("--account", metavar="A", help="account that is charged")
+        parser.add_argument("--partition", metavar="P", help="queue")
+        parser.add_argument("--time", metavar="HH:MM:SS", help="time limit; the run saves before it, and is requeued")
+        parser.add_argument(
+            "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another #SBATCH line; may be repeated"
         )
         parser.add_argument(
             "--srun", action="append", default=[], metavar="NAME=VALUE", help="another option of srun: container-image=…"
         )
         parser.add_argument(
-            "--array", action="append", default=[], metavar="'[CONFIG] KEY=VALUE …'", help="a run of several, once for each"
+            "--array",
+            action="append",
+            default=[],
+            metavar="'[CONFIG] KEY=VALUE …'",
+            help="one run of an array of runs; may be repeated",
         )
         parser.add_argument("--template", type=Path, metavar="FILE", help="your own template of the batch script")
-        parser.add_argument("--detach", action="store_true", help="submit, and do not follow")
+        parser.add_argument("--detach", action="store_true", help="submit the job without following it")
 
     def describe(self) -> str:
-        own = self.options.template
+        template = self.options.template
         try:
-            text = (own or files(__package__).joinpath(TEMPLATE)).read_text(encoding="utf-8")
+            text = (template or files(__package__).joinpath(TEMPLATE)).read_text(encoding="utf-8")
             environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
             return environment.from_string(text).render(self._values())
         except (OSError, UnicodeDecodeError, TemplateError) as error:
-            raise ConfigError(f"--template {own}: {error}") from error
+            raise ConfigError(f"--template {template}: {error}") from error
 
     def _values(self) -> dict[str, Any]:
-        """The variables of a template."""
+        """Returns the variables of the template."""
         job, options = self.jobs[0], self.options
         before_s = max(LEAST_S, round(job.grace_s + CLOSE_S))
         array = [f"--array=0-{len(self.jobs) - 1}"] if len(self.jobs) > 1 else []
@@ -96,14 +102,17 @@ class SlurmJob(Launcher):
         return {
             "directives": [*directives, *(f"{_dashes(line)}" for line in options.sbatch)],
             "srun": "".join(f" {shlex.quote(_dashes(line))}" for line in options.srun),
-            "runs": [{"folder": shlex.quote(str(one.folder)), "words": shlex.join(one.words)} for one in self.jobs],
+            "runs": [{"folder": shlex.quote(str(run.folder)), "words": shlex.join(run.words)} for run in self.jobs],
             "python": shlex.quote(sys.executable),
             "command": shlex.join(command),
             "max_restarts": job.max_restarts,
         }
 
     def start(self) -> None:
-        sbatch, text = needed("sbatch", "submit where Slurm is, or print the script with --dry-run"), self.describe()
+        sbatch, text = (
+            needed("sbatch", "submit on a machine with Slurm, or print the script with --dry-run"),
+            self.describe(),
+        )
         for job in self.jobs:
             job.folder.mkdir(parents=True, exist_ok=True)
         script = self.jobs[0].folder / SCRIPT
@@ -123,7 +132,7 @@ class SlurmJob(Launcher):
         self._asked_at = time.monotonic()
         done = _ask(["squeue", "--noheader", f"--jobs={self._id}", "--format=%T"])
         if done.returncode and "Invalid job id" not in done.stderr:
-            return None  # the controller does not answer at the moment; the job does not need it
+            return None  # the controller does not answer now; the job goes on without it
         states = " ".join(sorted(set(done.stdout.split())))
         if states and states != self._state:
             print(f"Slurm job {self._id}: {states}", file=sys.stderr)
@@ -131,7 +140,7 @@ class SlurmJob(Launcher):
         return None if states else self._outcome()
 
     def _outcome(self) -> int:
-        """Exit status of the worst: `outcome`, or 1 where a job left none, such as a cancelled one."""
+        """Returns the worst exit status of the jobs. A job without a status, such as a cancelled job, counts as 1."""
         codes = []
         for job in self.jobs:
             folder = self.attempt(job)
@@ -143,8 +152,8 @@ class SlurmJob(Launcher):
         _ask(["scancel", f"--signal={number}", self._id])
 
     def attempt(self, job: LaunchJob) -> Path | None:
-        found = [one for one in job.folder.glob("slurm-*-*") if one.is_dir() and one not in self._before]
-        return max(found, key=lambda one: [int(number) for number in one.name.split("-")[1:]], default=None)
+        folders = [path for path in job.folder.glob("slurm-*-*") if path.is_dir() and path not in self._before]
+        return max(folders, key=lambda path: [int(number) for number in path.name.split("-")[1:]], default=None)
 
 
 def _dashes(option: str) -> str:
@@ -152,7 +161,7 @@ def _dashes(option: str) -> str:
 
 
 def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm; what it writes is for this user alone. Raises `TandemError` where it does not answer."""
+    """Runs a command of Slurm; only this user can read files that it writes. Raises `TandemError` if it does not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False, umask=0o077)
     except subprocess.TimeoutExpired as error:

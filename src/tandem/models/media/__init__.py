@@ -1,1 +1,1 @@
-"""Models that see and hear: one file a family."""
+"""Models that read images or sounds, with one file per family."""

@@ -1,4 +1,4 @@
-"""The media families there are, by ``model_type``."""
+"""Finds the family of a media model by its ``model_type``, and the transformers classes that open it."""
 
 import functools
 from pathlib import Path
@@ -11,32 +11,30 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 
 from tandem.models.attention import NAME
 from tandem.models.foreign import no_report, read_hf_config
-from tandem.models.media.family import MediaFamily
-from tandem.models.media.features import tower_matrices
+from tandem.models.media.family import MediaFamily, tower_matrices
 from tandem.models.media.idefics3 import Idefics3
 from tandem.models.media.llava import Llava
-from tandem.models.media.qwen3_vl import Qwen3VL
 from tandem.models.media.qwen_audio import QwenAudio
-from tandem.models.media.qwen_vl import QwenVL
+from tandem.models.media.qwen_vl import Qwen3VL, QwenVL
 
 FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, Llava, QwenVL, Qwen3VL, QwenAudio)
 
 
 def media_types() -> tuple[str, ...]:
-    """``model_type`` of the media models that work."""
+    """Returns the ``model_type`` of all supported media models."""
     return tuple(kind for family in FAMILIES for kind in family.model_types)
 
 
 def family_class(config: Any) -> type[MediaFamily] | None:
-    """The family of a configuration of transformers; None for a model that reads text alone, or one that is not known."""
+    """Returns the family of a transformers configuration; None for a text-only or unknown model."""
     return next((family for family in FAMILIES if config.model_type in family.model_types), None)
 
 
 def family_of(folder: Path, config: Any = None) -> MediaFamily | None:
-    """The family of the model in ``folder``; None for one that reads text alone. ``config``: the folder's, if it was read.
+    """Returns the family of the model in ``folder``; None for a text-only model. ``config``: the folder's, if already read.
 
     Raises:
-        ConfigError: its processor's settings are missing, or not exact here.
+        ConfigError: the settings of the model's processor are missing or not supported.
     """
     config = config or read_hf_config(folder)
     kind = family_class(config)
@@ -44,18 +42,18 @@ def family_of(folder: Path, config: Any = None) -> MediaFamily | None:
 
 
 class TowerSize(NamedTuple):
-    """A part of a media model that sees or hears."""
+    """The size of one part of a media model outside its language model: a tower or a connector."""
 
     name: str
-    """The name that ``actor.freeze`` knows."""
+    """The part's name in ``actor.freeze``."""
 
     parameters: int
     matrices: tuple[tuple[str, int, int], ...]
-    """Path, inputs and outputs of each of its matrices that can have an adapter."""
+    """Path, number of inputs and number of outputs of each matrix that can have an adapter."""
 
 
 def tower_sizes(config: Any) -> tuple[TowerSize, ...]:
-    """The towers of a configuration of transformers; none of a model that reads text alone."""
+    """Returns the sizes of the towers of a transformers configuration; empty for a text-only model."""
     family = family_class(config)
     if family is None:
         return ()
@@ -66,28 +64,28 @@ def tower_sizes(config: Any) -> tuple[TowerSize, ...]:
         TowerSize(
             tower,
             sum(size for name, size in sizes.items() if name.startswith(prefixes)),
-            tuple((path, one.in_features, one.out_features) for path, one in tower_matrices(family, model, [tower])),
+            tuple((path, layer.in_features, layer.out_features) for path, layer in tower_matrices(family, model, [tower])),
         )
         for tower, prefixes in family.towers.items()
     )
 
 
 def opener(family: MediaFamily | None) -> tuple[Any, str | dict[str, str]]:
-    """The class of transformers that opens a model, and the attention that it is opened with: packed in the language model
-    alone."""
+    """Returns the transformers class that opens a model, and its ``attn_implementation``: packed attention only in the
+    language model."""
     if family is None:
         return transformers.AutoModelForCausalLM, NAME
     return transformers.AutoModelForMultimodalLM, {"text_config": NAME}
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the language model of a media model; any other as it is."""
+    """Returns the language model's configuration of a media model; any other configuration unchanged."""
     return config if family_class(config) is None else config.text_config
 
 
 def classifier_class(config: Any) -> Any:
-    """The class of transformers of sequence classifiers; for a media model, of which transformers has none, one that puts a
-    head called ``score`` in the place of ``lm_head``, called after its class."""
+    """Returns the transformers class of sequence classifiers. transformers has none for media models: for them a class is
+    made whose head ``score`` replaces ``lm_head``."""
     if family_class(config) is None:
         return transformers.AutoModelForSequenceClassification
     return _media_classifier(transformers.models.auto.modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)])
@@ -103,15 +101,15 @@ def _media_classifier(generates: type[Any]) -> type[Any]:
     def from_config(cls: Any, config: Any, *, trust_remote_code: bool = False, **settings: Any) -> Any:
         return cls._from_config(config, **settings)
 
-    own = {
+    attributes = {
         "__init__": init,
         "from_config": classmethod(from_config),
         "get_output_embeddings": lambda self: None,
-        "_tied_weights_keys": {},  # there is no lm_head to be the embedding
-        "__module__": generates.__module__,  # where transformers looks for what a model needs
+        "_tied_weights_keys": {},  # there is no lm_head to be tied to the embedding
+        "__module__": generates.__module__,  # transformers looks up related classes in this module
     }
     name = generates.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
-    renamed = get_checkpoint_conversion_mapping(generates.__name__)  # of older files, by the name of the class
+    renamed = get_checkpoint_conversion_mapping(generates.__name__)  # old tensor names → new ones, registered by class name
     if renamed is not None:
         register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
-    return type(name, (generates,), own)
+    return type(name, (generates,), attributes)

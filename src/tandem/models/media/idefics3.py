@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM: pictures cut into square tiles, each as many placeholders."""
+"""Idefics3 and SmolVLM: images are split into square tiles, which all have the same number of placeholders."""
 
 import math
 from collections.abc import Sequence
@@ -13,15 +13,14 @@ from tandem.api.failures import DataFailure
 from tandem.api.media import MediaKind, Medium
 from tandem.config.errors import ConfigError
 from tandem.media import store
-from tandem.models.media.family import MediaFamily
-from tandem.models.media.settings import read_processor, settings_of
+from tandem.models.media.family import MediaFamily, read_processor, settings_of
 
 MAX_EDGE = 4096
-"""The processor makes no picture larger."""
+"""Longest edge in pixels to which the processor resizes an image."""
 
 
 class Idefics3(MediaFamily):
-    """A SigLIP tower, a connector that joins neighbouring patches, and a language model with plain positions."""
+    """A SigLIP tower, a connector that merges neighbouring patches, and a language model with one-dimensional positions."""
 
     model_types = ("idefics3", "smolvlm")
     kinds = ("image",)
@@ -39,19 +38,19 @@ class Idefics3(MediaFamily):
         patch, scale = config.vision_config.patch_size, config.scale_factor
         side = self._tile // patch
         self._rows = (side // scale) ** 2
-        wanted = settings_of(folder).get("image_seq_len", self._rows)
-        if side % scale or self._tile % patch or wanted != self._rows:
+        placeholders = settings_of(folder).get("image_seq_len", self._rows)
+        if side % scale or self._tile % patch or placeholders != self._rows:
             raise ConfigError(
-                f"the processor in {folder} cuts pictures into tiles of {self._tile} pixels and writes {wanted} "
-                f"placeholders for each, and the model gives {side / scale:g}² features (patches of {patch}, scale_factor "
-                f"{scale}): set image_seq_len and max_image_size to what the model was trained with"
+                f"the processor in {folder} splits images into tiles of {self._tile} pixels and writes {placeholders} "
+                f"placeholders for each, and the model computes {side / scale:g}² features (patches of {patch}, "
+                f"scale_factor {scale}): set image_seq_len and max_image_size to the values with which the model was trained"
             )
 
     def _edge(self, setting: str) -> int:
-        found = getattr(self.processor, setting)
-        edge = found.get("longest_edge") if isinstance(found, dict) else getattr(found, "longest_edge", None)
+        size = getattr(self.processor, setting)
+        edge = size.get("longest_edge") if isinstance(size, dict) else getattr(size, "longest_edge", None)
         if edge is None:
-            raise ConfigError(f"the processor in {self.folder} has {setting}={found}; only a longest_edge is exact here")
+            raise ConfigError(f"the processor in {self.folder} has {setting}={size}; only a longest_edge is supported")
         return int(edge)
 
     def marker(self, kind: MediaKind) -> str:
@@ -61,7 +60,7 @@ class Idefics3(MediaFamily):
         return self._image_token
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles of a picture, beside the whole of it; 0 and 0 where it is not cut."""
+        """Returns the rows and columns of tiles of an image, in addition to the whole image; 0, 0 if it is not split."""
         if not self.processor.do_image_splitting:
             return 0, 0
         if self.processor.do_resize:
@@ -93,7 +92,7 @@ class Idefics3(MediaFamily):
         return "".join([*lines, "\n"] if rows else []) + f"{around}<global-img>{features}{around}"
 
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
-        """``pixel_values [tiles, 3, E, E]``, float32."""
+        """Returns ``pixel_values [tiles, 3, E, E]``, float32."""
         picture = Image.fromarray(store.image(medium.number))
         pixels = self.processor(images=[[picture]], return_tensors="pt")["pixel_values"][0]
         if len(pixels) * self._rows != self.count(medium):
@@ -107,10 +106,10 @@ class Idefics3(MediaFamily):
     def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         parts: Any = model.model
         like = parts.vision_model.embeddings.patch_embedding.weight
-        pixels = torch.cat([one["pixel_values"] for one in inputs]).to(like.device, like.dtype)
-        # not transformers' get_image_features: it drops a tile whose numbers are all 0, as padding
+        pixels = torch.cat([image["pixel_values"] for image in inputs]).to(like.device, like.dtype)
+        # transformers' get_image_features is not used, because it drops tiles of zeros as padding
         states = parts.vision_model(pixel_values=pixels).last_hidden_state  # [tiles, patches, D]
-        return list(states.split([len(one["pixel_values"]) for one in inputs]))
+        return list(states.split([len(image["pixel_values"]) for image in inputs]))
 
     def connect(self, model: nn.Module, encoded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts: Any = model.model
@@ -119,7 +118,7 @@ class Idefics3(MediaFamily):
 
 
 def _resized(width: int, height: int, longest: int) -> tuple[int, int]:
-    """A picture's size with its longer edge made ``longest``, and none above `MAX_EDGE`."""
+    """Returns an image's size after its longer edge is resized to ``longest``, and to at most `MAX_EDGE`."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)

@@ -1,4 +1,4 @@
-"""Qwen2-Audio: sounds as spectrograms of a fixed length, of which the part that sounds becomes placeholders."""
+"""Qwen2-Audio: sounds become spectrograms padded to a fixed length, with placeholders for the part that is not padding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +12,11 @@ from tandem.api.failures import DataFailure
 from tandem.api.media import MediaKind, Medium
 from tandem.config.errors import ConfigError
 from tandem.media import store
-from tandem.models.media.family import MediaFamily
-from tandem.models.media.settings import read_processor
+from tandem.models.media.family import MediaFamily, read_processor
 
 
 class QwenAudio(MediaFamily):
-    """Whisper's encoder, a projector, and a language model with plain positions."""
+    """Whisper's encoder, a projector, and a language model with one-dimensional positions."""
 
     model_types = ("qwen2_audio",)
     kinds = ("audio",)
@@ -34,17 +33,17 @@ class QwenAudio(MediaFamily):
     def __init__(self, folder: Path, config: Any):
         self.folder = folder
         self._audio_token: int = config.audio_token_index
-        own = self.processor = read_processor("WhisperFeatureExtractor", folder)
+        extractor = self.processor = read_processor("WhisperFeatureExtractor", folder)
         if getattr(config, "tie_word_embeddings", False):
             raise ConfigError(
                 f"config.json of {folder} ties the head to the embedding, which {config.model_type} never does"
             )
-        wanted = 2 * config.audio_config.max_source_positions
-        if own.sampling_rate != store.RATE or own.n_samples != wanted * own.hop_length:
+        expected = 2 * config.audio_config.max_source_positions
+        if extractor.sampling_rate != store.RATE or extractor.n_samples != expected * extractor.hop_length:
             raise ConfigError(
-                f"the feature extractor in {folder} makes {own.n_samples / own.hop_length:g} frames at {own.sampling_rate} "
-                f"samples a second, and the model hears {wanted} at {store.RATE}: set chunk_length (in seconds) and "
-                "sampling_rate to what the model was trained with"
+                f"the feature extractor in {folder} makes {extractor.n_samples / extractor.hop_length:g} frames at "
+                f"{extractor.sampling_rate} samples per second, and the model expects {expected} at {store.RATE}: set "
+                "chunk_length (in seconds) and sampling_rate to the values with which the model was trained"
             )
 
     def marker(self, kind: MediaKind) -> str:
@@ -54,51 +53,51 @@ class QwenAudio(MediaFamily):
         return self._audio_token
 
     def count(self, medium: Medium) -> int:
-        samples, own = medium.size[0], self.processor
-        if samples > own.n_samples:
+        samples, extractor = medium.size[0], self.processor
+        if samples > extractor.n_samples:
             raise DataFailure(
                 "media_too_large",
-                f"a sound of {samples / store.RATE:.2f} s is longer than the {own.n_samples / store.RATE:g} s that it hears",
+                f"a sound of {samples / store.RATE:.2f} s is longer than the model's {extractor.n_samples / store.RATE:g} s",
             )
-        rows = _rows(-(-samples // own.hop_length))
+        rows = _rows(-(-samples // extractor.hop_length))
         if rows < 1:
-            raise DataFailure("media_refused", f"a sound of {samples} samples is too short to be heard")
+            raise DataFailure("media_refused", f"a sound of {samples} samples is too short for the model")
         return rows
 
     def expansion(self, medium: Medium) -> str:
         return self.marker(medium.kind) * self.count(medium)
 
     def inputs(self, medium: Medium) -> dict[str, torch.Tensor]:
-        """``input_features [1, bins, frames]`` float32, and the ``frames [1]`` that sound."""
-        made = self.processor(
+        """Returns ``input_features [1, bins, frames]`` float32, and ``frames [1]``, the number of frames without padding."""
+        processed = self.processor(
             store.sound(medium.number),
             sampling_rate=store.RATE,
             padding="max_length",
             return_attention_mask=True,
             return_tensors="pt",
         )
-        frames = made["attention_mask"].sum(-1)
+        frames = processed["attention_mask"].sum(-1)
         if _rows(int(frames)) != self.count(medium):
             raise DataFailure(
                 "media_mismatch",
                 f"a sound of {medium.size[0]} samples has {self.count(medium)} placeholders and {_rows(int(frames))} "
                 "rows of features",
             )
-        return {"input_features": made["input_features"], "frames": frames}
+        return {"input_features": processed["input_features"], "frames": frames}
 
     def encode(self, model: nn.Module, inputs: Sequence[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         parts: Any = model.model
         tower = parts.audio_tower
         like = tower.conv1.weight
-        spectra = torch.cat([one["input_features"] for one in inputs]).to(like.device, like.dtype)
-        frames = [int(one["frames"]) for one in inputs]
+        spectra = torch.cat([sound["input_features"] for sound in inputs]).to(like.device, like.dtype)
+        frames = [int(sound["frames"]) for sound in inputs]
         places = torch.arange((spectra.shape[-1] - 2) // 2 + 1)
         sounds = torch.stack([places < (count - 1) // 2 + 1 for count in frames]).to(like.device)
         mask = create_bidirectional_mask(
             config=tower.config, inputs_embeds=like.new_zeros(*sounds.shape, 1), attention_mask=sounds.long()
         )
         states = tower(spectra, attention_mask=mask).last_hidden_state
-        return [own[: _rows(count)] for own, count in zip(states, frames, strict=True)]
+        return [rows[: _rows(count)] for rows, count in zip(states, frames, strict=True)]
 
     def connect(self, model: nn.Module, encoded: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts: Any = model.model
@@ -106,5 +105,5 @@ class QwenAudio(MediaFamily):
 
 
 def _rows(frames: int) -> int:
-    """Rows of features of so many frames that sound: a convolution and a pooling halve them."""
+    """Returns the rows of features for this many frames: a convolution and a pooling each halve the number."""
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1

@@ -1,16 +1,17 @@
-"""The dialects in which agents ask for a turn: pure functions between the wire and `tandem.protocol.turns`."""
+"""Wire formats (dialects) in which agents request a turn: pure functions that convert to and from
+`tandem.protocol.turns`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tandem.protocol.dialects import anthropic, chat, responses
-from tandem.protocol.refusal import Refusal
+from tandem.protocol.bodies import Refusal
+from tandem.protocol.dialects import anthropic, openai_chat, responses
 from tandem.protocol.turns import Reply, Turn
 
 
 class Answers(Protocol):
-    """Writes the reply to a turn as one body."""
+    """Formats the reply to a turn as one response body."""
 
     def __call__(
         self, turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]
@@ -18,7 +19,7 @@ class Answers(Protocol):
 
 
 class Replays(Protocol):
-    """Writes the reply to a turn as server-sent events."""
+    """Formats the reply to a turn as server-sent events."""
 
     def __call__(
         self, turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]
@@ -27,32 +28,32 @@ class Replays(Protocol):
 
 @dataclass(frozen=True)
 class Dialect:
-    """One dialect. A new one is a file, and a row of `DIALECTS`."""
+    """One dialect. To add a dialect, write a module and add a row to `DIALECTS`."""
 
     path: str
-    """The route that speaks it."""
+    """The HTTP route of the dialect."""
 
     summary: str
     read: Callable[[Mapping[str, Any], bool], Turn]
-    """The turn of a body; with True images and sounds stay parts of its messages. Raises `Refusal` for what would change the
-    meaning."""
+    """(body, media) → turn. With ``media`` true, images and sounds stay parts of the messages. Raises `Refusal` for a field
+    that is not supported and would change the meaning of the reply."""
 
     answer: Answers
     events: Replays
     refused: Callable[[Refusal], dict[str, Any]] = Refusal.body
-    """The body of a refusal."""
+    """Formats a refusal as a response body."""
 
     count_path: str | None = None
-    """The route that answers how many tokens a turn's prompt has."""
+    """The route that counts the tokens of a turn's prompt; None: the dialect has none."""
 
     count_object: str | None = None
-    """The value of `object` in that answer; None: it has no such field."""
+    """The value of the field `object` in the counting route's answer; None: no such field."""
 
-    failed: Callable[[Refusal], bytes] = chat.failed
-    """The event of a refusal that comes when the stream has begun."""
+    failed: Callable[[Refusal], bytes] = openai_chat.failed
+    """Formats a refusal as an event, for a stream that has already begun."""
 
     def counted(self, tokens: int) -> dict[str, Any]:
-        """The body that says how many tokens a turn's prompt has."""
+        """Returns the response body with the token count of a turn's prompt."""
         return {"input_tokens": tokens} | ({} if self.count_object is None else {"object": self.count_object})
 
 
@@ -60,9 +61,9 @@ DIALECTS = (
     Dialect(
         "/v1/chat/completions",
         "OpenAI's chat completions",
-        chat.read,
-        chat.answer,
-        chat.events,
+        openai_chat.read,
+        openai_chat.answer,
+        openai_chat.events,
     ),
     Dialect(
         "/v1/responses",

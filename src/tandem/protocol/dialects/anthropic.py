@@ -1,6 +1,6 @@
-"""Anthropic's messages (``POST /v1/messages``) as turns, and replies as messages, whole or as a stream of events.
+"""Anthropic's messages (``POST /v1/messages``): parses a body into a turn, and formats a reply as one message or as events.
 
-A message is a list of blocks: text, thinking, calls of tools (``tool_use``), and in the user's turn their results.
+A message is a list of blocks: text, thinking, tool calls (``tool_use``), and tool results in the user's turn.
 """
 
 import json
@@ -9,9 +9,16 @@ from typing import Any, Literal
 
 from tandem.api.media import PARTS
 from tandem.api.requests import StopReason
-from tandem.protocol.dialects.chat import named_results, read_content, read_function, read_limit, read_stops, read_text
+from tandem.protocol.bodies import Refusal
+from tandem.protocol.dialects.openai_chat import (
+    named_results,
+    read_content,
+    read_function,
+    read_limit,
+    read_stops,
+    read_text,
+)
 from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused, wrong
-from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
 FIELDS = Fields(
@@ -19,11 +26,11 @@ FIELDS = Fields(
     sampling=("temperature", "top_p", "top_k"),
     harmless=("betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id"),
     refused={
-        "output_format": "say output_config.format",
+        "output_format": "use output_config.format",
         "mcp_servers": "tools are called by the agent",
         "container": "tools are called by the agent",
-        "fallbacks": "the policy alone is asked",
-        "context_management": "the history is taken as it is sent; let the agent shorten it",
+        "fallbacks": "only the policy answers",
+        "context_management": "the history is used as sent; let the agent shorten it",
     },
 )
 _ROLES = {role: role for role in ("user", "assistant", "system")}
@@ -31,24 +38,24 @@ _CHOICES: Mapping[Any, Literal["auto", "none", "required"]] = {
     "auto": "auto",
     "none": "none",
     "any": "required",
-    "tool": "required",  # a recorded turn is asked for it, and not forced
+    "tool": "required",  # recorded turns request the call in the prompt, but do not force it
 }
 
 
 def read(body: Mapping[str, Any], media: bool = False) -> Turn:
-    """The turn that a body asks for. ``media``: as for `chat.read_turn`.
+    """Parses a body into a turn. ``media``: see `chat.read_turn`.
 
     Raises:
-        Refusal: 400 for what cannot be had, or would change the meaning.
+        Refusal: 400, the body is malformed, or sets an unsupported field that would change the reply.
     """
-    if body.get("thread"):  # half the history; with this code the SDK sends all of it
+    if body.get("thread"):  # holds only a part of the history; on this code the SDK sends all of it
         raise Refusal(400, "thread is not served here: send all messages", code="thread_unsupported_request", param="thread")
     overridden, ignored = FIELDS.sort(body)
-    history, limit, choice = History(), body.get("max_tokens"), as_object(body.get("tool_choice") or {}, "tool_choice")
+    history, choice = History(), as_object(body.get("tool_choice") or {}, "tool_choice")
     output = as_object(body.get("output_config") or {}, "output_config")
     for name, value in output.items():
         if name not in ("effort", "format") and value is not None:
-            raise refused(f"output_config.{name}", "only effort, which changes nothing here, and format are known")
+            raise refused(f"output_config.{name}", "only effort (which is ignored) and format are supported")
     system = read_text(body.get("system"), "system")
     if system:
         history.say("system", system)
@@ -61,7 +68,7 @@ def read(body: Mapping[str, Any], media: bool = False) -> Turn:
         chosen_tool=as_text(choice.get("name") or "", "tool_choice.name"),
         answer_format=read_format(output.get("format"), "output_config.format"),
         stops=read_stops(body.get("stop_sequences")),
-        max_tokens=None if limit is None else read_limit(limit, "max_tokens"),
+        max_tokens=read_limit(body.get("max_tokens"), "max_tokens"),
         stream=bool(body.get("stream")),
         overridden=overridden,
         ignored=ignored,
@@ -77,18 +84,18 @@ def _read_message(message: Mapping[str, Any], history: History, where: str, medi
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if role == "assistant":
-            _read_own(as_object(block, place), history, place)
+            _read_assistant_block(as_object(block, place), history, place)
         elif as_object(block, place).get("type") == "tool_result":
-            _say(role, parts, history, where, media)
+            _add_message(role, parts, history, where, media)
             result = _content(block.get("content"), f"{place}.content", media)
             history.result(as_text(block.get("tool_use_id"), f"{place}.tool_use_id"), result)
         else:
             parts.append(block)
-    _say(role, parts, history, where, media)
+    _add_message(role, parts, history, where, media)
 
 
-def _say(role: str, parts: list[Any], history: History, where: str, media: bool) -> None:
-    """The blocks of text, and images, that came together, as one message."""
+def _add_message(role: str, parts: list[Any], history: History, where: str, media: bool) -> None:
+    """Adds the collected text and image blocks to the history as one message."""
     if parts:
         history.say(role, _content(parts, f"{where}.content", media))
         parts.clear()
@@ -101,7 +108,7 @@ def _content(blocks: Any, where: str, media: bool) -> str | list[dict[str, Any]]
 
 
 def _part(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A block as a part of a message. Of what may hold a medium this dialect has images alone."""
+    """Converts a block to a message part. This dialect supports images as its only media."""
     kind = str(block.get("type"))
     if kind != "image":
         if kind in PARTS:
@@ -112,8 +119,8 @@ def _part(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {"type": "image", "base64" if key == "data" else key: as_text(source.get(key), f"{where}.source.{key}")}
 
 
-def _read_own(block: Mapping[str, Any], history: History, where: str) -> None:
-    """A block of the assistant's own turn."""
+def _read_assistant_block(block: Mapping[str, Any], history: History, where: str) -> None:
+    """Adds a block of the assistant's turn to the history."""
     kind = block.get("type")
     if kind == "text":
         history.assistant(as_text(block.get("text"), f"{where}.text"))
@@ -134,11 +141,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return read_function({**tool, "parameters": tool.get("input_schema")})
 
 
-# ------------------------------------------------------------------ what is answered
+# ------------------------------------------------------------------ answers
 
 
 def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
-    """The finished message."""
+    """Formats the reply as a complete message."""
     return _frame(response_id, model, usage) | {
         "content": _blocks(reply),
         "stop_reason": _stop_reason(reply),
@@ -147,7 +154,7 @@ def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Map
 
 
 def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> Iterator[bytes]:
-    """The finished message as the events of a stream."""
+    """Formats the reply as the events of a stream."""
     yield _event("message_start", message=_frame(response_id, model, usage))
     for index, block in enumerate(_blocks(reply)):
         empty, deltas = _in_pieces(block)
@@ -155,25 +162,25 @@ def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Map
         for delta in deltas:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
-    said = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
-    yield _event("message_delta", delta=said, usage={"output_tokens": usage["completion_tokens"]})
+    ending = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+    yield _event("message_delta", delta=ending, usage={"output_tokens": usage["completion_tokens"]})
     yield _event("message_stop")
 
 
 def refused_body(refusal: Refusal) -> dict[str, Any]:
-    """The body of a refusal."""
+    """Formats a refusal as a response body."""
     error = refusal.body()["error"]
     details = {"error_code": refusal.code, "unsupported": [refusal.param]} if refusal.code else None
     return {"type": "error", "error": {"type": error["type"], "message": error["message"], "details": details}}
 
 
 def failed(refusal: Refusal) -> bytes:
-    """The event that tells of a refusal in the middle of a stream."""
+    """Formats a refusal as an event in the middle of a stream."""
     return _event("error", error=refused_body(refusal)["error"])
 
 
-def _event(kind: str, **more: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
 
 
 def _frame(response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
@@ -212,7 +219,7 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _in_pieces(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it is opened, and what is then added to it."""
+    """Returns a block without its content, as a stream opens it, and the deltas that add the content."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
     if block["type"] == "thinking":

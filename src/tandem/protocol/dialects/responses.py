@@ -1,7 +1,7 @@
-"""OpenAI's responses (``POST /v1/responses``) as turns, and replies as responses, whole or as a stream of events.
+"""OpenAI's responses (``POST /v1/responses``): parses a body into a turn, and formats a reply as one response or as events.
 
-A response is a list of items: reasoning, a message, calls of functions. A client sends them back in ``input`` with the
-results of the calls; consecutive items of the assistant are one turn of the model.
+A response is a list of items: reasoning, a message, function calls. A client sends them back in ``input`` together with the
+results of the calls. Consecutive assistant items are one turn of the model.
 """
 
 import json
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tandem.api.requests import StopReason
-from tandem.protocol.dialects.chat import (
+from tandem.protocol.bodies import Refusal
+from tandem.protocol.dialects.openai_chat import (
     named_results,
     read_arguments,
     read_content,
@@ -19,7 +20,6 @@ from tandem.protocol.dialects.chat import (
     read_text,
 )
 from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, pick, read_format, refused
-from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
 FIELDS = Fields(
@@ -45,23 +45,24 @@ FIELDS = Fields(
         "previous_response_id": "answers are not stored under their ids; send the whole history in input (store=false)",
         "conversation": "conversations are not stored; send the whole history in input",
         "prompt": "there are no stored prompts; send instructions and input",
-        "background": "an answer is given to the request that asks for it",
+        "background": "the answer is sent to the request that asks for it",
     },
 )
 _TEXT = ("input_text", "output_text", "text")
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 _MARK = "tandem:"
-"""Begins the thinking in `encrypted_content`, which clients that store nothing send back as they got it."""
+"""Prefix of this server's thinking in the field `encrypted_content`. Clients that store nothing send that field back
+unchanged."""
 
 
 def read(body: Mapping[str, Any], media: bool = False) -> Turn:
-    """The turn that a body asks for. ``media``: as for `chat.read_turn`.
+    """Parses a body into a turn. ``media``: see `chat.read_turn`.
 
     Raises:
-        Refusal: 400 for what cannot be had, or would change the meaning.
+        Refusal: 400, the body is malformed, or sets an unsupported field that would change the reply.
     """
     overridden, ignored = FIELDS.sort(body)
-    history, limit = History(), body.get("max_output_tokens")
+    history = History()
     if body.get("instructions"):
         history.say("system", as_text(body["instructions"], "instructions"))
     if isinstance(body.get("input"), str):
@@ -76,7 +77,7 @@ def read(body: Mapping[str, Any], media: bool = False) -> Turn:
         tool_choice=choice,
         chosen_tool=chosen,
         answer_format=read_format(as_object(body.get("text") or {}, "text").get("format"), "text.format"),
-        max_tokens=None if limit is None else read_limit(limit, "max_output_tokens"),
+        max_tokens=read_limit(body.get("max_output_tokens"), "max_output_tokens"),
         stream=bool(body.get("stream")),
         overridden=overridden,
         ignored=ignored,
@@ -104,16 +105,18 @@ def _read_item(item: Mapping[str, Any], history: History, where: str, media: boo
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """The thinking of an item that was ours; a summary, or what another maker encrypted, is not the model's words."""
+    """Returns the thinking of an item that this server wrote. Returns an empty text for a summary, or for text that another
+    provider encrypted."""
     if item.get("content"):
         return read_text(item["content"], f"{where}.content", ("reasoning_text", "text"))
     sealed = as_text(item.get("encrypted_content") or "", f"{where}.encrypted_content")
     return sealed.removeprefix(_MARK) if sealed.startswith(_MARK) else ""
 
 
-def _tools(given: Any, where: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-    """Functions; those of a namespace are called ``namespace.name``, for no name of the wire's has a dot."""
-    for number, tool in enumerate(as_list(given, where)):
+def _tools(tools: Any, where: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the functions. A function in a namespace is named ``namespace.name``; no name in the wire format contains a
+    dot."""
+    for number, tool in enumerate(as_list(tools, where)):
         place = f"{where}[{number}]"
         kind = as_object(tool, place).get("type")
         if kind == "namespace" and namespace is None:
@@ -129,7 +132,8 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 
 def _tool_choice(choice: Any) -> tuple[Literal["auto", "none", "required"], str]:
-    """The choice, and the name of a tool that must be called. A recorded turn is asked for it, and not forced."""
+    """Returns the tool choice and the name of a tool that must be called. Recorded turns request the call in the prompt, but
+    do not force it."""
     if choice in (None, "auto", "none", "required"):
         return choice or "auto", ""
     if isinstance(choice, Mapping) and choice.get("type") == "function":
@@ -138,15 +142,15 @@ def _tool_choice(choice: Any) -> tuple[Literal["auto", "none", "required"], str]
     raise refused("tool_choice", f"auto, none, required and a function are known; got {choice!r:.80}")
 
 
-# ------------------------------------------------------------------ what is answered
+# ------------------------------------------------------------------ answers
 
 
 def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
-    """The finished response."""
-    whole = _frame(turn, response_id, model)
+    """Formats the reply as a complete response."""
+    frame = _frame(turn, response_id, model)
     cut = reply.stop_reason == StopReason.LENGTH
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
-    return whole | {
+    return frame | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _items(reply, response_id, cut),
@@ -161,14 +165,14 @@ def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Map
 
 
 def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> Iterator[bytes]:
-    """The finished response as the events of a stream."""
+    """Formats the reply as the events of a stream."""
     finished = answer(turn, reply, response_id=response_id, model=model, usage=usage)
     frame = _frame(turn, response_id, model)
-    told = [{"type": "response.created", "response": frame}, {"type": "response.in_progress", "response": frame}]
+    sequence = [{"type": "response.created", "response": frame}, {"type": "response.in_progress", "response": frame}]
     for index, item in enumerate(finished["output"]):
-        told += [{"output_index": index} | event for event in _item_events(item)]
-    told.append({"type": f"response.{finished['status']}", "response": finished})
-    for number, event in enumerate(told):
+        sequence += [{"output_index": index} | event for event in _item_events(item)]
+    sequence.append({"type": f"response.{finished['status']}", "response": finished})
+    for number, event in enumerate(sequence):
         yield f"event: {event['type']}\ndata: {json.dumps(event | {'sequence_number': number})}\n\n".encode()
 
 
@@ -226,18 +230,18 @@ def _items(reply: Reply, response_id: str, cut: bool) -> list[dict[str, Any]]:
 
 
 def failed(refusal: Refusal) -> bytes:
-    """The event that tells of a refusal in the middle of a stream."""
-    told = {"type": "error", "code": refusal.code, "message": refusal.message, "param": refusal.param, "sequence_number": 0}
-    return f"event: error\ndata: {json.dumps(told)}\n\n".encode()
+    """Formats a refusal as an event in the middle of a stream."""
+    body = {"type": "error", "code": refusal.code, "message": refusal.message, "param": refusal.param, "sequence_number": 0}
+    return f"event: error\ndata: {json.dumps(body)}\n\n".encode()
 
 
 def _item_events(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """An item's events, less the place of the item and the number of the event."""
-    at = {"item_id": item["id"]}
+    """Yields an item's events without ``output_index`` and ``sequence_number``, which the caller adds."""
+    base = {"item_id": item["id"]}
     if item["type"] == "function_call":
         yield {"type": "response.output_item.added", "item": {**item, "arguments": "", "status": "in_progress"}}
-        yield at | {"type": "response.function_call_arguments.delta", "delta": item["arguments"]}
-        yield at | {
+        yield base | {"type": "response.function_call_arguments.delta", "delta": item["arguments"]}
+        yield base | {
             "type": "response.function_call_arguments.done",
             "name": item["name"],
             "arguments": item["arguments"],
@@ -245,7 +249,7 @@ def _item_events(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     else:
         yield {"type": "response.output_item.added", "item": {**item, "content": []} | _in_progress(item)}
         for number, part in enumerate(item["content"]):
-            place, kind = at | {"content_index": number}, part["type"]
+            place, kind = base | {"content_index": number}, part["type"]
             extra: Sequence[tuple[str, Any]] = [("logprobs", [])] if kind == "output_text" else []
             yield place | {"type": "response.content_part.added", "part": {**part, "text": ""}}
             yield place | {"type": f"response.{kind}.delta", "delta": part["text"], **dict(extra)}

@@ -1,10 +1,10 @@
-"""Shared parts of the dialects beside chat completions: groups of fields, and a history that grows part by part."""
+"""Helpers of the other dialects: field groups, and a chat history that is built part by part."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tandem.protocol.refusal import Refusal
+from tandem.protocol.bodies import Refusal
 from tandem.protocol.turns import AnswerFormat
 
 T = TypeVar("T")
@@ -12,34 +12,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a dialect's body, grouped by their effect here. Any other field is refused: a new one may leave out half
-    the history, because the maker's own service stores it."""
+    """The fields of a dialect's body, grouped by their effect here. A field of no group is refused, because it may change
+    the meaning of a request. For example, a new field may stand for a history that the provider's own service stores."""
 
     read: Collection[str]
-    """Fields that the dialect's reader reads."""
+    """Fields that the dialect parses."""
 
     sampling: Collection[str]
-    """Fields of sampling, which the trainer decides."""
+    """Sampling fields. The trainer sets these itself."""
 
     harmless: Collection[str]
     """Fields that do not change the model's turn."""
 
     refused: Mapping[str, str]
-    """Fields that would change the meaning of a reply, each with the reason for which it is refused when it is set."""
+    """Fields that would change the meaning of a reply. Maps each name to the reason given when a body sets it."""
 
     def sort(self, body: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The fields of sampling, and the harmless fields, that the body sets.
+        """Returns the names of the sampling fields and of the harmless fields that the body sets.
 
         Raises:
-            Refusal: status 400, the body sets another field.
+            Refusal: status 400, the body sets a refused or unknown field.
         """
-        given = [name for name, value in body.items() if value is not None]
-        for name in given:
+        names = [name for name, value in body.items() if value is not None]
+        for name in names:
             if name in self.refused and body[name]:
                 raise refused(name, self.refused[name])
             if name not in {*self.read, *self.sampling, *self.harmless, *self.refused}:
-                raise refused(name, "it is not known here, and may change what a reply means; leave it out")
-        return tuple(n for n in given if n in self.sampling), tuple(n for n in given if n in self.harmless)
+                raise refused(name, "the field is not known here, and may change the meaning of a reply; leave it out")
+        return tuple(n for n in names if n in self.sampling), tuple(n for n in names if n in self.harmless)
 
 
 def refused(where: str, why: str) -> Refusal:
@@ -82,24 +82,23 @@ def pick(value: Any, known: Mapping[Any, T], where: str) -> T:
 
 def read_format(form: Any, where: str, inner: str = "") -> AnswerFormat | None:
     """Reads the format of an answer; None: any text. ``inner``: the field of the format that holds its schema."""
-    given = as_object({"type": "text"} if form is None else form, where)
+    spec = as_object({"type": "text"} if form is None else form, where)
     kinds = ("text", "json_object", "json_schema")
-    kind = pick(given.get("type"), dict(zip(kinds, kinds, strict=True)), f"{where}.type")
+    kind = pick(spec.get("type"), dict(zip(kinds, kinds, strict=True)), f"{where}.type")
     if kind != "json_schema":
         return None if kind == "text" else AnswerFormat({"type": "object"}, where)
     if inner:
         where = f"{where}.{inner}"
-        given = as_object(given.get(inner), where)
-    return AnswerFormat(as_object(given.get("schema"), f"{where}.schema"), f"{where}.schema")
+        spec = as_object(spec.get(inner), where)
+    return AnswerFormat(as_object(spec.get("schema"), f"{where}.schema"), f"{where}.schema")
 
 
 def check_last(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raises `Refusal` if there is no message, or the last is the assistant's: an answer that is begun cannot be
-    continued."""
+    """Raises `Refusal` if there is no message, or the last one is the assistant's: continuing an answer is not supported."""
     if not messages:
         raise wrong(where, "must have at least one message", [])
     if messages[-1]["role"] == "assistant":
-        raise refused(where, "the last message is the assistant's, and an answer that is begun is not continued")
+        raise refused(where, "the last message is the assistant's; a begun answer is not continued here")
 
 
 class History:
@@ -118,7 +117,7 @@ class History:
 
     def assistant(self, content: str = "", *, reasoning: str = "") -> None:
         """Adds text or thinking to the assistant's turn."""
-        message = self._own()
+        message = self._own_turn()
         message["content"] += content
         if reasoning:
             message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
@@ -126,14 +125,14 @@ class History:
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
         """Adds a tool call to the assistant's turn."""
         function = {"name": name, "arguments": dict(arguments)}
-        self._own().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self._own_turn().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
-    def _own(self) -> dict[str, Any]:
+    def _own_turn(self) -> dict[str, Any]:
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self.say("assistant", "")
         return self._messages[-1]
 
     def messages(self, where: str) -> list[dict[str, Any]]:
-        """All messages. Raises as `check_last`."""
+        """Returns all messages. Raises as `check_last`."""
         check_last(self._messages, where)
         return self._messages

@@ -1,1 +1,1 @@
-"""Environments: the other speaker of a chat, in worker processes, and adapters for those of other libraries."""
+"""Environments as chat partners of the model, run in worker processes, and adapters for environments of other libraries."""

@@ -1,4 +1,4 @@
-"""`environment=gymnasium:ID`: worlds of gymnasium in words. Actions are words, or their numbers."""
+"""`environment=gymnasium:ID`: gymnasium environments as text. An action is given by its name or number."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ FOUR_WAYS = ("left", "down", "right", "up")
 
 
 class GymnasiumText(Environment):
-    """Any world of gymnasium whose actions are a few numbers; FrozenLake, Taxi, Blackjack and CliffWalking in words."""
+    """A gymnasium environment with numbered actions. FrozenLake, Taxi, Blackjack and CliffWalking are described in words."""
 
     def __init__(self, id: str, actions: str | None = None, options: dict[str, Any] | None = None):
-        """``actions``: names of the actions in their order, as ``'left right'``. ``options``: arguments of `gymnasium.make`,
-        as ``{'is_slippery': False}``."""
+        """``actions``: names of the actions in order, such as ``'left right'``. ``options``: arguments of `gymnasium.make`,
+        such as ``{'is_slippery': False}``."""
         try:
             self._world = gymnasium.make(id, **(options or {}))
         except (gymnasium.error.Error, TypeError, ModuleNotFoundError) as error:
@@ -24,7 +24,7 @@ class GymnasiumText(Environment):
         space = self._world.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ConfigError(
-                f"environment=gymnasium:{id} has the actions {space}, and only a few numbered ones can be said in words; "
+                f"environment=gymnasium:{id} has the actions {space}, and only numbered actions can be named in text; "
                 "write an environment of your own around it (docs/agents_environments.md)"
             )
         family = id.rpartition("/")[2].partition("-v")[0]
@@ -37,13 +37,13 @@ class GymnasiumText(Environment):
             )
 
     def reset(self, data: Mapping[str, Any], seed: int) -> str:
-        """Begins an episode."""
+        """Begins an episode and returns the first observation with the list of moves."""
         observation, info = self._world.reset(seed=seed)
         self._world.action_space.seed(seed)
         return f"{self._say(self._world, observation, info)}\nYour moves: {', '.join(self._names)}."
 
     def step(self, action: Any) -> StepResult:
-        """Acts by the name of an action, in whatever case, or by its number."""
+        """Takes the action with this name, in upper or lower case, or this number."""
         word = str(action).strip().strip(".!\"'").lower()
         lower = [name.lower() for name in self._names]
         if word not in lower and word.isdecimal() and 0 <= int(word) - self._first < len(lower):
@@ -54,7 +54,7 @@ class GymnasiumText(Environment):
         return StepResult(self._say(self._world, observation, info), float(reward), terminated, truncated)
 
     def close(self) -> None:
-        """Closes the world."""
+        """Closes the environment."""
         self._world.close()
 
 
@@ -66,9 +66,9 @@ def _plain(world: Any, observation: Any, info: Mapping[str, Any]) -> str:
 def _frozen_lake(world: Any, observation: int, info: Mapping[str, Any]) -> str:
     ground = [[cell.decode() for cell in row] for row in world.unwrapped.desc]
     row, column = divmod(int(observation), len(ground[0]))
-    here = ground[row][column]
-    if here in "HG":
-        return "You fell into a hole." if here == "H" else "You reached the goal."
+    cell_type = ground[row][column]
+    if cell_type in "HG":
+        return "You fell into a hole." if cell_type == "H" else "You reached the goal."
     ground[row][column] = "P"
     picture = "\n".join(" ".join("." if cell in "SF" else cell for cell in line) for line in ground)
     return f"{picture}\nP is you, H a hole, G the goal."
@@ -100,8 +100,8 @@ def _taxi(world: Any, observation: int, info: Mapping[str, Any]) -> str:
 
 
 def _blackjack(world: Any, observation: tuple[int, int, int], info: Mapping[str, Any]) -> str:
-    own, dealer, ace = observation
-    return f"Your cards sum to {own}{', with an ace that counts 11' if ace else ''}. The dealer shows {dealer}."
+    player, dealer, ace = observation
+    return f"Your cards sum to {player}{', with an ace that counts 11' if ace else ''}. The dealer shows {dealer}."
 
 
 WORDS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -111,4 +111,5 @@ WORDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "Taxi": (_taxi, ("south", "north", "east", "west", "pickup", "dropoff")),
     "Blackjack": (_blackjack, ("stick", "hit")),
 }
-"""Family → how an observation is said, and what the actions are called."""
+"""Maps the name of an environment family to a function that describes an observation in words, and to the names of the
+actions."""

@@ -1,4 +1,4 @@
-"""`environment=reasoning_gym:NAME`: tasks that reasoning-gym makes from a seed, and judges."""
+"""`environment=reasoning_gym:NAME`: tasks that reasoning-gym generates from a seed and scores."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ RIGHT = 0.99
 
 
 class ReasoningTask(Environment):
-    """One task an episode; what turns earn together is the best score among the tries."""
+    """One task an episode. The rewards of its turns add up to the best score among the tries."""
 
     def __init__(self, id: str, options: dict[str, Any] | None = None, tries: int = 1):
-        """``options``: those of the family, as ``{'max_terms': 4}``. ``tries``: answers that may be given."""
+        """``options``: options of the task family, such as ``{'max_terms': 4}``. ``tries``: maximum number of answers."""
         if id not in DATASETS:
             raise ConfigError(f"environment=reasoning_gym:{id} is not known; {nearest_names(id, DATASETS)}")
         if tries < 1:
@@ -26,13 +26,13 @@ class ReasoningTask(Environment):
         self._left, self._best = 0, 0.0
 
     def reset(self, data: Mapping[str, Any], seed: int) -> str:
-        """Makes the task of this seed, and returns its question."""
+        """Generates the task for this seed and returns its question."""
         self._tasks, self._task = self._make(seed)
         self._left, self._best = self._tries, 0.0
         return str(self._task["question"])
 
     def step(self, action: Any) -> StepResult:
-        """Judges an answer; it earns what its score is above the best one before it."""
+        """Scores an answer. Its reward is the improvement over the best score so far."""
         if self._left == 0:
             raise RuntimeError("step before reset")
         score = float(self._tasks.score_answer(str(action), self._task))

@@ -1,4 +1,4 @@
-"""`environment=skyrl_gym:NAME`: tasks of SkyRL-gym. A row brings what the task wants, such as ``reward_spec``."""
+"""`environment=skyrl_gym:NAME`: tasks of SkyRL-gym. A row holds the task's own fields, such as ``reward_spec``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,8 @@ from tandem.config.errors import ConfigError, nearest_names
 
 
 class SkyRLTask(Environment):
-    """One task. Columns of the row are its extras; without ``reward_spec`` the row's answer is the ground truth."""
+    """One task. The row's columns are passed as the task's extras; the ground truth is the column ``reward_spec``, or
+    without it the row's answer."""
 
     def __init__(self, id: str, options: dict[str, Any] | None = None):
         """``options``: the task's ``env_config``."""
@@ -20,16 +21,16 @@ class SkyRLTask(Environment):
         self._task: Any = None
 
     def reset(self, data: Mapping[str, Any], seed: int) -> str:
-        """Begins the row's task; says what the task adds to the row's own messages."""
+        """Begins the row's task. Returns the text that the task adds to the row's messages."""
         self.close()
         truth = {"reward_spec": {"method": "rule", "ground_truth": data.get("answer")}}
         self._task = skyrl_gym.make(self._id, env_config=self._options, extras=truth | dict(data))
-        asked = [dict(message) for message in data["messages"]]
-        prompt, _ = self._task.init([dict(message) for message in asked])
-        return _text([message for message in prompt if message not in asked])
+        messages = [dict(message) for message in data["messages"]]
+        prompt, _ = self._task.init([dict(message) for message in messages])
+        return _text([message for message in prompt if message not in messages])
 
     def step(self, action: Any) -> StepResult:
-        """Acts."""
+        """Sends an action and returns its result."""
         if self._task is None:
             raise RuntimeError("step before reset")
         result = self._task.step(str(action))

@@ -12,10 +12,10 @@ OWN_WORDS = textarena.ObservationType.PLAYER_ACTION
 
 
 class TextArenaGame(Environment):
-    """A game without its wrappers: an observation is what is new, not all that was said so far."""
+    """A game without TextArena's wrappers, so that an observation holds only the new text, not the whole history."""
 
     def __init__(self, id: str, options: dict[str, Any] | None = None):
-        """``options``: arguments of `textarena.make`, as ``{'max_number': 10}``."""
+        """``options``: arguments of `textarena.make`, such as ``{'max_number': 10}``."""
         name = id if id.endswith("-raw") else f"{id.removesuffix('-train')}-raw"
         try:
             self._game = textarena.make(name, **(options or {}))
@@ -27,21 +27,21 @@ class TextArenaGame(Environment):
             ) from error
 
     def reset(self, data: Mapping[str, Any], seed: int) -> str:
-        """Begins a game."""
+        """Begins a game and returns the first observation."""
         self._game.reset(num_players=1, seed=seed)
-        return self._news()
+        return self._new_text()
 
     def step(self, action: Any) -> StepResult:
-        """Acts. TextArena wants actions in brackets; a reply without any is put into brackets as it is."""
+        """Makes a move. TextArena expects moves in brackets; a reply without brackets is put into them."""
         text = str(action)
         is_over, _ = self._game.step(text if "[" in text else f"[{text}]")
-        news = self._news()
+        new_text = self._new_text()
         if not is_over:
-            return StepResult(news, 0.0, False)
+            return StepResult(new_text, 0.0, False)
         rewards, infos = self._game.close()
         reward = float(rewards[0])
-        return StepResult(news or str(infos[0].get("reason", "")), reward, True, False, {"accuracy": float(reward >= 1)})
+        return StepResult(new_text or str(infos[0].get("reason", "")), reward, True, False, {"accuracy": float(reward >= 1)})
 
-    def _news(self) -> str:
+    def _new_text(self) -> str:
         _, messages = self._game.get_observation()
         return "\n".join(text.strip() for _, text, kind in messages if kind != OWN_WORDS)

@@ -1,6 +1,6 @@
-"""The worker process in which one environment lives. Imports nothing heavy but what the environment does.
+"""The worker process of one environment. Imports no large packages, unless the environment imports them.
 
-An environment is made when its worker starts, reset for each episode, and closed before its worker ends.
+The environment is created when the worker starts, reset for each episode, and closed before the worker ends.
 """
 
 import asyncio
@@ -13,22 +13,23 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.api.environment import InvalidAction, StepResult
+from tandem.api.environment import InvalidAction, StepResult, as_float
 from tandem.api.media import written
-from tandem.api.numbers import as_float
 from tandem.workers.child import Answering, failure_message, load_function, serve
 
 MAX_CHARACTERS = 100_000
-"""A longer observation is an error of the environment: no model could read it."""
+"""Maximum length of an observation, in characters. A longer observation is an error of the environment, because no model
+could read it."""
 
 
 class WrongType(TypeError):
-    """The environment returned something that is no observation, no number, no result of a step."""
+    """The environment returned a value of the wrong type."""
 
 
-def main(requests: int, answers: int, spec: str, knobs: str) -> None:
-    """Serves until the run closes its end of the pipe. ``knobs``: as JSON."""
-    serve(requests, answers, lambda: _answering(Player(spec, json.loads(knobs))), reason="environment_raised", tidy=False)
+def main(spec: str, knobs: str) -> None:
+    """Serves the environment class ``spec`` until the run closes its end of the socket. ``knobs``: its keyword arguments as
+    JSON."""
+    serve(lambda: _answering(Player(spec, json.loads(knobs))), reason="environment_raised", tidy=False)
 
 
 def _answering(player: "Player") -> Answering:
@@ -48,14 +49,14 @@ def _answering(player: "Player") -> Answering:
 
 
 def memory_mib() -> float:
-    """Resident memory of this process; 0 where the system does not say."""
+    """Returns the resident memory of this process in MiB, or 0 on systems without /proc."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     return 0.0
 
 
 class Player:
-    """Calls the methods of one environment and reads what they return."""
+    """Calls the methods of one environment and converts their results to messages."""
 
     def __init__(self, spec: str, knobs: Mapping[str, Any]):
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,7 +64,7 @@ class Player:
         self._reset_takes = inspect.signature(self._world.reset).parameters
 
     def do(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One call as a message."""
+        """Performs one operation, ``reset``, ``step`` or ``close``, and returns its result as a message."""
         if operation == "reset":
             return self._reset(**arguments)
         if operation == "step":
@@ -73,7 +74,8 @@ class Player:
         return {}
 
     def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        """Its result; of an ``async def``, when it is there. The loop runs in a thread, also between two calls."""
+        """Calls a method and returns its result. Waits for the result of an ``async def``; its event loop runs in a thread,
+        also between two calls."""
 
         async def waited(coroutine: Any) -> Any:
             return await coroutine
@@ -115,10 +117,10 @@ class Player:
 
 
 def _observation(value: Any, where: str) -> str | list[dict[str, Any]]:
-    """A text, or content parts where there are images or sounds in it."""
+    """Returns an observation as text, or as content parts if it has images or sounds."""
     if isinstance(value, str):
         return _text(value, where)
-    from tandem.media.parts import shown_parts  # noqa: PLC0415 — heavy, and most observations are texts
+    from tandem.media.parts import shown_parts  # noqa: PLC0415 — a large import, and most observations are texts
 
     parts = shown_parts(value, lambda text: _text(text, where))
     return _text(value, where) if parts is None else written([{"content": parts}])[0]["content"]
@@ -142,6 +144,6 @@ def _number(value: Any, what: str) -> float:
 
 
 def _flag(value: Any, what: str) -> bool:
-    if type(value).__name__ not in ("bool", "bool_"):  # numpy's own is no bool of Python's
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's bool_ is not a Python bool
         raise WrongType(f"{what} must be True or False, got a {type(value).__name__}: {value!r:.80}")
     return bool(value)

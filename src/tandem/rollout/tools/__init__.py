@@ -1,1 +1,1 @@
-"""Tools that a model calls: functions, built-in ones, MCP servers; and the workflow of a chat with them."""
+"""Tools that a model calls: user functions, built-in tools, MCP servers; and the workflow of a chat with tools."""

@@ -1,4 +1,4 @@
-"""Arithmetic, computed without running code."""
+"""A calculator tool. Evaluates the expression's syntax tree and executes no code."""
 
 import ast
 import math
@@ -10,7 +10,7 @@ from tandem.rollout.tools.tool import ToolFailure
 
 MAX_CHARACTERS = 500
 MAX_BITS = 4096
-"""Most bits of a whole number on the way."""
+"""Maximum size of an integer in bits, intermediate results included."""
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -42,7 +42,7 @@ def calculator(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return f"{value:.12g}" if isinstance(value, float) else str(value)
     except (SyntaxError, RecursionError, MemoryError):
-        raise ToolFailure(f"this is no arithmetic expression: {expression}") from None
+        raise ToolFailure(f"this is not an arithmetic expression: {expression}") from None
     except (ArithmeticError, ValueError, TypeError) as error:
         raise ToolFailure(f"{expression} cannot be computed: {error}") from None
 
@@ -62,18 +62,18 @@ def _value(node: ast.expr) -> Any:
         return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
-    raise ToolFailure(f"{ast.unparse(node)[:80]!r} is no arithmetic")
+    raise ToolFailure(f"{ast.unparse(node)[:80]!r} is not arithmetic")
 
 
 def _check_power(base: Any, power: Any) -> None:
-    """A power of whole numbers is not computed if it would not fit."""
+    """Raises `ToolFailure` if an integer power would have more than `MAX_BITS` bits."""
     if isinstance(base, int) and isinstance(power, int) and abs(base).bit_length() * abs(power) > MAX_BITS:
         raise ToolFailure("the result is too large")
 
 
 def _bounded(value: Any) -> Any:
     if isinstance(value, complex):
-        raise ToolFailure("the result is no real number")
+        raise ToolFailure("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ToolFailure("the result is too large")
     return value

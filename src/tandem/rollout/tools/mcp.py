@@ -1,7 +1,7 @@
 """Tools of MCP servers (Model Context Protocol), over standard input and output or over HTTP.
 
-The SDK speaks the protocol. A server that is a program is started and ended here, so that one which hangs is cut off, one
-which dies is named by its exit code and last words, and no program of its own is left behind.
+The SDK implements the protocol. A server that is a program is started and ended here, so that a hanging one is stopped, a
+dead one is reported with its exit code and last output, and none of its child processes remains.
 """
 
 import asyncio
@@ -26,28 +26,32 @@ from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, Implem
 from tandem.api.failures import InfrastructureFailure
 from tandem.config.errors import ConfigError, kind_and_text
 from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure
+from tandem.workers.process import keeper_command
 
 CLIENT = Implementation(name="tandem", version="1")
 MOST_BYTES = 16 << 20
-"""Most bytes of one message."""
+"""Maximum size of one message."""
 
 MOST_WORDS = 500
-"""Bytes of a server's errors that are told when it dies."""
+"""Maximum bytes of a dead server's stderr in the error message."""
 
 WORDS_S = 2.0
-"""Seconds for which they are waited for: a program of the server's may hold the pipe open for ever."""
+"""Seconds to wait for that output and for the end of a server that was killed."""
 
 CONNECT_S = 30.0
-"""Seconds to connect to a server over HTTP. Its answer may take as long as the call may."""
+"""Time limit in seconds to connect to a server over HTTP. An answer may take as long as the call's own limit."""
 
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "PYTHONPATH")
-"""Variables of this process's environment that a server sees: no keys."""
+ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH"),
+)
+"""Environment variables that a server gets from this process; none holds a key."""
 
 
 class McpBox(Toolbox):
     """The tools of one server: ``mcp(command='python my_server.py')`` or ``mcp(url='http://localhost:8000/mcp')``.
 
-    One server is shared by all episodes, unless ``each_episode``. A server that died is started again by the next call.
+    All episodes share one server, unless ``each_episode`` is set. The next call restarts a server that has died.
     """
 
     def __init__(
@@ -59,7 +63,8 @@ class McpBox(Toolbox):
         start_s: float = 30.0,
         prefix: str = "",
     ):
-        """``start_s``: the longest that a server may take to list its tools. ``prefix``: before the names of all tools."""
+        """``start_s``: maximum time in seconds for a server to list its tools. ``prefix``: put before the names of all
+        tools."""
         if (command is None) == (url is None):
             raise ConfigError("tool mcp needs command (a program to start) or url, and not both")
         self.each_episode, self.prefix = each_episode, prefix
@@ -74,7 +79,7 @@ class McpBox(Toolbox):
         """Implements `Toolbox.open`.
 
         Raises:
-            InfrastructureFailure: ``mcp_server``: it cannot be started, or lists no tools in time.
+            InfrastructureFailure: ``mcp_server``: the server cannot be started, or lists no tools in time.
         """
         if self._shared is None or self._shared.loop is not asyncio.get_running_loop():
             self.close()
@@ -100,7 +105,7 @@ class McpBox(Toolbox):
 
 
 class McpServer:
-    """A server that is started when it is needed, and again when it has died. Of one event loop."""
+    """A server that is started at the first use and restarted after its death. Belongs to one event loop."""
 
     def __init__(self, argv: list[str], url: str | None, start_s: float):
         self.loop = asyncio.get_running_loop()
@@ -109,7 +114,7 @@ class McpServer:
         self._starting = asyncio.Lock()
 
     async def running(self) -> "Connection":
-        """The connection to the server, which is started if it is not there."""
+        """Returns the connection to the server; starts the server if it is not running."""
         async with self._starting:
             if self._connection is None or self._connection.gone:
                 self._connection = connection = Connection(self._argv, self._url, self._start_s)
@@ -125,22 +130,24 @@ class McpServer:
             return self._connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a call's result.
+        """Calls a tool and returns the text of its result.
 
         Raises:
-            ToolFailure: the tool says that it failed; or the server died.
+            ToolFailure: the tool reports a failure, or the server died.
         """
         connection = await self.running()
         try:
             result = await connection.ready.result().call_tool(name, dict(arguments))
         except mcp.MCPError as error:
-            # what the SDK says of a server over HTTP which forgot the session, or answers with a status and no message
+            # the SDK's errors if an HTTP server has forgotten the session, or answers with a status and no message
             if error.code != CONNECTION_CLOSED and not (self._url and error.code in (INVALID_REQUEST, INTERNAL_ERROR)):
                 raise ToolFailure(error.message) from None
             connection.kill()
-            await asyncio.wait([connection.task], timeout=2 * WORDS_S)  # it learns the exit code
+            await asyncio.wait([connection.task], timeout=2 * WORDS_S)  # the task reads the exit code
             why = connection.why or error.message
-            raise ToolFailure(f"the tool's server ended during the call ({why}); it is started again for the next") from None
+            raise ToolFailure(
+                f"the tool's server ended during the call ({why}); it is started again by the next call"
+            ) from None
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         text = "\n".join(parts) or json.dumps(result.structured_content or {}, ensure_ascii=False)
         if result.is_error:
@@ -148,23 +155,48 @@ class McpServer:
         return text
 
     def kill(self) -> None:
-        """Ends it; idempotent."""
+        """Kills the server. Idempotent."""
         if self._connection is not None:
             self._connection.kill()
 
 
+async def _start(argv: list[str]) -> tuple[Any, int]:
+    """Starts a server with a keeper. Returns the keeper's process, whose pipes are the server's, and the descriptor of the
+    pipe that ends both when it closes."""
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    pipe = asyncio.subprocess.PIPE
+    ended, owner = os.pipe()
+    try:
+        process: Any = await asyncio.create_subprocess_exec(
+            *keeper_command(argv, ended, grace_s=0, output=1),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            limit=MOST_BYTES,
+            env=environment,
+            pass_fds=(ended,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(owner)
+        raise
+    finally:
+        os.close(ended)
+    return process, owner
+
+
 class Connection:
-    """One start of a server. Everything of the SDK lives in one task, as it demands."""
+    """One run of a server. The SDK requires that its objects are used in one task."""
 
     def __init__(self, argv: list[str], url: str | None, start_s: float):
         self.gone = False
         self.why = ""
-        """The reason of its end, once ``task`` is done."""
+        """The reason why the connection ended, once ``task`` is done."""
 
         self.tools: list[mcp.types.Tool] = []
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[mcp.Client] = self._loop.create_future()
-        self._process: Any = None
+        self._keeper: Any = None
         self.task = asyncio.create_task(self._serve(self._post(url) if url else self._pipe(argv), start_s))
 
     async def _serve(self, transport: Any, start_s: float) -> None:
@@ -178,7 +210,7 @@ class Connection:
                 starting.reschedule(None)
                 self.ready.set_result(client)
                 await asyncio.Event().wait()
-        except Exception as error:  # boundary: whatever a server does, it ends the server
+        except Exception as error:  # boundary: any error of a server ends only this server
             first: BaseException = error
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
@@ -190,53 +222,56 @@ class Connection:
 
     @asynccontextmanager
     async def _post(self, url: str) -> AsyncIterator[Any]:
-        """The streams to a server elsewhere."""
+        """Connects to a server over HTTP and yields the streams."""
         timeout, most = httpx2.Timeout(CONNECT_S, read=None), MOST_BYTES
         async with (
             httpx2.AsyncClient(timeout=timeout) as http,
-            # to end the session would be one more request that may hang
+            # ending the session would be one more request that may hang
             streamable_http_client(url, http_client=http, terminate_on_close=False, max_sse_event_size=most) as streams,
         ):
             yield streams
 
     @asynccontextmanager
     async def _pipe(self, argv: list[str]) -> AsyncIterator[Any]:
-        """The streams to a program of ours: a message a line on its standard input and output. It ends when we do."""
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        pipe = asyncio.subprocess.PIPE
-        process: Any = await asyncio.create_subprocess_exec(
-            *argv, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, limit=MOST_BYTES, start_new_session=True
-        )
-        self._process = process
+        """Starts the server as a program and yields the streams: one message a line on stdin and stdout. Kills it and its
+        descendants at the end; they also end with this process."""
+        process, owner = await _start(argv)
+        self._keeper = process
         from_server, reading = anyio.create_memory_object_stream[Any](0)
         writing, to_server = anyio.create_memory_object_stream[Any](0)
-        said = bytearray()
+        errors = bytearray()
 
         async def listen() -> None:
             while line := await process.stdout.readline():
-                with contextlib.suppress(ValueError):  # a server that prints something else beside its messages
+                with contextlib.suppress(ValueError):  # the server may also print lines that are not messages
                     message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                     await from_server.send(SessionMessage(message))
             self.gone = True
-            raise EOFError("it closed its output")
+            raise EOFError("the server closed its output")
+
+        async def notice() -> None:
+            if await process.wait() < 0:  # processes that the server had started may hold its output open
+                self.gone = True
+                raise EOFError("the server's keeper was killed")
 
         async def speak() -> None:
             async for sent in to_server:
                 try:
                     process.stdin.write(sent.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                     await process.stdin.drain()
-                except ConnectionError:  # it reads no more, most likely because it ends: its exit code says why
+                except ConnectionError:  # the server has closed its input, probably because it ends: wait for its exit code
                     await asyncio.wait([asyncio.create_task(process.wait())], timeout=WORDS_S)
                     raise
 
         async def remember() -> None:
             while piece := await process.stderr.read(1 << 12):
-                said[:] = (said + piece)[-MOST_WORDS:]
+                errors[:] = (errors + piece)[-MOST_WORDS:]
 
         words = asyncio.create_task(remember())
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(listen)
+                group.start_soon(notice)
                 group.start_soon(speak)
                 yield reading, writing
                 group.cancel_scope.cancel()
@@ -244,15 +279,20 @@ class Connection:
             self.kill()
             for stream in (from_server, reading, writing, to_server):
                 stream.close()
-            await asyncio.wait([words, asyncio.create_task(process.wait())], timeout=WORDS_S)
+            await asyncio.wait([asyncio.create_task(process.wait())], timeout=WORDS_S)
+            if process.returncode is None or process.returncode < 0:  # the keeper hangs, or was killed and left processes
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait([words], timeout=WORDS_S)
             words.cancel()
-            self.why = f"exit code {process.returncode}; {said.decode(errors='replace').strip()}".removesuffix("; ")
+            os.close(owner)
+            self.why = f"exit code {process.returncode}; {errors.decode(errors='replace').strip()}".removesuffix("; ")
 
     def kill(self) -> None:
-        """Ends it at once; for any thread, idempotent."""
+        """Kills the server at once. Idempotent; may be called from any thread."""
         self.gone = True
-        with contextlib.suppress(RuntimeError, OSError):  # the loop is closed, and the task with it; the process has ended
-            if self._process is None:
+        with contextlib.suppress(RuntimeError, OSError):  # the loop may be closed, or the process have ended
+            if self._keeper is None:
                 self._loop.call_soon_threadsafe(self.task.cancel)
-            elif self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)  # its end is the task's
+            elif self._keeper.returncode is None:
+                os.kill(self._keeper.pid, signal.SIGTERM)  # it kills the server with its descendants; the task ends with it

@@ -1,4 +1,4 @@
-"""Python for the model: a session in the sandbox whose variables stay from call to call."""
+"""A Python tool for the model: a session in the sandbox whose variables persist between calls."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ while line := sys.stdin.readline():
     answers.write(json.dumps(said.getvalue()[:most]) + "\n")
     answers.flush()
 """
-"""Runs inside: a line of JSON with code comes in, a line of JSON with what it printed goes out."""
+"""The program in the sandbox: reads one line of JSON with code, writes one line of JSON with the output, and repeats."""
 
 MOST_CHARACTERS = 100_000
 EPISODE_S = 24 * 3600.0
-"""A session's own limit of time; what counts is the deadline of each call."""
+"""Time limit of a session, in seconds. Each call has its own, shorter deadline."""
 
 
 def python(code: str) -> str:
@@ -45,20 +45,20 @@ def python(code: str) -> str:
     Args:
         code: the code
     """
-    raise NotImplementedError  # only described; `PythonSession.run` runs it
+    raise NotImplementedError  # only a description for the model; `PythonSession.run` runs the code
 
 
 class PythonBox(Toolbox):
-    """The tool `python`: each episode has a session of its own in the sandbox of the run."""
+    """The tool `python`: each episode has its own session in the run's sandbox."""
 
     def __init__(self, sandbox: Sandbox, *, memory_mib: int = 512, cpu_s: float = 60.0):
-        """``memory_mib``, ``cpu_s``: of one session."""
+        """``memory_mib``, ``cpu_s``: limits of one session."""
         self.sandbox = sandbox
         self.limits = Limits(wall_s=EPISODE_S, cpu_s=cpu_s, memory_mib=memory_mib, output_bytes=1 << 30)
 
     @asynccontextmanager
     async def open(self, data: Mapping[str, Any]) -> Any:
-        """Implements `Toolbox.open`. The session begins with the first call."""
+        """Implements `Toolbox.open`. The session is started at the first call."""
         session = PythonSession(self.sandbox, self.limits)
         try:
             yield (Tool(tool_schema(python), session.run),)
@@ -67,7 +67,8 @@ class PythonBox(Toolbox):
 
 
 class PythonSession:
-    """A Python that goes on from call to call. One that was cut off is gone, and a new one begins with the next call."""
+    """A Python session that persists between calls. If a call is cut off, the session is lost and the next call starts
+    another."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits):
         self.sandbox, self.limits = sandbox, limits
@@ -76,20 +77,20 @@ class PythonSession:
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
-        """Runs the code.
+        """Runs the code of a call and returns its output.
 
         Raises:
-            ToolFailure: the session ended.
+            ToolFailure: the session has ended.
         """
         async with self._one_at_a_time:
             note = "(Python was restarted: earlier variables are gone.)\n" if self._lost and self._process is None else ""
             try:
-                said = await self._ask(str(arguments["code"]))
+                output = await self._ask(str(arguments["code"]))
             except BaseException:
                 await asyncio.shield(self.close())
                 self._lost = True
                 raise
-            return note + (said or "(nothing was printed)")
+            return note + (output or "(nothing was printed)")
 
     async def _ask(self, code: str) -> str:
         if self._process is None:
@@ -110,7 +111,7 @@ class PythonSession:
             raise ToolFailure(f"Python ended ({outcome.status}); its variables are gone") from None
 
     async def close(self) -> None:
-        """Ends it; idempotent."""
+        """Closes the session. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Search over a folder of texts, by words: SQLite's full-text index, in memory."""
+"""A tool for keyword search over a folder of texts, with SQLite's full-text index in memory."""
 
 import json
 import re
@@ -16,13 +16,14 @@ SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
 
 
 class SearchBox(Toolbox):
-    """The tools `search` and `read`: passages of a folder of text files, or of JSONL with ``title`` and ``text``.
+    """The tools `search` and `read`: passages of a folder of text files, or of JSONL files with ``title`` and ``text``.
 
-    The index is made once for a run, and shared by its episodes.
+    The index is built once for a run and shared by its episodes.
     """
 
     def __init__(self, folder: str, *, results: int = 3, passage_characters: int = 800):
-        """``results``: most passages that a search gives; ``passage_characters``: about the length of one."""
+        """``results``: maximum number of passages that a search returns; ``passage_characters``: approximate length of a
+        passage."""
         root = Path(folder).expanduser()
         if not root.exists():
             raise ConfigError(f"tool search: there is no folder {root}")
@@ -84,7 +85,7 @@ class SearchBox(Toolbox):
 
 
 def _texts(root: Path) -> Iterator[tuple[str, str]]:
-    """Title and text of everything in a folder, or in one file."""
+    """Yields title and text of each document in a folder or in one file."""
     for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
         if not path.is_file() or path.suffix not in SUFFIXES:
             continue
@@ -102,11 +103,11 @@ def _row(line: str, where: str) -> tuple[str, str]:
         row = json.loads(line)
         return str(row.get("title", "")), str(row["text"])
     except (ValueError, KeyError, AttributeError):
-        raise ConfigError(f'tool search: {where} is no JSON object with "text"') from None
+        raise ConfigError(f'tool search: {where} is not a JSON object with "text"') from None
 
 
 def passages(text: str, characters: int) -> Iterator[str]:
-    """Pieces of about so many characters, cut between paragraphs, and longer paragraphs between words."""
+    """Yields pieces of about ``characters`` characters, cut between paragraphs; long paragraphs are cut between words."""
     piece = ""
     for part in re.split(r"\n\s*\n", text):
         if piece and len(piece) + len(part) > characters:

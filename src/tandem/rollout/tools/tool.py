@@ -1,4 +1,5 @@
-"""A tool: what the model is told of it, and what a call does. Functions become tools by their signature and docstring."""
+"""A tool: its description for the model, and the function that a call runs. Functions become tools by signature and
+docstring."""
 
 import asyncio
 import inspect
@@ -19,59 +20,58 @@ from tandem.api.services import factory_of
 from tandem.config.errors import ConfigError
 
 MAX_STUCK = 64
-"""Calls of one tool that were cut off and still run in threads, which nobody can end."""
+"""Maximum number of calls of one tool that were cut off but still run in threads, which cannot be killed."""
 
 
 class ToolFailure(Exception):
-    """A call that did not work. Its words are for the model, which reads them as the result."""
+    """A call that failed. The model reads the message as the call's result."""
 
 
 class UnwritableResult(ToolFailure):
-    """A tool returned something that has no words of its own."""
+    """A tool returned a value that cannot be written as text or JSON."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool of one episode."""
+    """One tool in one episode."""
 
     schema: Mapping[str, Any]
     """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}``"""
 
     run: Callable[[Mapping[str, Any]], Awaitable[Any]]
-    """Carries out a call with arguments that fit the schema. The model reads the result `as_text`, and whatever is raised
-    as well."""
+    """Runs a call whose arguments fit the schema. The model reads the result, converted by `as_text`, or the error."""
 
     @property
     def name(self) -> str:
-        """The name by which the model calls it."""
+        """The name by which the model calls the tool."""
         return str(self.schema["function"]["name"])
 
 
 class Toolbox(ABC):
-    """Tools that belong together, made once for a run.
+    """A set of tools, created once for a run.
 
-    A class of your own in a file is given what its ``__init__`` asks for by argument name, as a workflow is.
+    A user's class gets objects of the run if its ``__init__`` has arguments with their names, as a workflow does.
     """
 
     @abstractmethod
     def open(self, data: Mapping[str, Any]) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        """The tools of one episode on this row; on leaving, what they hold is let go of."""
+        """Opens the tools for one episode on this row. On exit their resources are released."""
 
     def close(self) -> None:
-        """The run has ended; idempotent."""
+        """Releases the resources of the run. Idempotent."""
 
 
 class FunctionBox(Toolbox):
-    """A function as a tool: typed arguments, and a docstring that says what it does and what each argument is.
+    """A function as a tool. It needs typed arguments, and a docstring that describes the function and each argument.
 
-    An ordinary function runs in a thread of its own, so it may block.
+    A sync function runs in a thread of its own, so it may block.
     """
 
     def __init__(self, function: Callable[..., Any], max_stuck: int = MAX_STUCK):
-        """``max_stuck``: calls that were cut off and whose threads still run; with more the tool is closed.
+        """``max_stuck``: maximum number of cut-off calls whose threads still run; further calls are then refused.
 
         Raises:
-            ConfigError: a model could not be told how to call it.
+            ConfigError: the function cannot be described to a model.
         """
         self.tool = Tool(tool_schema(function), self._run)
         self._function, self._max_stuck, self._stuck = function, max_stuck, 0
@@ -94,31 +94,31 @@ class FunctionBox(Toolbox):
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if not future.done():  # the thread goes on, and nobody waits for it
+            if not future.done():  # the thread continues, and no caller waits for it
                 self._stuck += 1
                 future.add_done_callback(self._ended)
             raise
 
     def _ended(self, future: "asyncio.Future[Any]") -> None:
         self._stuck -= 1
-        future.exception()  # taken, for nobody else will
+        future.exception()  # retrieves the error, so that asyncio does not report it
 
 
 def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:
-    """Describes a function to a model: name, docstring, and each argument's type and line in ``Args:``.
-    ``function``: it, or how it is named: ``calculator``, ``my_file.py:weather``.
+    """Describes a function to a model: name, docstring, and each argument's type and line in ``Args:``. ``function``: the
+    function, or its name such as ``calculator`` or ``my_file.py:weather``.
 
     Raises:
-        ConfigError: the docstring or a type is missing; says what to write.
+        ConfigError: the docstring or a type is missing; the message says what to write.
     """
     if isinstance(function, str):
         function = factory_of("tool", function)
-    who = getattr(function, "__name__", "the function")
+    name = getattr(function, "__name__", "the function")
     try:
         made: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise ConfigError(
-            f"tool {who} cannot be described to a model: {str(error).strip()}. A tool is a function with a type for each "
+            f"tool {name} cannot be described to a model: {str(error).strip()}. A tool is a function with a type for each "
             'argument, and a docstring with a line for each below "Args:"'
         ) from error
     made["function"].pop("return", None)  # templates do not read it
@@ -126,21 +126,21 @@ def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:
 
 
 def as_text(result: Any, most: int) -> str:
-    """A tool's result as the model reads it: text as it is, everything else as JSON; at most so many characters, and a line
-    that says if there are more.
+    """Returns a tool's result as the model reads it: a string unchanged, other values as JSON. The text is cut after
+    ``most`` characters, with a note about the cut.
 
-    Dates, paths, decimals and whatever else says in ``__str__`` what it is are texts in it, dataclasses are mappings, arrays
-    and tensors are lists, and bytes are text in UTF-8.
+    In JSON, values with their own ``__str__`` (dates, paths, decimals) are strings, dataclasses are objects, arrays and
+    tensors are lists, and bytes are UTF-8 text.
 
     Raises:
-        UnwritableResult: for all others, such as a coroutine or a plain object, whose ``repr`` would be an address.
+        UnwritableResult: any other value, such as a coroutine or a plain object, whose ``repr`` would be an address.
     """
     try:
         result = _in_json(result) if isinstance(result, bytes | bytearray) else result
         if isinstance(result, str):
             return result if len(result) <= most else f"{result[:most]}\n… {len(result) - most} more characters"
         text = ""
-        for piece in _JSON.iterencode(result):  # which stops where nobody reads on
+        for piece in _JSON.iterencode(result):  # lazy, so that it stops at the limit
             text += piece
             if len(text) > most:
                 return f"{text[:most]}\n… and more"
@@ -150,14 +150,14 @@ def as_text(result: Any, most: int) -> str:
 
 
 def _in_json(value: Any) -> Any:
-    """Stands for what JSON does not know."""
+    """Converts a value that JSON does not support."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, bytes | bytearray):
         return value.decode()
     if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
         return _Rows(value)
-    if hasattr(value, "tolist"):  # a number of numpy or torch, and other libraries' lists
+    if hasattr(value, "tolist"):  # scalars of numpy or torch, and arrays of other libraries
         return value.tolist()
     if type(value).__str__ is object.__str__:
         raise UnwritableResult(f"it contains a {type(value).__name__}")
@@ -165,7 +165,7 @@ def _in_json(value: Any) -> Any:
 
 
 class _Rows(list[Any]):
-    """An array as a list of rows, each of which is made when it is read."""
+    """An array as a list whose rows are created when they are read."""
 
     def __init__(self, array: "np.ndarray[Any, Any] | torch.Tensor"):
         super().__init__()
@@ -182,7 +182,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=_in_json)
 
 
 def _in_thread(work: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """Runs it in a thread of its own, which does not keep the process alive: a pool would fill up with hanging calls."""
+    """Runs ``work`` in a new daemon thread. A thread pool would fill up with calls that hang."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -199,7 +199,7 @@ def _in_thread(work: Callable[[], Any]) -> "asyncio.Future[Any]":
             result = work()
         except BaseException as error:  # the boundary of a user's code
             of_python = isinstance(error, StopIteration) or not isinstance(error, Exception)
-            failure = RuntimeError(repr(error)) if of_python else error  # asyncio would take sys.exit() as meant for itself
+            failure = RuntimeError(repr(error)) if of_python else error  # asyncio would exit itself on sys.exit()
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

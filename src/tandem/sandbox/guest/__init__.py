@@ -1,1 +1,1 @@
-"""The half that runs inside a sandbox: standard library only, and nothing else of Tandem is there."""
+"""The part that runs inside a sandbox: uses only the standard library; the rest of Tandem is not available there."""

@@ -1,8 +1,8 @@
-"""The one way out of a sandbox: a program asks for a socket and gets one that is connected already, to one address.
+"""The only connection out of a sandbox: a program that creates a socket gets one that is already connected to one address.
 
-The program can connect nothing itself. The kernel holds its calls `socket` and `connect` until this process has answered
-them: the first with a socket that Tandem made outside and connected to the address, the second by comparing addresses, since
-nothing is left to connect.
+The program cannot connect by itself. The kernel suspends its calls `socket` and `connect` until this process answers:
+`socket` gets a socket that Tandem has created outside and connected to the address; `connect` succeeds if its address is the
+same, because the socket is already connected.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _ADDRESS = struct.Struct("!2sH4s")
 
 
 class Door:
-    """Answers the held calls of one program.
+    """Answers the suspended calls of one program.
 
-    ``listener``: the descriptor of its filter. ``outside``: a socket on which a byte asks Tandem for a connection; an answer
-    without a descriptor means that there is none.
+    ``listener``: descriptor of its filter's listener. ``outside``: a socket to Tandem: one byte requests a connection; an
+    answer without a descriptor means that no connection is possible.
     """
 
     def __init__(self, listener: int, outside: socket.socket, address: tuple[str, int]):
@@ -36,12 +36,12 @@ class Door:
         self._waiting: deque[tuple[int, int]] = deque()
 
     def ask(self) -> None:
-        """Takes one held call: answers it, or asks outside for what it needs."""
+        """Receives one suspended call. Answers a `connect`; for a `socket`, requests a connection from outside."""
         held = bytearray(_ASKED.size)
         try:
             fcntl.ioctl(self.listener, _RECEIVE, held, True)
         except OSError:
-            return  # its process has ended meanwhile
+            return  # the calling process has ended
         number, thread, _, call, _, _, *arguments = _ASKED.unpack(held)
         if call == number_of("connect"):
             self._answer(number, -self._refusal(number, thread, arguments[1], arguments[2]))
@@ -49,11 +49,11 @@ class Door:
         try:
             self._outside.send(b"?")
             self._waiting.append((number, arguments[1]))
-        except OSError:  # nobody listens outside any more, or too many ask at once
+        except OSError:  # nobody listens outside any more, or too many requests are waiting
             self._answer(number, -errno.ECONNREFUSED)
 
     def give(self) -> bool:
-        """Hands what came from outside to the call that has waited longest. False: nobody is outside any more."""
+        """Passes a connection from outside to the call that has waited longest. Returns False if the other end is closed."""
         try:
             word, descriptors, _, _ = socket.recv_fds(self._outside, 16, 1)
         except BlockingIOError:
@@ -64,7 +64,7 @@ class Door:
             while self._waiting:
                 self._answer(self._waiting.popleft()[0], -errno.ECONNREFUSED)
             return False
-        if not self._waiting:  # asked for by a program that has ended
+        if not self._waiting:  # requested by a program that has ended
             for descriptor in descriptors:
                 os.close(descriptor)
             return True
@@ -74,7 +74,7 @@ class Door:
             return True
         os.set_blocking(descriptors[0], not kind & socket.SOCK_NONBLOCK)
         flags = os.O_CLOEXEC if kind & socket.SOCK_CLOEXEC else 0
-        with contextlib.suppress(OSError):  # its process has ended, or may have no more descriptors
+        with contextlib.suppress(OSError):  # the process has ended, or has reached its limit of descriptors
             new = bytearray(_NEW.pack(number, 0, descriptors[0], 0, flags))
             self._answer(number, fcntl.ioctl(self.listener, _ADD, new, True))
             number = -1
@@ -84,16 +84,17 @@ class Door:
         return True
 
     def close(self) -> None:
-        """Calls that are still held fail."""
+        """Closes the listener. Calls that are still suspended fail."""
         os.close(self.listener)
 
     def _refusal(self, number: int, thread: int, pointer: int, size: int) -> int:
-        """0 if the program wants to connect to the address; else the error."""
+        """Returns 0 if the program connects to the allowed address, else the error number."""
         try:
             with open(f"/proc/{thread}/mem", "rb", buffering=0) as memory:
                 memory.seek(pointer)
                 wanted = memory.read(min(size, 16))
-            fcntl.ioctl(self.listener, _IS_VALID, struct.pack("=Q", number))  # else it was another process that was read
+            # raises if the call has ended: then another process may have been read
+            fcntl.ioctl(self.listener, _IS_VALID, struct.pack("=Q", number))
         except (OSError, OverflowError, ValueError):
             return errno.EFAULT
         if len(wanted) < _ADDRESS.size:

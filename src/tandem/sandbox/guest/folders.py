@@ -1,4 +1,4 @@
-"""Folders of programs that nobody trusts: how full they are, and how they go, whatever lies in them."""
+"""Folders of untrusted programs: functions that measure their size, and remove them whatever they contain."""
 
 import contextlib
 import functools
@@ -15,10 +15,10 @@ _UNDER_WAY = re.compile(rb"scm_fds:\s+[1-9]")
 
 
 def is_full(root: str, most_bytes: int, pids: Collection[int]) -> bool:
-    """True if a folder has more than it may: bytes, files, or folders in folders.
+    """True if a folder exceeds a limit on bytes, files, or depth of folders.
 
-    Walked by descriptors, so no path is too long; its owner opens what is closed to him. ``pids``: processes that may hold
-    files which have no name any more.
+    Walks by descriptors, so no path is too long; unreadable folders are made readable for their owner. ``pids``: processes
+    that may hold deleted files open.
     """
     sizes: dict[int, int] = {}
     files = 0
@@ -38,7 +38,8 @@ def is_full(root: str, most_bytes: int, pids: Collection[int]) -> bool:
 
 
 def _open_to_owner(name: str, above: int) -> None:
-    place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=above)  # a link may stand there by now
+    # O_NOFOLLOW, because it may have been replaced by a link
+    place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=above)
     try:
         os.chmod(f"/proc/self/fd/{place}", 0o700)
     finally:
@@ -47,15 +48,15 @@ def _open_to_owner(name: str, above: int) -> None:
 
 @functools.lru_cache(1)
 def _place(root: str) -> tuple[int, bytes]:
-    """The device of a folder, and its path without links."""
+    """Returns the device number of a folder, and its path without links."""
     return os.stat(root).st_dev, os.path.realpath(root).encode()
 
 
 def _nameless(pid: int, root: str, too_much: int) -> dict[int, int]:
-    """Bytes, by inode, of the files without a name that a process holds.
+    """Returns the bytes, by inode, of deleted files that a process holds.
 
-    What nobody can measure is ``too_much``: a file that is mapped and not open, a descriptor on its way through a socket, a
-    process that hides its descriptors.
+    Whatever cannot be measured counts as ``too_much``: a file that is mapped but not open, a descriptor in transit through a
+    socket, a process that hides its descriptors.
     """
     sizes: dict[int, int] = {}
     device, inside = _place(root)
@@ -73,15 +74,17 @@ def _nameless(pid: int, root: str, too_much: int) -> dict[int, int]:
                     elif stat.S_ISSOCK(facts.st_mode) and _UNDER_WAY.search(content(f"{thread}/fdinfo/{name[3:]}")):
                         sizes[-1] = too_much
         except OSError:
-            if memory_of(content(f"{thread}/status")):  # it has not ended
+            if memory_of(content(f"{thread}/status")):  # the process has not ended
                 sizes[-1] = too_much
     return sizes
 
 
 def remove(root: str) -> None:
-    """Removes a folder: of any depth, whatever the modes inside, without following links. Nobody may write to it any more.
+    """Removes a folder of any depth and with any modes inside, without following links. No process may write to the folder
+    meanwhile.
 
-    What lies two levels down is lifted by one until nothing is left, so neither paths nor the stack grow with the depth.
+    Folders two levels down are moved up by one level until nothing is left, so neither paths nor the stack grow with the
+    depth.
     """
     lifted = 0
     with contextlib.suppress(FileNotFoundError):
@@ -96,7 +99,7 @@ def remove(root: str) -> None:
                 for below in os.listdir(path):
                     inner = os.path.join(path, below)
                     if _is_folder(inner):
-                        os.chmod(inner, 0o700)  # else it cannot be moved
+                        os.chmod(inner, 0o700)  # otherwise it cannot be moved
                         lifted += 1
                         os.rename(inner, os.path.join(root, f".lifted-{os.getpid()}-{lifted}"))
                     else:

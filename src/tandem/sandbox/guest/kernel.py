@@ -1,4 +1,4 @@
-"""The calls of the Linux kernel that Python has no name for."""
+"""Calls of the Linux kernel for which Python has no function."""
 
 import ctypes
 import os
@@ -17,14 +17,14 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
 MACHINE = platform.machine()
-_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: a clone must not come back without it
+_libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the interpreter's lock, which a cloned process must hold
 
 
 def check_result(result: int, what: str) -> int:
-    """The result of a call.
+    """Returns the result of a call of the kernel.
 
     Raises:
-        OSError: it is negative.
+        OSError: the result is negative.
     """
     if result < 0:
         number = ctypes.get_errno()
@@ -33,36 +33,36 @@ def check_result(result: int, what: str) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """A system call by its number; integers are passed as 64 bits."""
+    """Makes a system call by number. Integers are passed as 64 bits."""
     longs = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     return check_result(_libc.syscall(ctypes.c_long(number), *longs), f"system call {number}")
 
 
 def prctl(option: int, *arguments: object) -> int:
-    """prctl(2)."""
+    """Calls prctl(2)."""
     padded = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in (*arguments, 0, 0, 0, 0)[:4]]
     return check_result(_libc.prctl(ctypes.c_int(option), *padded), f"prctl {option}")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Calls mount(2)."""
     arguments = [source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None]
     check_result(_libc.mount(*arguments), f"mount {kind or source} on {target}")
 
 
 def clone(flags: int) -> int:
-    """A fork into new namespaces: 0 in the child. Python's own hooks after a fork do not run."""
+    """Forks into new namespaces. Returns 0 in the child. Python's own hooks after a fork do not run."""
     child_signal = 17
     return syscall(_CLONE[MACHINE], flags | child_signal, 0, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Gives up every privilege for good, in this process and what it starts."""
+    """Drops all privileges permanently, in this process and its children."""
     for number in range(_LAST_CAPABILITY + 1):
         try:
             prctl(PR_CAPBSET_DROP, number)
         except OSError:
-            break  # a number that this kernel does not know, or no right to drop: then no right to use either
+            break  # the kernel does not know the number, or this process may not drop it, and so cannot use it
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     nothing = (ctypes.c_uint32 * 6)()
@@ -70,12 +70,12 @@ def drop_capabilities() -> None:
 
 
 def bound(what: int, value: int) -> None:
-    """A limit of resources that cannot be raised again; never above the one that holds already."""
+    """Sets a resource limit that cannot be raised again. The new limit is never above the present one."""
     hard = resource.getrlimit(what)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(what, (value, value))
 
 
 def close_from(lowest: int) -> None:
-    """Closes every descriptor from ``lowest`` on."""
+    """Closes all descriptors from ``lowest`` on."""
     os.closerange(lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

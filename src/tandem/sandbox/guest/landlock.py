@@ -1,4 +1,5 @@
-"""Landlock: which files a process may open, and that it reaches nobody outside with signals. No privilege is needed."""
+"""Landlock: restricts the files that a process may open, and its signals to processes inside the same sandbox. Needs no
+privilege."""
 
 import ctypes
 import os
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 from tandem.sandbox.guest import kernel
 
 LEAST_VERSION = 6
-"""The first that keeps signals inside (Linux 6.12)."""
+"""The first version that can restrict signals (Linux 6.12)."""
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -24,7 +25,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def version() -> int:
-    """Version of the kernel's interface; 0: there is none, or it is switched off."""
+    """Returns the version of the kernel's Landlock interface; 0: not available, or switched off."""
     try:
         return kernel.syscall(_CREATE, None, 0, 1)
     except OSError:
@@ -32,7 +33,7 @@ def version() -> int:
 
 
 def confine(writable: str, readable: Iterable[str]) -> None:
-    """From here on nothing but these folders and a few devices can be opened. Call it with PR_SET_NO_NEW_PRIVS set."""
+    """Permanently restricts this process to these folders and a few devices. PR_SET_NO_NEW_PRIVS must be set."""
     attributes = struct.pack("=QQQ", _ALL_FILES, _ALL_NETWORK, _ALL_SCOPES)
     rules = kernel.syscall(_CREATE, ctypes.c_char_p(attributes), len(attributes), 0)
     try:

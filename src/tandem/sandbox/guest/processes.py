@@ -1,4 +1,4 @@
-"""Processes below this one: who they are, what they use, and how they end."""
+"""The descendants of this process: functions that find, measure and kill them."""
 
 import contextlib
 import os
@@ -13,30 +13,31 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _MEMORY = re.compile(rb"^(RssAnon|RssShmem|VmSwap|VmPTE|HugetlbPages):\s+(\d+)", re.M)
 _SHARE = re.compile(rb"^Pss_Shmem:\s+(\d+)", re.M)
 ROUNDS = 200
-"""Most rounds of freezing; each finds what was forked during the one before, so few are ever needed."""
+"""Maximum number of rounds of freezing. Each round finds the processes that were forked during the previous one, so few
+rounds are needed."""
 
 
 def content(path: str) -> bytes:
-    """A file of /proc as bytes, which a program's own words in it may be; nothing once the process has ended."""
+    """Returns a file of /proc as bytes, because a program controls parts of its text; empty if the process has ended."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return file.read()
     return b""
 
 
 def threads_of(pid: int) -> list[str]:
-    """Folders in /proc of its threads. The first may have ended before the others, and shows nothing then."""
+    """Returns the folders in /proc of a process's threads. The first thread may have ended; its files are then empty."""
     with contextlib.suppress(OSError):
         return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
     return []
 
 
 def children_of(pid: int) -> set[int]:
-    """Its children, by whatever thread."""
+    """Returns the children of a process, started by any of its threads."""
     return {int(child) for thread in threads_of(pid) for child in content(f"{thread}/children").split()}
 
 
 def descendants_of(pid: int) -> set[int]:
-    """Everything below it."""
+    """Returns all descendants of a process."""
     known: set[int] = set()
     new = children_of(pid)
     while new:
@@ -51,16 +52,16 @@ def _signal(pid: int, number: int) -> None:
 
 
 def kill_below(spare: Collection[int] = ()) -> None:
-    """Kills everything below this process, which must be pid 1 of its namespace or own all orphans (a subreaper).
+    """Kills all descendants of this process, which must be pid 1 of its namespace or adopt all orphans (a subreaper).
 
-    ``spare``: children that live on, with everything below them.
+    ``spare``: children that are kept, with their descendants.
     """
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # at once for all, so nothing can fork away
+            os.kill(-1, signal.SIGKILL)  # kills all at once, so that none can escape by forking
         return
     stopped: set[int] = set()
-    for _ in range(ROUNDS):  # what is stopped cannot fork
+    for _ in range(ROUNDS):  # stopped processes cannot fork
         children = children_of(os.getpid()) - set(spare)
         new = children.union(*map(descendants_of, children)) - stopped
         if not new:
@@ -73,14 +74,14 @@ def kill_below(spare: Collection[int] = ()) -> None:
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """Has the kernel send this process a signal when its parent dies; ``parent``: who that should be."""
+    """Makes the kernel send this process a signal when its parent dies. ``parent``: the expected parent's pid."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, number)
-    if os.getppid() not in (parent, 0):  # 0: in another namespace
+    if os.getppid() not in (parent, 0):  # 0: the parent is in another namespace
         os.kill(os.getpid(), number)
 
 
 def end_all() -> None:
-    """Kills and reaps everything below this process; what is born meanwhile as well."""
+    """Kills and reaps all descendants of this process, including those that are forked meanwhile."""
     while True:
         kill_below()
         try:
@@ -92,22 +93,22 @@ def end_all() -> None:
 
 
 def memory_of(status: bytes) -> dict[bytes, int]:
-    """Kilobytes by kind, from the file ``status`` of a thread; empty: its process has no memory any more."""
+    """Returns kilobytes by kind of memory from a thread's file ``status``; empty if its process has no memory any more."""
     return {name: int(size) for name, size in _MEMORY.findall(status)}
 
 
 class Meter:
-    """Adds up what the processes of one program use."""
+    """Measures the resources that the processes of one program use together."""
 
     def __init__(self) -> None:
         self._ticks: dict[tuple[int, bytes], int] = {}
         self._reaped_before = _reaped_s()
 
     def usage(self, pids: set[int]) -> tuple[int, float, int]:
-        """(bytes of memory, seconds of CPU time, threads) together.
+        """Returns (bytes of memory, seconds of CPU time, number of threads) of these processes together.
 
-        CPU time: of all that were ever seen, or of the living and all that were waited for, whichever is more: the first
-        misses processes that end between two looks, the second those that nobody waits for.
+        CPU time is the larger of two sums. The sum over all processes ever seen misses processes that end between two calls.
+        The sum over the living processes and all that were waited for misses ended processes that no process waits for.
         """
         memory = threads = waited = 0
         for pid in pids:
@@ -128,7 +129,8 @@ def _reaped_s() -> float:
 
 
 def _memory_kib(thread: str) -> int:
-    """Memory of a thread's process; of shared pages its share, or all of them if it does not show its mappings."""
+    """Returns the memory of a thread's process in KiB. Shared pages count by their share, or fully if the process hides its
+    mappings."""
     sizes = memory_of(content(f"{thread}/status"))
     if sizes.get(b"RssShmem") and (share := _SHARE.search(content(f"{thread}/smaps_rollup"))):
         sizes[b"RssShmem"] = int(share[1])

@@ -1,6 +1,6 @@
-"""The process that becomes a program: it walls itself in, reads what it shall be, and only then lets foreign code run.
+"""The process that becomes a program: restricts itself, reads the program, and only then runs untrusted code.
 
-Its content comes over a descriptor of its own, so nothing of one program lies in the memory from which the next is forked.
+The program arrives over a descriptor of its own, so the memory from which later programs are forked never contains it.
 """
 
 import _sitebuiltins
@@ -28,17 +28,17 @@ from typing import Any, NoReturn
 from tandem.sandbox.guest import kernel
 
 HEADER = struct.Struct("!Q")
-_CONTENT, _REASON = 3, 4  # descriptors beside the standard ones until foreign code begins
+_CONTENT, _REASON = 3, 4  # additional descriptors until untrusted code begins
 _MIB = 1 << 20
 
 
 class Refused(Exception):
-    """The program cannot begin; says why."""
+    """The program cannot start; the message says why."""
 
 
 def become(message: dict[str, Any], descriptors: list[int], reason: int, confine: Any, root: str) -> NoReturn:
-    """Turns this forked process into the program. ``reason``: a socket that takes the cause if it cannot, and
-    the listener of held calls if ``confine``, which raises the walls, returns one."""
+    """Turns this forked process into the program. ``confine`` restricts it and may return a listener of suspended calls.
+    ``reason``: a socket that receives this listener, or an error message if the program cannot start."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -60,10 +60,10 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
             with socket.socket(fileno=os.dup(_REASON)) as channel:
                 socket.send_fds(channel, [b"\0"], [listener])
             os.close(listener)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its own /proc/self is for it to read
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # makes its own /proc/self readable
         os.chdir(work)
         _begin(message["op"], message["limits"]["file_mib"] * _MIB)
-    except BaseException as error:  # boundary: this process may never go on as the session that it was forked from
+    except BaseException as error:  # boundary: this process must never continue as the session from which it was forked
         text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}".removesuffix(": ")
         with contextlib.suppress(OSError):
             os.write(_REASON, text.encode(errors="replace")[:4000])
@@ -71,16 +71,16 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
 
 
 def _bound(limits: dict[str, Any]) -> None:
-    """Limits of the kernel's for this process and, each for itself, all that it starts."""
+    """Sets the kernel's limits for this process; each of its children gets the same limits separately."""
     cpu_s = max(1, round(limits["cpu_s"] + 0.5))
     kernel.bound(resource.RLIMIT_DATA, limits["memory_mib"] * _MIB)
     kernel.bound(resource.RLIMIT_CPU, cpu_s)
     kernel.bound(resource.RLIMIT_FSIZE, limits["file_mib"] * _MIB)
     kernel.bound(resource.RLIMIT_NOFILE, limits["descriptors"])
     kernel.bound(resource.RLIMIT_NPROC, limits["tasks"])
-    kernel.bound(resource.RLIMIT_CORE, 1)  # with 0 a core would still be piped to the program of core_pattern
-    for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_MEMLOCK):
-        kernel.bound(what, 0)
+    kernel.bound(resource.RLIMIT_CORE, 1)  # with 0, a core would still be piped to the program in core_pattern
+    for kind in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_MEMLOCK):
+        kernel.bound(kind, 0)
     kernel.bound(resource.RLIMIT_SIGPENDING, 256)
 
 
@@ -95,7 +95,8 @@ def _begin(operation: str, most_bytes: int) -> None:
         if source is not None:
             os.close(_REASON)
             run_source(source)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and who is executed would inherit that
+        # Python ignores these signals, and an executed program would inherit that
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         try:
             os.execvpe(header["argv"][0], header["argv"], os.environ)
@@ -125,7 +126,7 @@ def _read(path: str, most_bytes: int) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise Refused(f"{path!r} is not a regular file")
     if os.fstat(descriptor).st_size > most_bytes:
-        raise Refused(f"{path!r} is larger than all files may be together")
+        raise Refused(f"{path!r} is larger than the limit on all files together")
     with open(descriptor, "rb") as file:
         shutil.copyfileobj(file, sys.stdout.buffer)
 
@@ -137,37 +138,38 @@ def _restore() -> None:
         else:
             os.unlink(entry)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        archive.extraction_filter = lambda member, _: member  # the walls hold whatever it says
+        archive.extraction_filter = lambda member, _: member  # safe, because the process is already restricted
         for member in archive:
             if member.isfile() or member.isdir() or member.issym() or member.islnk():
                 archive.extract(member, ".")
 
 
 def run_source(source: bytes) -> NoReturn:
-    """Runs a text as the main program of a Python interpreter would, and ends this process as it would."""
+    """Runs a source text as a Python interpreter runs its main program, then ends this process with the same exit code."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "tandem"]:
         del sys.modules[name]
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__="program.py", __builtins__=builtins)
     sys.modules["__main__"] = main
-    for name in ("exit", "quit"):  # as the module site does, which is not loaded
+    for name in ("exit", "quit"):  # normally done by the module site, which is not loaded
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     builtins.help = _sitebuiltins._Helper()
     sys.argv[:] = ["program.py"]
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    text = source.removeprefix(codecs.BOM_UTF8).decode(errors="replace")  # a text: a line about its coding says nothing
+    # decoded here, so a coding declaration has no effect
+    text = source.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
     linecache.cache["program.py"] = (len(source), None, text.splitlines(keepends=True), "program.py")
     gc.unfreeze()
-    own = sys.stdout
+    stdout = sys.stdout
     code = _run(text, main)
     for finish in (_join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         try:
             finish()
-        except BaseException:  # boundary: foreign code may have replaced or closed anything
-            code = code or 120  # what Python itself answers when it cannot flush
-    for finish in (main.__dict__.clear, own.flush):  # files that nobody closed write what they hold
-        with contextlib.suppress(BaseException):  # boundary: foreign code may have replaced or closed anything
+        except BaseException:  # boundary: untrusted code may have replaced or closed anything
+            code = code or 120  # Python's own exit code if it cannot flush
+    for finish in (main.__dict__.clear, stdout.flush):  # flushes files that were not closed
+        with contextlib.suppress(BaseException):  # boundary: untrusted code may have replaced or closed anything
             finish()
     os._exit(code)
 
@@ -180,22 +182,22 @@ def _join_threads() -> None:
 def _run(source: str, main: types.ModuleType) -> int:
     try:
         exec(compile(source, "program.py", "exec"), main.__dict__)
-    except SystemExit as leaving:
-        if leaving.code is None or isinstance(leaving.code, int):
-            return (leaving.code or 0) & 0xFF
-        with contextlib.suppress(Exception):  # boundary: foreign code may have closed it
-            print(leaving.code, file=sys.stderr)
+    except SystemExit as exit_request:
+        if exit_request.code is None or isinstance(exit_request.code, int):
+            return (exit_request.code or 0) & 0xFF
+        with contextlib.suppress(Exception):  # boundary: untrusted code may have closed it
+            print(exit_request.code, file=sys.stderr)
         return 1
-    except BaseException as error:  # boundary: the whole foreign program
+    except BaseException as error:  # boundary: the whole untrusted program
         _show(error)
         return 1
     return 0
 
 
 def _show(error: BaseException) -> None:
-    """Prints its traceback without the lines of this file."""
+    """Prints the error's traceback without the frames of this file."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
-    with contextlib.suppress(BaseException):  # boundary: foreign code may have replaced or closed anything
+    with contextlib.suppress(BaseException):  # boundary: untrusted code may have replaced or closed anything
         stream = io.StringIO()
         traceback.print_exception(type(error), error, frames, file=stream)
         sys.stderr.write(stream.getvalue())

@@ -1,7 +1,13 @@
-"""The fork server: a Python that is already warm, from which each session is forked. It never sees what a program is.
+"""The fork server: a Python process with modules already imported, which forks a process for each session.
 
-Started with one argument, JSON: ``control`` (descriptor of a socket), ``walls``, ``readable``, ``base`` (folder of the
-sessions; empty where there are namespaces) and ``user`` (whom to become; -1: stay).
+The sessions receive and run the programs, so the server itself never handles a program. Its settings, one JSON argument:
+
+- ``control``: descriptor of the socket for requests.
+- ``walls``: name of the back end (``bubblewrap``, ``landlock`` or ``none``).
+- ``readable``: paths of this machine that programs may read.
+- ``base``: folder for the files of the sessions; empty for a back end with namespaces.
+- ``parent``: process id of the process that started the server; the server ends with it.
+- ``user``: user id to change to; -1: none.
 """
 
 import contextlib
@@ -23,14 +29,14 @@ WARM = (
     "abc array bisect cmath collections collections.abc contextlib copy datetime decimal enum fractions functools heapq io "
     "itertools json linecache math numbers operator random re string time traceback types typing"
 )
-"""Modules of the standard library that a program finds already imported: the usual ones, as each makes every fork dearer.
-Without ``threading``, whose work after a fork costs more than to import it where it is needed."""
+"""Standard library modules that are imported before the fork. Only common ones, because each makes every fork slower.
+``threading`` is missing, because its work after each fork takes longer than importing it when needed."""
 
 _NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
 
 
 class GuestServer:
-    """Forks a session for each message, until the socket closes."""
+    """Forks a session for each message until the socket is closed."""
 
     def __init__(self, settings: dict[str, Any]):
         self._control = socket.socket(fileno=settings["control"])
@@ -44,10 +50,10 @@ class GuestServer:
         self._sessions = 0
 
     def serve(self) -> NoReturn:
-        """Ends when nobody can ask any more, or the parent has died; then nothing is left."""
+        """Serves until the socket is closed or the parent has died; then kills all sessions and ends this process."""
         woken = wake_on_children()
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        if not self._walls.has_namespaces:  # bubblewrap sees to it where there are
+        if not self._walls.has_namespaces:  # with namespaces, bubblewrap does this
             signal.signal(signal.SIGTERM, lambda *_: self.end())
             processes.end_with_parent(self._parent, signal.SIGTERM)
         poll = select.poll()
@@ -67,7 +73,7 @@ class GuestServer:
         self.end()
 
     def end(self) -> NoReturn:
-        """Leaves nothing."""
+        """Kills all descendants, removes the sessions' folder, and ends this process."""
         processes.end_all()
         if self._base:
             remove(self._base)
@@ -77,11 +83,12 @@ class GuestServer:
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 if folder := self._folders.pop(pid, ""):
-                    processes.kill_below(spare=self._folders)  # what a session that was killed has left
+                    processes.kill_below(spare=self._folders)  # processes that a killed session has left
                     remove(folder)
 
     def _fork(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        """Makes a session. ``descriptors``: its channel, and the socket of its door if its programs may reach an address."""
+        """Starts a session. ``descriptors``: the socket to the session and, if its programs may reach an address, the socket
+        over which connections to that address arrive."""
         self._sessions += 1
         parent = os.getpid()
         root = "/tmp" if self._walls.has_namespaces else os.path.join(self._base, str(self._sessions))
@@ -97,9 +104,7 @@ class GuestServer:
             self._become_session(message, descriptors, root, parent)
         for descriptor in descriptors:
             os.close(descriptor)
-        if child < 0:
-            return
-        if not self._walls.has_namespaces:
+        if child > 0 and not self._walls.has_namespaces:
             self._folders[child] = root
 
     def _become_session(self, message: dict[str, Any], descriptors: list[int], root: str, parent: int) -> NoReturn:
@@ -116,27 +121,28 @@ class GuestServer:
             if outside:
                 session.open_door(outside[0], tuple(message["address"]))
             session.serve()
-        except BaseException as error:  # boundary: this process may never go on as the server that it was forked from
+        except BaseException as error:  # boundary: this process must never continue as the server from which it was forked
             with contextlib.suppress(OSError):
                 os.write(channel, json.dumps({"error": str(error)}).encode())
         os._exit(1)
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Becomes an ordinary user for good, warms up and serves."""
+    """The main function: changes permanently to the user in the settings, gives up capabilities, imports modules, and
+    serves."""
     if settings["user"] >= 0:
         if settings["walls"] == "bubblewrap":
-            # bubblewrap has covered parts of the one that is there, and a session may mount its own only below a whole one
+            # bubblewrap's /proc is partly covered; a session may mount its own only if it sees a complete one
             kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
         os.setgroups([])
         os.setresgid(*[settings["user"]] * 3)
         os.setresuid(*[settings["user"]] * 3)
     if settings["walls"] != "none":
         kernel.drop_capabilities()
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # who has changed users may not write /proc/self without it
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends when its socket closes
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # needed to write /proc/self after a change of user
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server ends when its socket is closed
     for name in WARM.split():
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a child would touch, and so copy, all of it
+    gc.freeze()  # a garbage collection in a child would write to, and so copy, all these pages
     GuestServer(settings).serve()

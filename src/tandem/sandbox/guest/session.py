@@ -1,7 +1,7 @@
-"""One tenant's place: its namespaces or folder, one program at a time, and nothing left after each.
+"""The process of one session: its namespaces or folder, and one program at a time, with a complete cleanup after each.
 
-Its process forks every program of the tenant and owns all orphans. Where there are namespaces it is pid 1 of one, so one
-signal ends all processes at once; elsewhere they fall to it because it is a subreaper.
+This process forks every program of the session and adopts all orphans. With namespaces it is pid 1 of its pid namespace, so
+one signal kills all processes at once; otherwise it is a subreaper.
 """
 
 import contextlib
@@ -27,25 +27,26 @@ INNER_ID = 1000
 
 @dataclass(frozen=True)
 class Walls:
-    """The walls of this back end, prepared once."""
+    """The restrictions of a back end, prepared once."""
 
     kind: str
     """``bubblewrap``, ``landlock`` or ``none``."""
 
     readable: tuple[str, ...]
     filter: bytes
-    """Compiled; empty for ``none``."""
+    """The compiled system call filter; empty for ``none``."""
 
     reaching: bytes
-    """The filter for programs that may reach an address."""
+    """The compiled filter for programs that may reach an address."""
 
     @property
     def has_namespaces(self) -> bool:
-        """True if each session lives in namespaces of its own."""
+        """True if each session has its own namespaces."""
         return self.kind == "bubblewrap"
 
     def confine(self, root: str, *, reaches: bool) -> int | None:
-        """Walls this process in, for good. ``reaches``: its calls for sockets are held; returns on which listener."""
+        """Restricts this process permanently. With ``reaches``, also suspends its socket calls, and returns the listener
+        through which these are answered."""
         if self.kind == "none":
             return None
         kernel.drop_capabilities()
@@ -56,7 +57,7 @@ class Walls:
 
 
 def enter_namespaces(file_mib: int, user: int, group: int) -> None:
-    """Makes this process, cloned into new namespaces, their owner, with empty files of its own."""
+    """Makes this process the owner of its new namespaces, and gives it empty folders of its own."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{INNER_ID} {user} 1"), ("gid_map", f"{INNER_ID} {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -65,11 +66,11 @@ def enter_namespaces(file_mib: int, user: int, group: int) -> None:
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.mkdir("/tmp/.shm")
     kernel.mount("/tmp/.shm", "/dev/shm", "", kernel.MS_BIND)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody inside may look at this process
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # programs inside must not inspect this process
 
 
 class GuestSession:
-    """Serves the messages of one tenant until its socket closes."""
+    """Serves the messages of one session until its socket is closed."""
 
     def __init__(self, channel: int, walls: Walls, root: str, woken: int, parent: int):
         self._channel = socket.socket(fileno=channel)
@@ -81,16 +82,16 @@ class GuestSession:
         self._poll.register(woken, select.POLLIN)
 
     def open_door(self, outside: int, address: tuple[str, int]) -> None:
-        """Lets its programs reach this address; ``outside`` is where their connections come from."""
+        """Allows the session's programs to reach this address. ``outside``: the socket over which connections arrive."""
         self._outside, self._address = socket.socket(fileno=outside), address
         self._outside.setblocking(False)
 
     def serve(self) -> NoReturn:
-        """Never returns: the process ends with the session."""
+        """Serves messages. Never returns, because the process ends with the session."""
         os.mkdir(os.path.join(self._root, "work"))
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         if self._walls.has_namespaces:
-            processes.end_with_parent(0, signal.SIGKILL)  # and the kernel kills all others of the namespace
+            processes.end_with_parent(0, signal.SIGKILL)  # the kernel then kills all other processes of the namespace
         else:
             signal.signal(signal.SIGTERM, lambda *_: self._end())
             processes.end_with_parent(self._parent, signal.SIGTERM)
@@ -98,7 +99,7 @@ class GuestSession:
         with contextlib.suppress(EOFError):
             while True:
                 message, descriptors = self._receive()
-                if message["op"] != "kill":  # a kill that came after the end
+                if message["op"] != "kill":  # otherwise a kill that came after the program's end
                     self._send(self._program(message, descriptors))
         self._end()
 
@@ -115,22 +116,22 @@ class GuestSession:
         return json.loads(data), descriptors
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the other end has gone: the next receive says so
+        with contextlib.suppress(OSError):  # if the other end is closed, the next receive reports it
             self._channel.send(json.dumps(message).encode())
 
     def _program(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        """Forks a program, watches it to its end, and kills what it leaves."""
+        """Forks a program, watches it until its end, and kills the processes that it left. Returns its outcome."""
         limits = message["limits"]
         limits["tasks"] = limits["processes"] + self._other_tasks()
-        ours, theirs = socket.socketpair()
-        reason, give_reason = ours.detach(), theirs.detach()
+        receiver, sender = socket.socketpair()
+        reason, reason_sender = receiver.detach(), sender.detach()
         try:
             child = os.fork()
         except OSError as error:
             return {"reason": f"it could not be forked: {error}", "seconds": 0.0}
         if child == 0:
-            become(message, descriptors, give_reason, self._confine, self._root)
-        for descriptor in (*descriptors, give_reason):
+            become(message, descriptors, reason_sender, self._confine, self._root)
+        for descriptor in (*descriptors, reason_sender):
             os.close(descriptor)
         began = time.monotonic()
         try:
@@ -145,18 +146,20 @@ class GuestSession:
         return self._walls.confine(self._root, reaches=self._outside is not None)
 
     def _door(self, reason: int) -> tuple[Door | None, str]:
-        """The door of a program that may reach an address, for which its listener is awaited; or why it cannot begin."""
+        """Waits for the listener of a program that may reach an address. Returns (door, ""), or (None, the reason why the
+        program cannot start)."""
         if self._outside is None:
             return None, ""
         with socket.socket(fileno=os.dup(reason)) as channel:
-            words, listeners, _, _ = socket.recv_fds(channel, 4096, 1)
+            message, listeners, _, _ = socket.recv_fds(channel, 4096, 1)
         if not listeners:
-            return None, words.decode(errors="replace")
+            return None, message.decode(errors="replace")
         return Door(listeners[0], self._outside, self._address), ""
 
     @staticmethod
     def _text(descriptor: int) -> str:
-        """The text in the socket; nothing if another process holds its other end."""
+        """Returns the text that is waiting in the socket; empty if there is none yet, because another process holds the
+        other end open."""
         os.set_blocking(descriptor, False)
         try:
             return os.read(descriptor, 4096).decode(errors="replace")
@@ -164,16 +167,16 @@ class GuestSession:
             return ""
 
     def _other_tasks(self) -> int:
-        """Processes and threads that the kernel counts for this user beside those of the program."""
-        own = os.getuid()
+        """Returns the number of tasks that the kernel counts for this user in addition to the program's."""
+        user_id = os.getuid()
         if self._walls.has_namespaces:
-            return 1  # this process: the count begins anew in a user namespace
-        if own == 0:
-            return 0  # the kernel counts nothing for root
+            return 1  # this process only, because a user namespace counts separately
+        if user_id == 0:
+            return 0  # the kernel does not limit root
         count = 0
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError):
-                if name.isdigit() and os.stat(f"/proc/{name}").st_uid == own:
+                if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user_id:
                     count += len(os.listdir(f"/proc/{name}/task"))
         return count
 
@@ -192,12 +195,12 @@ class GuestSession:
             door.close()
 
     def _pass(self, door: Door, events: dict[int, int]) -> None:
-        """Lets through what waits at the door."""
+        """Handles the events of the door: suspended calls of the program, and connections from outside."""
         if door.listener in events:
             if events[door.listener] & select.POLLIN:
                 door.ask()
             else:
-                self._poll.unregister(door.listener)  # nobody is left who could ask
+                self._poll.unregister(door.listener)  # no process is left that could call
         if door.outside in events and not door.give():
             self._poll.unregister(door.outside)
 
@@ -212,7 +215,7 @@ class GuestSession:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
             if self._channel.fileno() in events:
-                self._receive()  # a kill; or EOFError, and the session ends
+                self._receive()  # a kill, or EOFError, which ends the session
                 killed = killed or "asked"
             if time.monotonic() >= end:
                 killed = killed or "wall"
@@ -231,7 +234,7 @@ class GuestSession:
                 return {"code": None, "killed": killed}
 
     def _excess(self, limits: dict[str, Any], meter: processes.Meter) -> str:
-        """The limit that all processes together exceed; nothing if they keep within all."""
+        """Returns the name of the limit that all processes together exceed; empty if there is none."""
         if self._walls.has_namespaces:
             below = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
         else:
@@ -249,14 +252,14 @@ class GuestSession:
 
 
 def reset_signals() -> None:
-    """No handler of the fork server's stays; pid 1 of a namespace ignores what it has no handler for."""
+    """Removes the fork server's signal handlers; pid 1 of a namespace ignores signals without a handler."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
 
 
 def wake_on_children() -> int:
-    """A descriptor that can be read when a child has ended."""
+    """Returns a descriptor that becomes readable when a child has ended."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)

@@ -1,8 +1,8 @@
-"""A seccomp filter: system calls that a program in a sandbox may not make. It is a wall of its own behind the other walls.
+"""A seccomp filter: denies system calls to programs in a sandbox, in addition to the other isolation.
 
-No program needs them to compute: they make sockets, look into other processes, change mounts, namespaces, clocks or modules,
-keep things in the kernel that no limit counts (System V and POSIX queues, memfd, keyrings), or have had many of the kernel's
-holes (io_uring, bpf, userfaultfd, perf).
+Programs need none of the denied calls to compute. These calls create sockets, inspect other processes, change mounts,
+namespaces, clocks or kernel modules, store data in the kernel that no limit counts (System V and POSIX queues, memfd,
+keyrings), or have had many vulnerabilities (io_uring, bpf, userfaultfd, perf).
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from tandem.sandbox.guest import kernel
 
 _ARCHITECTURE = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables, AUDIT_ARCH
 LAST_KNOWN = 462
-"""Calls that the kernel has got since this file was written do not exist inside."""
+"""Highest known system call. Newer ones get ENOSYS, as if the kernel did not have them."""
 
 # name: (number on x86_64, on aarch64)
 DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -86,7 +86,7 @@ ABSENT: dict[str, tuple[int | None, int | None]] = {  # programs fall back to so
     "io_uring_register": (427, 427),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    "clone3": (435, 435),  # its flags lie in memory, where no filter can look
+    "clone3": (435, 435),  # its flags are in memory, which no filter can read
 }
 UNWATCHED_BY_LANDLOCK: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
@@ -109,7 +109,8 @@ UNWATCHED_BY_LANDLOCK: dict[str, tuple[int | None, int | None]] = {
     "fremovexattr": (199, 16),
     "inotify_add_watch": (254, 27),
 }
-"""Without namespaces the files of the user who runs Tandem would be the program's own here."""
+"""Calls that are denied only without namespaces, because then the program's user owns the files of the user who runs
+Tandem."""
 
 ONLY_ITSELF: dict[str, tuple[int, int, dict[int, int]]] = {  # arguments that must have these values
     "prlimit64": (302, 261, {0: 0}),
@@ -120,27 +121,29 @@ ONLY_ITSELF: dict[str, tuple[int, int, dict[int, int]]] = {  # arguments that mu
     "sched_setscheduler": (144, 119, {0: 0}),
     "sched_setattr": (314, 274, {0: 0}),
 }
-"""A process may do these to itself, and otherwise to all processes of its user."""
+"""Calls that a process may make only for itself. For other targets they would affect processes of the same user outside the
+sandbox."""
 
 REACHING: dict[str, tuple[int, int]] = {"socket": (41, 198), "connect": (42, 203)}
-"""Calls that a process outside answers for programs that may reach an address (`guest.door`)."""
+"""Calls that a process outside answers, for programs that may reach an address (`guest.door`): (number on x86_64, number on
+aarch64)."""
 
 _WITH_FLAGS: dict[str, tuple[int, int, int]] = {"sendto": (44, 206, 3), "sendmsg": (46, 211, 2), "sendmmsg": (307, 269, 3)}
-"""The argument that has the flags of messages."""
+"""Calls with message flags: (number on x86_64, on aarch64, index of the flags argument)."""
 
 _CONNECTS_TOO = 0x20000000
-"""MSG_FASTOPEN: a message that connects its socket."""
+"""MSG_FASTOPEN: sending such a message connects the socket."""
 
 _SETSOCKOPT = (54, 208)
 _OPTIONS = {1: (2, 7, 8, 9, 13, 20, 21), 6: (1, 3, 4, 5, 6, 12, 18)}
-"""By level: SO_REUSEADDR, buffers, SO_KEEPALIVE, SO_LINGER, times; TCP_NODELAY, TCP_CORK, times of keepalive,
-TCP_QUICKACK, TCP_USER_TIMEOUT. Others could change where packets go."""
+"""Allowed socket options by protocol level: SO_REUSEADDR, buffers, SO_KEEPALIVE, SO_LINGER, time-outs; TCP_NODELAY,
+TCP_CORK, keepalive times, TCP_QUICKACK, TCP_USER_TIMEOUT. Others could redirect packets."""
 
 _ASKS_INTERFACES = (0x8900, 0x8A00)
-"""The range of requests (ioctl) that ask for the machine's interfaces and addresses."""
+"""Range of ioctl requests that query the machine's network interfaces and addresses."""
 
 _CLONE, _IOCTL, _SOCKETPAIR = (56, 220), (16, 29), (53, 199)
-_DATAGRAMS = 2  # the bit that kinds of socket have whose messages may be sent to any address
+_DATAGRAMS = 2  # a bit of those socket types that can send messages to any address
 _NEW_NAMESPACES = (
     kernel.CLONE_NEWNS
     | kernel.CLONE_NEWCGROUP
@@ -151,7 +154,7 @@ _NEW_NAMESPACES = (
     | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWTIME
 )
-_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they type into a terminal
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they insert input into a terminal
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO, _HOLD = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
@@ -166,18 +169,18 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def is_known() -> bool:
-    """True if the numbers of this machine's calls are in the tables."""
+    """True if the tables contain the system call numbers of this machine's architecture."""
     return kernel.MACHINE in _ARCHITECTURE
 
 
 def number_of(call: str) -> int:
-    """The number of a call in `REACHING` on this machine."""
+    """Returns the number of a call in `REACHING` on this machine."""
     return REACHING[call][_ARCHITECTURE[kernel.MACHINE][0]]
 
 
 def _reaching(column: int) -> list[bytes]:
-    """Lines for programs that may reach an address: TCP sockets over IPv4 are held for an answer, and so is `connect`; what
-    could lead such a socket elsewhere is refused."""
+    """Returns the filter lines for programs that may reach an address: `connect`, and `socket` for TCP over IPv4, are
+    suspended for an answer; whatever could lead such a socket elsewhere is denied."""
     refuse, hold = _line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _HOLD)
     kind = [_line(_LOAD, _ARGUMENTS[1]), _line(_AND, 0xFFFFFFFF & ~(0x800 | 0x80000)), _line(_EQUAL, 1, 0, 4)]
     protocol = [_line(_LOAD, _ARGUMENTS[2]), _line(_EQUAL, 0, 1, 0), _line(_EQUAL, 6, 0, 1), hold, refuse]
@@ -189,21 +192,22 @@ def _reaching(column: int) -> list[bytes]:
     options: list[bytes] = []
     for level, names in _OPTIONS.items():
         tests = [_line(_EQUAL, name, len(names) - i, 0) for i, name in enumerate(names)]
-        own = [_line(_LOAD, _ARGUMENTS[2]), *tests, _line(_RETURN, _ERRNO | errno.ENOPROTOOPT), _line(_RETURN, _ALLOW)]
-        options += [_line(_LOAD, _ARGUMENTS[1]), _line(_EQUAL, level, 0, len(own)), *own]
+        checks = [_line(_LOAD, _ARGUMENTS[2]), *tests, _line(_RETURN, _ERRNO | errno.ENOPROTOOPT), _line(_RETURN, _ALLOW)]
+        options += [_line(_LOAD, _ARGUMENTS[1]), _line(_EQUAL, level, 0, len(checks)), *checks]
     options.append(_line(_RETURN, _ERRNO | errno.ENOPROTOOPT))
     lines += [_line(_EQUAL, _SETSOCKOPT[column], 0, len(options)), *options]
     low, high = _ASKS_INTERFACES
-    asked = [_line(_LOAD, _ARGUMENTS[1]), _line(_AT_LEAST, low, 0, 2), _line(_AT_LEAST, high, 1, 0), refuse]
-    return [*lines, _line(_EQUAL, _IOCTL[column], 0, len(asked) + 1), *asked, _line(_LOAD, _NUMBER)]
+    checks = [_line(_LOAD, _ARGUMENTS[1]), _line(_AT_LEAST, low, 0, 2), _line(_AT_LEAST, high, 1, 0), refuse]
+    return [*lines, _line(_EQUAL, _IOCTL[column], 0, len(checks) + 1), *checks, _line(_LOAD, _NUMBER)]
 
 
 def compile_filter(*, by_landlock: bool, reaches: bool = False) -> bytes:
-    """The filter as a program of the kernel's. ``by_landlock``: the files of the machine are not out of sight. ``reaches``:
-    the program may reach an address, and somebody answers the calls that are held."""
+    """Compiles the filter to a program for the kernel. ``by_landlock``: there are no namespaces, so the machine's files are
+    visible. ``reaches``: the program may reach an address, and a process outside answers suspended calls."""
     column, architecture = _ARCHITECTURE[kernel.MACHINE]
     lines = [_line(_LOAD, _ARCH), _line(_EQUAL, architecture, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
-    lines += [_line(_AT_LEAST, LAST_KNOWN + 1, 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]  # those of x32 as well
+    # this includes the calls of x32
+    lines += [_line(_AT_LEAST, LAST_KNOWN + 1, 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]
     lines += _reaching(column) if reaches else []
     tables = [(DENIED, errno.EPERM), (ABSENT, errno.ENOSYS)]
     tables += [(UNWATCHED_BY_LANDLOCK, errno.EPERM)] if by_landlock else []
@@ -226,9 +230,9 @@ def compile_filter(*, by_landlock: bool, reaches: bool = False) -> bytes:
 
 
 def install(program: bytes, *, reaches: bool = False) -> int | None:
-    """From here on the filter holds for this process and all that it starts; no privilege can be gained any more.
+    """Installs the filter permanently for this process and its children, and forbids them to gain privileges.
 
-    Returns the listener on which the held calls are answered, if any are.
+    Returns the listener through which suspended calls are answered; None without ``reaches``.
     """
     text = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HxxxxxxP", len(program) // 8, ctypes.addressof(text))
@@ -239,5 +243,5 @@ def install(program: bytes, *, reaches: bool = False) -> int | None:
     number = _SECCOMP[_ARCHITECTURE[kernel.MACHINE][0]]
     try:
         return kernel.syscall(number, 1, _NEW_LISTENER | _WAIT_KILLABLE, ctypes.c_char_p(header))
-    except OSError:  # a kernel before 5.19
+    except OSError:  # kernels before 5.19
         return kernel.syscall(number, 1, _NEW_LISTENER, ctypes.c_char_p(header))

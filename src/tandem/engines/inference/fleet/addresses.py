@@ -1,4 +1,4 @@
-"""The file, or the folder of files, that says which servers are attached: read by the fleet, written by `tandem fleet`.
+"""The file, or the folder of files, that lists the attached servers: read by the fleet, written by `tandem fleet`.
 
 Each line is ``KIND=URL``; ``-NAME`` asks a server that the run started itself to leave; ``#`` begins a comment.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.api.lines import write_atomically
+from tandem.api.shared_files import write_atomically
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import Address, parse_address
 
@@ -22,20 +22,19 @@ DEFAULT_NAME = "servers"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The contents of the lines."""
+    """The contents of the lines: servers to attach, and names of servers that are asked to leave."""
 
     servers: tuple[Address, ...] = ()
     leaving: frozenset[str] = frozenset()
     problems: tuple[str, ...] = ()
-    """Lines that say nothing, with the reason; they hurt no other line."""
+    """Lines that cannot be read, each with the reason; other lines are not affected."""
 
 
 def read_addresses(path: Path) -> Wanted:
-    """The contents of the file, or of all files of the folder (names that begin with a dot are passed over). Missing:
-    nothing.
+    """Reads the file, or all files of the folder whose names do not begin with a dot. A missing file is empty.
 
     Raises:
-        OSError: it cannot be read; whoever watches keeps what it knew.
+        OSError: a file cannot be read.
     """
     files = sorted(f for f in path.iterdir() if f.is_file() and not f.name.startswith(".")) if path.is_dir() else [path]
     servers: dict[Address, None] = {}
@@ -58,7 +57,7 @@ def read_addresses(path: Path) -> Wanted:
 
 
 def add_address(path: Path, address: Address) -> bool:
-    """Adds a line (in a folder: a file); False if it was there."""
+    """Adds a line (in a folder: a file). Returns False if the address was listed already."""
     with _locked(path):
         if address in read_addresses(path).servers:
             return False
@@ -68,7 +67,7 @@ def add_address(path: Path, address: Address) -> bool:
 
 
 def remove_address(path: Path, name: str) -> bool:
-    """Takes the lines of an attached server out, ``KIND=URL`` or the URL alone. False if there were none."""
+    """Removes the lines of an attached server, named ``KIND=URL`` or by its URL alone. Returns False if there were none."""
     with _locked(path):
         names = [str(a) for a in read_addresses(path).servers if name.rstrip("/") in (str(a), a.url)]
         for text in names:
@@ -77,7 +76,7 @@ def remove_address(path: Path, name: str) -> bool:
 
 
 def ask_to_leave(path: Path, name: str) -> None:
-    """Adds the line that asks a server that the run started, or that `rollout.fleet.servers` names, to leave."""
+    """Adds the line that asks a server to leave: one that the run started, or that `rollout.fleet.servers` names."""
     with _locked(path):
         if name not in read_addresses(path).leaving:
             _append(path, f"-{name}")
@@ -85,7 +84,7 @@ def ask_to_leave(path: Path, name: str) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time; the lock's file lies beside what it guards and is hidden."""
+    """Admits one writer at a time. The lock is a hidden file beside the path."""
     folder = path if path.is_dir() else path.parent
     with (folder / f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""A fleet of inference servers as one engine: requests go to a healthy server, and to another where that one fails.
+"""A fleet of inference servers as one engine: requests go to a healthy server, and to another one if that fails.
 
-What callers see is `InferenceEngine`: one answer to each request, whatever happens to servers on the way. A request that its
-server did not answer is asked anew, from its prompt and with its noise key, of another; so on our own engines its tokens do
-not depend on which server answered. What a server that was given up answers later is thrown away.
+Callers see an `InferenceEngine`: one answer to each request, whatever happens to servers meanwhile. A request that its
+server did not answer starts again at another, from its prompt and with the same noise key; so on our own engines its tokens
+do not depend on the server. Late answers of a server that was given up are discarded.
 """
 
 import asyncio
@@ -19,37 +19,38 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
-from tandem.config.delivery import CANNOT_READ
 from tandem.config.fleet import FleetConfig
-from tandem.engines.inference.controlled import Controlled
+from tandem.config.rollout import CANNOT_READ
 from tandem.engines.inference.driver import cancelled
+from tandem.engines.inference.engine_calls import Controlled
 from tandem.engines.inference.fleet.addresses import Wanted
-from tandem.engines.inference.fleet.health import ServerState
-from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin
+from tandem.engines.inference.fleet.members import Attempt, Member, Rules, ServerOrigin, ServerState
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
 from tandem.engines.inference.fleet.watch import Attach, Watcher
 
 CLOSE_TIMEOUT_S = 30.0
 STATISTICS_TIMEOUT_S = 2.0
-"""A server that says nothing of itself within this time is counted with what it said before."""
+"""Seconds that `Fleet.statistics` waits for servers. A slower server is left out; its counters are included next time."""
 
 HELD = frozenset({"running", "waiting", "shared_prompt_tokens", "kv_reserved_tokens", "kv_budget_tokens", "kv_held_bytes"})
 HELD |= {"media_held_bytes"}
-"""Statistics that are a state at this moment. All others are counters that only grow."""
+"""Statistics that describe the present state. All others are counters that only grow."""
 
 
 class Fleet(Controlled):
-    """One engine over many; made by `start`.
+    """One engine over many servers; made by `start`.
 
-    ``capabilities``: what all its servers can do. ``first`` gives the weights of version 0 for servers of which nobody
-    knows what they hold. ``journal`` is the file of the fault table, one JSON object a change of a server.
+    ``rules``: the limits by which servers are judged. ``capabilities``: those that all servers have. ``first``: returns the
+    weights of version 0, for servers whose weights are unknown. ``journal``: file of the fault table, with one JSON object
+    per change of a server.
     """
 
     def __init__(
         self,
         config: FleetConfig,
         *,
+        rules: Rules | None = None,
         capabilities: frozenset[str],
         version: WeightVersion,
         journal: Path | None = None,
@@ -57,25 +58,25 @@ class Fleet(Controlled):
         attach: Attach | None = None,
         first: Callable[[], WeightUpdate] | None = None,
     ):
-        self._config, self._capabilities = config, capabilities
-        self.roster = Roster(config, version, journal)
+        self._config, self._rules, self._capabilities = config, rules or Rules(), capabilities
+        self.roster = Roster(config, self._rules, version, journal)
         self._updates = Updates(self.roster, first)
-        needed = next((frozenset({way}) for way in CANNOT_READ if way in capabilities), frozenset())
+        needed = next((frozenset({channel}) for channel in CANNOT_READ if channel in capabilities), frozenset())
         self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counting = threading.Lock()
         self._ended = False
 
     @classmethod
-    def start(cls, servers: Sequence[ServerOrigin], config: FleetConfig, **rest: object) -> "Fleet":
-        """Starts the servers of its own, all at once, and waits for them; others join as they answer.
+    def start(cls, servers: Sequence[ServerOrigin], config: FleetConfig, **options: object) -> "Fleet":
+        """Starts the run's own servers, all at once, and waits for them; attached servers join when they answer.
 
-        ``rest``: see the class.
+        ``options``: see the class.
 
         Raises:
-            EngineDied, WaitTimeout, ConfigError: one of its own could not be started; none is left behind.
+            EngineDied, WaitTimeout, ConfigError: one of the run's own servers could not be started; all are closed again.
         """
-        fleet = cls(config, **rest)  # type: ignore[arg-type]
+        fleet = cls(config, **options)  # type: ignore[arg-type]
         owned = [member for member in (fleet.roster.add(server) for server in servers) if member.server.owned]
         try:
             fleet._start(owned)
@@ -87,7 +88,7 @@ class Fleet(Controlled):
         return fleet
 
     def _wait_for(self, members: Sequence[Member]) -> None:
-        """Until each serves or has failed: else the first requests would all go to the one that is ready first."""
+        """Waits until each member serves or has failed; otherwise all first requests would go to the first ready server."""
         with self.roster.changed:
             self.roster.changed.wait_for(
                 lambda: all(member.health.state not in (ServerState.STARTING, ServerState.STALE) for member in members),
@@ -103,18 +104,18 @@ class Fleet(Controlled):
     # ------------------------------------------------------------------ requests
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Asks one server after another until one answers.
+        """Sends the request to one server after another until one answers.
 
         Raises:
-            InfrastructureFailure: ``servers_failed`` after `rollout.fleet.max_server_retries` other servers.
-            EngineDied: no server was healthy for `rollout.fleet.empty_timeout_s`, or the fleet was closed.
+            InfrastructureFailure: ``servers_failed`` after `Rules.max_server_retries` other servers.
+            EngineDied: no server was healthy for `Rules.empty_timeout_s`, or the fleet was closed.
         """
         expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         failures: list[InfrastructureFailure] = []
         avoid: set[str] = set()
         # The same request with the same noise key: another Tandem server draws the same tokens, so a retry does not bias the
         # sample.
-        while len(failures) <= self._config.max_server_retries:
+        while len(failures) <= self._rules.max_server_retries:
             attempt = self.roster.place(request, avoid) or await self._wait_for_server(request, avoid, expires)
             if attempt is None:
                 return cancelled(request)
@@ -129,10 +130,10 @@ class Fleet(Controlled):
         raise self.roster.too_often(failures) from failures[-1]
 
     async def _attempt(self, attempt: Attempt, request: LLMRequest, expires: float | None) -> LLMResponse:
-        """One server's answer, within `rollout.fleet.request_timeout_s`."""
+        """Returns one server's answer, within `Rules.request_timeout_s`."""
         if expires is not None:
             request = replace(request, deadline_s=max(0.0, expires - time.monotonic()))
-        seconds = self._config.request_timeout_s
+        seconds = self._rules.request_timeout_s
         timer = attempt.loop.call_later(seconds, attempt.time_out, seconds)
         try:
             response = await attempt.run(request)
@@ -150,14 +151,14 @@ class Fleet(Controlled):
         return response
 
     async def _wait_for_server(self, request: LLMRequest, avoid: set[str], expires: float | None) -> Attempt | None:
-        """Until a server takes it; None when its deadline passes first.
+        """Waits for a server that takes the request; returns None if its deadline passes first.
 
         Raises:
             EngineDied: see `agenerate`.
         """
         began = time.monotonic()
         while True:
-            # Registered before the look: a server that becomes healthy between the two wakes this future.
+            # Registered before `place`: a server that becomes healthy between the two wakes this future.
             future = self.roster.waiter()
             attempt = self.roster.place(request, avoid)
             if attempt is not None:
@@ -166,11 +167,11 @@ class Fleet(Controlled):
             now, empty = time.monotonic(), self.roster.empty_since
             limits = [] if expires is None else [expires - now]
             if empty is not None:
-                # counted from this request's own beginning too, or one that comes late would fail at once
-                limits.append(max(empty, began) + self._config.empty_timeout_s - now)
+                # counted from this request's own start at the earliest, or a new request would fail at once
+                limits.append(max(empty, began) + self._rules.empty_timeout_s - now)
                 if limits[-1] <= 0:
                     raise EngineDied(
-                        f"no server was healthy for {self._config.empty_timeout_s:g} s (rollout.fleet.empty_timeout_s): "
+                        f"no server was healthy for {self._rules.empty_timeout_s:g} s (rollout.fleet.startup_timeout_s): "
                         f"{self.roster.explain()}"
                     )
             if expires is not None and limits[0] <= 0:
@@ -185,12 +186,12 @@ class Fleet(Controlled):
 
     @property
     def version(self) -> WeightVersion:
-        """The version that servers must hold to be given requests."""
+        """The version that servers must hold to get requests."""
         return self.roster.version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Those that all of its servers have."""
+        """Capabilities that all servers have."""
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
@@ -207,13 +208,13 @@ class Fleet(Controlled):
     # ------------------------------------------------------------------ control
 
     def control(self, name: str, *arguments: Any) -> dict[str, float]:
-        """Calls the method of this name of all servers that serve; one that fails is fenced."""
+        """Calls the method of this name on all serving servers. A server that fails is fenced."""
         self._check()
         self._updates.everywhere_or_fence(name, lambda engine: getattr(engine, name)(*arguments))
         return {}
 
     def pause(self) -> None:
-        """Pauses all servers; until `resume` none is suspected for making no tokens."""
+        """Pauses all servers. Until `resume`, no server becomes suspect because it makes no tokens."""
         self.roster.paused = True
         super().pause()
 
@@ -222,32 +223,34 @@ class Fleet(Controlled):
         self.roster.paused = False
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """Waits for servers on their way, so that they sleep too: one that comes back would take all its memory meanwhile.
+        """Puts all servers to sleep. First waits for servers that are starting, because they would allocate memory
+        afterwards.
 
         Raises:
             RuntimeError: requests are under way.
         """
-        if not self.roster.quiet:  # else none is on its way
+        if not self.roster.quiet:  # while quiet, no server is starting
             self._wait_for(list(self.roster.members.values()))
         if self.roster.requests():
             raise RuntimeError(f"sleep is refused while {self.roster.requests()} requests are under way")
-        self.roster.asleep |= set(parts)  # first, so that none is asked for a token meanwhile
+        self.roster.asleep |= set(parts)  # before the call, so that no server is probed meanwhile
         super().sleep(parts)
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """Servers whose weights slept are looked after again once new ones are committed."""
+        """Wakes all servers. If weights slept, servers are watched again once new weights are committed."""
         super().wake(parts)
         self.roster.asleep -= set(parts) - {"weights"}
 
     # ------------------------------------------------------------------ joining and leaving
 
     def add(self, server: ServerOrigin) -> None:
-        """A server joins: it is brought to the current weights before it serves."""
+        """Adds a server. It gets the current weights before it serves."""
         self._check()
         self.roster.add(server)
 
     def remove(self, name: str) -> None:
-        """A server leaves, once it has ended its requests or `rollout.fleet.drain_timeout_s` is over. Unknown: fine."""
+        """Lets a server leave once its requests have ended or `rollout.fleet.drain_timeout_s` is over. Unknown names are
+        ignored."""
         self.roster.leave(name, "it was asked to leave")
 
     def follow(self, wanted: Wanted) -> None:
@@ -256,9 +259,9 @@ class Fleet(Controlled):
     # ------------------------------------------------------------------ figures and the end
 
     def statistics(self) -> dict[str, float]:
-        """Sums over the servers, those that are gone included, and metrics ``fleet/…``.
+        """Returns sums over all servers, past ones included, and metrics ``fleet/…``.
 
-        ``busy_s`` is that of the busiest: they work side by side.
+        ``busy_s`` is that of the busiest server, because servers work in parallel.
         """
         with self._counting:
             read = self._read_statistics()
@@ -287,7 +290,7 @@ class Fleet(Controlled):
         wait([read for _, _, read in reads], STATISTICS_TIMEOUT_S)
         with roster.lock:
             done = [(member, read) for member, engine, read in reads if read.done() and member.engine is engine]
-        # requests and probes find out what is wrong with one that gives none
+        # why a server gives none, requests and probes will find out
         return {member: read.result() if read.exception() is None else dict(member.seen) for member, read in done}
 
     def _check(self) -> None:
@@ -296,7 +299,8 @@ class Fleet(Controlled):
         self._watcher.check()
 
     def close(self) -> None:
-        """Servers that this run started end, or are left to whoever keeps them; attached ones are let go."""
+        """Ends the servers that this run started, except those that outlive the run's process; disconnects from attached
+        servers."""
         if self._ended:
             return
         self._ended = True

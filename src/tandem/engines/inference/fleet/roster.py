@@ -1,4 +1,4 @@
-"""The fleet's knowledge: its members, where requests go, which weights are current. One lock guards all of it."""
+"""The fleet's state: its members, where requests go, which weights are current. One lock guards all of it."""
 
 import asyncio
 import contextlib
@@ -13,42 +13,52 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.api.failures import EngineDied, InfrastructureFailure
-from tandem.api.lines import json_line
 from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.shared_files import json_line
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
-from tandem.engines.inference.fleet.health import SERVING, Health, Rules, ServerState
-from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin, first_line, is_kept
-from tandem.engines.inference.fleet.router import Router, work_of
-from tandem.engines.inference.threads import Threads
+from tandem.engines.inference.engine_calls import Threads
+from tandem.engines.inference.fleet.members import (
+    SERVING,
+    Attempt,
+    Health,
+    Member,
+    Router,
+    Rules,
+    ServerOrigin,
+    ServerState,
+    first_line,
+    is_kept,
+    work_of,
+)
 
 logger = logging.getLogger("tandem.fleet")
 
 
 PROGRESS_STEP_S = 0.25
-"""Signs of life that come faster than this are not written down one by one."""
+"""Signs of life of a healthy server within this many seconds of the last recorded one are not recorded."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
-"""A server that fails again is tried after this long, doubling."""
+"""Seconds before a server that has failed again is retried: the first waiting time, which doubles up to the last."""
 
 STEADY_S = 10.0
-"""A server that was healthy for so long, and for twice what it last had to wait, is tried at once when it fails."""
+"""A server that fails is retried at once if it was healthy for longer than this many seconds and longer than twice its last
+waiting time."""
 
-EMPTY_TOLD_S = 3.0
-"""A fleet that is empty for less is not worth a message."""
+EMPTY_WARNING_S = 3.0
+"""Seconds without a healthy server after which a warning is logged."""
 
 Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class Roster:
-    """Members by name. Methods take the lock themselves; ``changed`` wakes those who wait for a change of any kind.
+    """Members by name. Methods take the lock themselves; ``changed`` is notified of any change.
 
-    ``journal``: the file of the fault table (docs/fleet.md), which begins anew; without one the log has it alone.
+    ``journal``: file of the fault table (docs/fleet.md), emptied here; None: changes are only logged.
     """
 
-    def __init__(self, config: FleetConfig, version: WeightVersion, journal: Path | None):
-        self.config, self.version = config, version
-        self.rules = Rules(config.suspect_after_s, config.stall_timeout_s)
+    def __init__(self, config: FleetConfig, rules: Rules, version: WeightVersion, journal: Path | None):
+        self.config, self.rules, self.version = config, rules, version
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.members: dict[str, Member] = {}
@@ -56,12 +66,12 @@ class Roster:
         self.threads = Threads("fleet-call")
         self.counts: Counter[str] = Counter()
         self.update: WeightUpdate | None = None
-        """The last one that was committed: what a member that joins is given."""
+        """The last committed update, which members that join receive."""
         self.paused = False
         self.asleep: set[str] = set()
-        """Parts that were put to sleep; weights are back only with the next commit."""
+        """Parts that sleep; weights are removed from this set by the next commit."""
         self.holding = False
-        """New requests wait, because weights are about to change."""
+        """True while new requests wait, because weights are about to change."""
         self.closed = False
         self.empty_since: float | None = time.monotonic()
         self._journal = journal
@@ -69,12 +79,12 @@ class Roster:
             journal.parent.mkdir(parents=True, exist_ok=True)
             journal.write_text("", encoding="utf-8")
         self._waiters: list[Waiter] = []
-        self._told = False
+        self._warned = False
 
     # ------------------------------------------------------------------ members
 
     def add(self, server: ServerOrigin) -> Member:
-        """A new member, not started yet."""
+        """Adds a member that is not started yet."""
         with self.lock:
             if server.name in self.members:
                 raise ValueError(f"the fleet has a server called {server.name!r} already")
@@ -83,7 +93,7 @@ class Roster:
             return member
 
     def serving(self) -> list[Member]:
-        """Those that may have requests."""
+        """Returns the members that may have requests."""
         with self.lock:
             return [member for member in self.members.values() if member.health.state in SERVING]
 
@@ -107,21 +117,22 @@ class Roster:
             self.changed.notify_all()
 
     def set_back(self, member: Member) -> None:
-        """Something failed on a member's way: the next try is at once, then later and later where it fails again."""
+        """Records that a member failed. The next try is at once; after repeated failures the waiting time grows."""
         now = time.monotonic()
         steady = member.healthy_at is not None and now - member.healthy_at > max(STEADY_S, 2 * _wait_s(member.setbacks))
         member.setbacks, member.healthy_at = 1 if steady else member.setbacks + 1, None
         member.retry_at = now + _wait_s(member.setbacks)
 
     def note(self, member: Member, why: str) -> None:
-        """Why a member does not get on, while its state stays what it is; said once until there is another reason."""
+        """Writes a row of the fault table with the reason why a member stays in its state; the same reason only once in a
+        row."""
         with self.lock:
             if member.health.why != why:
                 member.health = replace(member.health, why=why)
                 self._write(member, member.health.state, why, 0)
 
     def leave(self, name: str, why: str) -> None:
-        """A member gets no new requests, ends what it has, and goes."""
+        """Lets a member leave: it gets no new requests, finishes its present requests, and is then retired."""
         with self.changed:
             member = self.members.get(name)
             if member is None or member.leaves_at is not None:
@@ -132,9 +143,9 @@ class Roster:
             self.changed.notify_all()
 
     def retire(self, member: Member, why: str, *, spare_kept: bool = False) -> None:
-        """A member goes for good; what it has left is moved, and its engine is closed in a thread.
+        """Removes a member for good. Its remaining requests are moved, and its engine is closed in a thread.
 
-        ``spare_kept``: a server that outlives this process goes on, for the next one.
+        ``spare_kept``: a server that outlives this process is left running, for the next process.
         """
         with self.changed:
             if self.members.get(member.name) is not member:
@@ -158,20 +169,20 @@ class Roster:
         else:
             self.router.remove(member.name)
             if not len(self.router) and self.empty_since is None:
-                self.empty_since, self._told = time.monotonic(), False
+                self.empty_since, self._warned = time.monotonic(), False
 
     def _give_up(self, member: Member) -> int:
         why = member.health.why
         attempts, member.attempts = list(member.attempts), set()
-        # the server may still compute them; nobody may trust its cache before they have ended
+        # the server may still compute them; its cache cannot be trusted before they have ended
         member.orphans.update(attempts)
         for attempt in attempts:
             attempt.give_up(why)
         return len(attempts)
 
     def _write(self, member: Member, before: str, why: str, moved: int, silent_s: float | None = None) -> None:
-        """A row of the fault table: the state before (empty: the member is new), requests that moved, seconds since its last
-        token. In the log trouble is a warning, unless the fleet itself ends."""
+        """Writes a row of the fault table: the state before (empty for a new member), requests that moved, seconds since the
+        last token. In the log, suspect and fenced are warnings, unless the fleet itself ends."""
         after = member.health
         trouble = after.state in (ServerState.SUSPECT, ServerState.FENCED) and not self.closed
         logger.log(
@@ -194,7 +205,8 @@ class Roster:
     # ------------------------------------------------------------------ requests
 
     def place(self, request: LLMRequest, avoid: Collection[str]) -> Attempt | None:
-        """A server for a request, those that failed it before only where there is no other. None: it has to wait."""
+        """Reserves a server for a request; one in ``avoid`` only if there is no other. Returns None if the request has to
+        wait."""
         with self.lock:
             if self.closed:
                 raise EngineDied("the fleet was closed")
@@ -213,18 +225,18 @@ class Roster:
             return attempt
 
     def waiter(self) -> "asyncio.Future[None]":
-        """Done when there may be a server. On the caller's loop."""
+        """Returns a future on the caller's loop that is done when there may be a server."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self.lock:
             self._waiters.append((loop, future))
-            # a server may have come between the caller's look and this lock; nobody would wake the caller for it
+            # a server may have come between the caller's `place` and this lock, and would not wake the caller
             if self.closed or (len(self.router) and not self.holding):
                 self.wake()
         return future
 
     def wake(self) -> None:
-        """Lets all waiting requests look again, in order of their arrival."""
+        """Lets all waiting requests look for a server again, in order of arrival."""
         with self.lock:
             waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
@@ -232,7 +244,7 @@ class Roster:
                 loop.call_soon_threadsafe(_release, future)
 
     def ended(self, attempt: Attempt) -> None:
-        """Notes that a request has ended at its server, for whatever reason."""
+        """Records that a request has ended at its server, for any reason."""
         with self.lock:
             attempt.member.attempts.discard(attempt)
             self.router.end(attempt.lease)
@@ -247,7 +259,7 @@ class Roster:
 
     def alive(self, member: Member, incarnation: int, now: float) -> None:
         health = member.health
-        # without the lock: tokens arrive many times a second, and this look decides nothing
+        # without the lock: tokens arrive many times a second, and a wrong decision here does no harm
         if health.state == ServerState.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
             return
         with self.lock:
@@ -257,7 +269,7 @@ class Roster:
                 self.change(member, health.token(now, self.version.number, self.rules))
 
     def failed(self, member: Member, incarnation: int, failure: Exception) -> None:
-        """A member failed a request or a call; of an earlier incarnation that is no news."""
+        """Records that a member failed a request or a call; ignored for an earlier incarnation."""
         with self.lock:
             if member.health.incarnation == incarnation:
                 why = first_line(failure)
@@ -268,7 +280,7 @@ class Roster:
         self.failed(member, incarnation, EngineDied(why))
 
     def late(self, attempt: Attempt) -> None:
-        """An answer came after its server had been given up: it is thrown away, its request was moved long ago."""
+        """Records an answer that came after its server was given up. It is discarded, because its request has moved."""
         with self.lock:
             self.counts["late_answers"] += 1
             why = f"a late answer of incarnation {attempt.incarnation} was thrown away"
@@ -277,26 +289,31 @@ class Roster:
     # ------------------------------------------------------------------ in words and figures
 
     def explain(self) -> str:
-        """Every member and its state, for messages."""
+        """Describes every member and its state, for messages."""
         with self.lock:
             states = [f"{m.name} is {m.health.state} ({m.health.why})" for m in self.members.values()]
         return "; ".join(states) if states else "the fleet has no servers; add one: tandem fleet add KIND=URL RUN"
 
     def tell_if_empty(self, now: float) -> None:
-        """Says once that requests wait for a server, when that lasts."""
+        """Warns once if requests have waited long for a server."""
         with self.lock:
-            # only if somebody waits: a fleet without requests may be empty
-            if self._waiters and self.empty_since is not None and not self._told and now - self.empty_since > EMPTY_TOLD_S:
-                self._told = True
+            # only if requests wait: a fleet without requests may be empty
+            if (
+                self._waiters
+                and self.empty_since is not None
+                and not self._warned
+                and now - self.empty_since > EMPTY_WARNING_S
+            ):
+                self._warned = True
                 logger.warning(
-                    "no server is healthy; requests wait, %g s at most (rollout.fleet.empty_timeout_s): %s",
-                    self.config.empty_timeout_s,
+                    "no server is healthy; requests wait, %g s at most (rollout.fleet.startup_timeout_s): %s",
+                    self.rules.empty_timeout_s,
                     self.explain(),
                 )
 
     @property
     def quiet(self) -> bool:
-        """True if nobody is expected to make tokens now."""
+        """True if no server is expected to make tokens now."""
         return self.paused or bool(self.asleep)
 
     def requests(self) -> int:
@@ -304,15 +321,15 @@ class Roster:
             return sum(len(member.attempts) for member in self.members.values())
 
     def set_paces(self) -> None:
-        """Gives servers that take much longer for a token less work: by powers of two of the median of all."""
+        """Gives less work to servers that take much longer per token than the median: by a power of two."""
         with self.lock:
-            known = [m for m in self.members.values() if m.token_s and m.health.state == ServerState.HEALTHY]
-            if len(known) < 2:
+            measured = [m for m in self.members.values() if m.token_s and m.health.state == ServerState.HEALTHY]
+            if len(measured) < 2:
                 return
             # powers of two of the median, so that paces change seldom, and affinities with them
-            usual = statistics.median_low([m.token_s or 0.0 for m in known])
-            for member in known:
-                self.router.set_pace(member.name, 2.0 ** max(0, math.floor(math.log2((member.token_s or usual) / usual))))
+            median = statistics.median_low([m.token_s or 0.0 for m in measured])
+            for member in measured:
+                self.router.set_pace(member.name, 2.0 ** max(0, math.floor(math.log2((member.token_s or median) / median))))
 
     def metrics(self) -> dict[str, float]:
         with self.lock:
@@ -325,12 +342,11 @@ class Roster:
             }
 
     def too_often(self, request_failures: list[InfrastructureFailure]) -> InfrastructureFailure:
-        """The failure of a request that failed at one server after another."""
+        """Returns the failure of a request that failed at one server after another."""
         reasons = "; ".join(str(failure).partition("\n")[0] for failure in request_failures[-3:])
         return InfrastructureFailure(
             "servers_failed",
-            f"a request failed {len(request_failures)} times, at one server after another "
-            f"(rollout.fleet.max_server_retries={self.config.max_server_retries}): {reasons}",
+            f"a request failed {len(request_failures)} times, at one server after another: {reasons}",
         )
 
 

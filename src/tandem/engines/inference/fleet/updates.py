@@ -1,4 +1,5 @@
-"""Weight updates over a fleet: prepared and committed everywhere; whoever fails is fenced, whoever joins catches up."""
+"""Weight updates over a fleet: prepared and committed on all servers. A server that fails is fenced; one that joins catches
+up."""
 
 import contextlib
 import logging
@@ -9,25 +10,24 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion
-from tandem.engines.inference.fleet.health import SERVING, ServerState
-from tandem.engines.inference.fleet.members import Member, first_line
+from tandem.engines.inference.fleet.members import SERVING, Member, ServerState, first_line
 from tandem.engines.inference.fleet.roster import Roster
 
 logger = logging.getLogger("tandem.fleet")
 
 LOOK_S = 0.05
-"""While several members are waited for, check this often whether one was fenced."""
+"""Seconds between two checks whether a member was fenced, while the fleet waits for several members."""
 
 ORPHANS_S = 10.0
-"""A server that comes back has this long to let go of requests that were moved away from it."""
+"""Maximum seconds until a server that comes back has ended the requests that were moved to other servers."""
 
 Outcome = dict[str, float] | Exception
 
 
 class Updates:
-    """Delivers to all members that serve. One update at a time; `catch_up` may run beside it, for members that do not serve.
+    """Delivers weights to all serving members. One update runs at a time; `catch_up` may run beside it, for other members.
 
-    ``first`` gives the weights that the run begins with, for members of which nobody knows what they hold.
+    ``first``: returns the run's initial weights, for members whose weights are unknown.
     """
 
     def __init__(self, roster: Roster, first: Callable[[], WeightUpdate] | None = None):
@@ -38,10 +38,10 @@ class Updates:
     # ------------------------------------------------------------------ all members
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Prepares it everywhere. Without a member that serves it is kept for those that come.
+        """Prepares the update on all serving members. If no member serves, stores the update for members that join.
 
         Raises:
-            WeightUpdateFailed: every member refused it, so the update is at fault; all of them still serve what they served.
+            WeightUpdateFailed: every member refused the update, so the update is at fault; all still serve the old weights.
         """
         roster = self._roster
         self._pending, self._prepared = None, {}
@@ -52,7 +52,7 @@ class Updates:
         outcomes = self.everywhere("prepare", starts, lambda engine: engine.prepare_weights(update) or {})
         took = [member for member in members if isinstance(outcomes.get(member), dict)]
         refused = [o for o in outcomes.values() if isinstance(o, WeightUpdateFailed)]
-        # Nobody took it: the update is at fault, and fencing the whole fleet for it would end the run. One refusal among
+        # If no member took it, the update is at fault, and fencing the whole fleet would end the run. One refusal among
         # successes is the server's fault.
         if refused and not took:
             raise WeightUpdateFailed(f"all {len(members)} servers refused it: {refused[0]}") from refused[0]
@@ -61,17 +61,17 @@ class Updates:
         self._pending = update
 
     def commit(self, version: WeightVersion) -> dict[str, float]:
-        """Switches everywhere; from then on only members that hold ``version`` are given requests.
+        """Switches all members that prepared ``version``; from then on only members that hold it get requests.
 
         Returns the longest ``pause_s`` and ``recompute_s``.
 
         Raises:
-            WeightUpdateFailed: it was not prepared, or no member could switch.
+            WeightUpdateFailed: the version was not prepared, or no member could switch.
         """
         roster, update = self._roster, self._pending
         if update is None or update.version != version:
-            held = "nothing" if update is None else f"version {update.version.number}"
-            raise WeightUpdateFailed(f"version {version.number} cannot be committed: {held} is prepared")
+            prepared = "nothing" if update is None else f"version {update.version.number}"
+            raise WeightUpdateFailed(f"version {version.number} cannot be committed: {prepared} is prepared")
         try:
             if roster.config.finish_before_update:
                 self._wait_for_running()
@@ -96,13 +96,13 @@ class Updates:
         return {key: max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("pause_s", "recompute_s")}
 
     def discard(self) -> None:
-        """Forgets what was prepared, everywhere."""
+        """Discards the prepared weights on all members."""
         starts = {member: start for member, start in self._prepared.items() if member.health.state in SERVING}
         self._pending, self._prepared = None, {}
         self.everywhere("discard", starts, lambda engine: engine.discard_weights() or {})
 
-    def everywhere_or_fence(self, what: str, action: Callable[[InferenceEngine], None]) -> None:
-        """Calls ``action`` for all members that serve, and fences those that fail. If all fail, raises the first failure."""
+    def everywhere_or_fence(self, name: str, action: Callable[[InferenceEngine], None]) -> None:
+        """Calls ``action`` for all serving members, and fences those that fail. If all fail, raises the first failure."""
         with self._roster.lock:
             starts = {member: member.health.incarnation for member in self._roster.serving()}
 
@@ -110,14 +110,14 @@ class Updates:
             action(engine)
             return {}
 
-        outcomes = self.everywhere(what, starts, act)
+        outcomes = self.everywhere(name, starts, act)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
         if errors and len(errors) == len(outcomes) and not isinstance(errors[0], EngineDied):
             raise errors[0]
-        self._fence_failed(starts, outcomes, f"{what} failed")
+        self._fence_failed(starts, outcomes, f"{name} failed")
 
     def _switched(self, update: WeightUpdate, members: Sequence[Member], starts: dict[Member, int]) -> None:
-        """Under the lock, so that nobody sees half of it: sets the version, what members hold, and who missed the update."""
+        """Sets, in one locked step, the fleet's version, what members hold, and which members missed the update."""
         roster, number = self._roster, update.version.number
         with roster.lock:
             now = time.monotonic()
@@ -131,17 +131,19 @@ class Updates:
             for member in roster.members.values():
                 roster.change(member, member.health.outdated(number))
         if not members:
-            logger.warning("version %d: no server took it, it is kept for those that come; %s", number, roster.explain())
+            logger.warning(
+                "version %d: no server took the update, so it waits for servers that join; %s", number, roster.explain()
+            )
 
     def _wait_for_running(self) -> None:
-        """Holds new requests back until none is under way, within the deadline."""
+        """Holds new requests back and waits until none is under way, at most `rollout.fleet.drain_timeout_s`."""
         roster = self._roster
         until = time.monotonic() + roster.config.drain_timeout_s
         with roster.changed:
             roster.holding = True
             while roster.requests() and not roster.closed:
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     # the update goes ahead: staleness must not grow for one slow request
                     roster.counts["interrupted"] += roster.requests()
                     logger.warning(
@@ -150,29 +152,29 @@ class Updates:
                         roster.config.drain_timeout_s,
                     )
                     return
-                roster.changed.wait(min(left, 1.0))
+                roster.changed.wait(min(remaining, 1.0))
 
-    def _fence_failed(self, starts: dict[Member, int], outcomes: dict[Member, Outcome], what: str) -> None:
+    def _fence_failed(self, starts: dict[Member, int], outcomes: dict[Member, Outcome], problem: str) -> None:
         for member, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                self._roster.fence(member, starts[member], f"{what}: {first_line(outcome)}")
+                self._roster.fence(member, starts[member], f"{problem}: {first_line(outcome)}")
 
     def everywhere(
-        self, what: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
+        self, name: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
     ) -> dict[Member, Outcome]:
-        """Calls ``action`` for all members at once; returns the outcome of each that was not fenced meanwhile.
+        """Calls ``action`` for all members at once. Returns the outcome of each member that was not fenced meanwhile.
 
-        ``starts``: the incarnation that is meant; a member that is another by now is left out.
+        ``starts``: the expected incarnation of each member; a member with another incarnation is left out.
 
-        Once one has done it, any that takes longer than `rollout.fleet.stall_timeout_s` more is fenced, and so is one that
-        is suspect `rollout.fleet.suspect_after_s` later; but not in a commit, where it may compute keys and values anew.
+        Once one member has succeeded, a member that takes `rollout.fleet.stall_timeout_s` longer is fenced. So is a member
+        that is suspect `Rules.suspect_after_s` later, except in a commit, where it may recompute keys and values.
         """
         roster = self._roster
         with roster.lock:
             engines = {m: m.engine for m, i in starts.items() if m.engine is not None and m.health.incarnation == i}
             for member in engines:
                 # a server computes no tokens while it switches; the watcher must not take that for a stall
-                member.switching = what == "commit"
+                member.switching = name == "commit"
         calls = {member: roster.threads.start(self._act, member, action, engine) for member, engine in engines.items()}
         first_at: float | None = None
         while True:
@@ -181,16 +183,16 @@ class Updates:
                 waiting = [m for m in calls if m not in outcomes and m.health.incarnation == starts[m]]
                 if not waiting or roster.closed:
                     return outcomes
-                # the clock starts with the first success: before it the update itself may be what takes long
+                # the clock starts with the first success: before it, the update itself may take long
                 if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):
                     first_at = time.monotonic()
                 if first_at is not None:
                     passed = time.monotonic() - first_at
-                    late = passed > roster.config.stall_timeout_s
-                    grace = passed <= roster.config.suspect_after_s or what == "commit"
+                    late = passed > roster.rules.stall_timeout_s
+                    grace = passed <= roster.rules.suspect_after_s or name == "commit"
                     for member in waiting:
                         if late or (member.health.state == ServerState.SUSPECT and not grace):
-                            why = f"it did not {what} though others did; {member.health.why}"
+                            why = f"it did not {name} though others did; {member.health.why}"
                             roster.fence(member, starts[member], why)
             wait([calls[member] for member in waiting], LOOK_S, FIRST_COMPLETED)
 
@@ -199,7 +201,7 @@ class Updates:
     ) -> Outcome:
         try:
             return action(engine)
-        except Exception as error:  # the worker boundary: the other members decide what becomes of it
+        except Exception as error:  # the worker boundary: the caller decides, by the other members' outcomes
             return error
         finally:
             member.switching = False
@@ -207,10 +209,10 @@ class Updates:
     # ------------------------------------------------------------------ one member that does not serve
 
     def catch_up(self, member: Member) -> None:
-        """Brings a stale member to the fleet's version with an empty cache; blocks.
+        """Brings a stale member to the fleet's version, with an empty cache; blocks.
 
         Raises:
-            WeightUpdateFailed: the update could not be read (it is being written anew, perhaps): try again soon.
+            WeightUpdateFailed: the update could not be read, perhaps because it is being rewritten: try again soon.
             InfrastructureFailure, OSError, RuntimeError: the member's fault.
         """
         roster = self._roster
@@ -220,7 +222,7 @@ class Updates:
         assert engine is not None
         if health.weights == health.cache == target:
             return
-        if health.weights is None:  # nobody knows what it has in its cache, and what of ours it still computes
+        if health.weights is None:  # its cache is unknown, and it may still compute requests of ours
             _let_go(member)
             engine.flush()
         if update is None:
@@ -230,7 +232,7 @@ class Updates:
                 )
             update = self._first()
         with contextlib.suppress(WeightUpdateFailed):
-            # what it prepared may be of an update that the fleet has given up
+            # it may have prepared an update that the fleet has given up
             engine.discard_weights()
         engine.prepare_weights(update)
         engine.commit_weights(update.version)
@@ -241,7 +243,7 @@ class Updates:
 
 
 def _let_go(member: Member) -> None:
-    """Waits until the server has ended the requests that were moved away from it."""
+    """Cancels the requests that were moved away from the server, and waits until it has ended them."""
     until = time.monotonic() + ORPHANS_S
     for orphan in list(member.orphans):
         orphan.abandon()

@@ -1,1 +1,1 @@
-"""Engines behind HTTP: the client, the processes that a run starts, `tandem serve`; `foreign` has those of other makers."""
+"""Engines behind HTTP: the client of `tandem serve`, and the server processes that a run starts. `foreign`: vLLM, SGLang."""

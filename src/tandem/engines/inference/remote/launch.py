@@ -1,245 +1,58 @@
-"""Servers that Tandem starts itself: a child process in another environment, with a log file, ended with the run.
+"""The start of a server (its environment, port and cores, and the wait until it answers), and the take-over of kept servers.
 
-Between the run and the server stands a keeper (`keeper.py`), which ends the server and its descendants when this process
-closes it, and also when this process is killed: nobody is left who would hold memory or a port. A server that is kept
-(`keeping.py`) outlives this process, for the ranks that are started in its place.
+A kept server outlives the process that started it. When a process is started again in its place, it takes the server over.
+
+A kept server has a file that only this user can read. It contains a fingerprint of the server's settings, the process id of
+its keeper, its address and its tokens. A server is taken over if it was started with the same settings, is alive, has ended
+the requests of the previous process, and generates. Its weights are unknown, so the fleet delivers weights before it serves.
+Otherwise the server is ended and a new one is started; the log gives the reason.
 """
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
-import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
+from tandem.api.failures import EngineDied, EpisodeFailure, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.config.libraries import of_others
-from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S, is_private
+from tandem.engines.inference.engine_calls import in_thread
+from tandem.workers.keeper import is_private
+from tandem.workers.process import Child
 
 T = TypeVar("T")
 
-_KEEPER = Path(__file__).with_name("keeper.py")
-
-GRACE_S = 8.0
-"""Between the kind signal and the other one, when a server is ended."""
-
 POLL_S = 0.25
 PROGRESS_S = 5.0
-"""Seconds between words of progress while a server starts."""
-
-_OURS = re.compile(
-    "PYTHONPATH|PYTHONHOME|OMP_NUM_THREADS|MKL_NUM_THREADS|RANK|WORLD_SIZE|"
-    "(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|TORCH_NCCL)_.*|NCCL_ASYNC.*"
-)
-"""Variables of this environment that a server in another one must not get. With those of torchrun it would look for a
-store of our launcher's when it forms a process group of its own, and wait in vain."""
-
-
-def inherited() -> dict[str, str]:
-    """The environment of a server: this one, with all that the user has set in it."""
-    return {name: value for name, value in of_others(os.environ).items() if not _OURS.fullmatch(name)}
+"""Seconds between two progress messages while a server starts."""
 
 
 def own_environment(threads: int) -> dict[str, str]:
-    """The variables for a child that runs Tandem itself: the places of this process's modules, and its number of threads."""
+    """Returns the environment variables for a child that runs Tandem itself, in addition to `inherited`: this process's
+    module paths, and the number of threads."""
     path = os.pathsep.join(path for path in sys.path if path)
     return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Returns a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-class Keeper(Protocol):
-    """The process above a server, as `subprocess.Popen` has it."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The server's exit status, as a shell would give it; below 0: nobody knows. None while it runs."""
-
-    def terminate(self) -> None:
-        """Asks it to end its server."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended. Raises `subprocess.TimeoutExpired`."""
-
-
-class ServerProcess:
-    """A running server with all its descendants; made by `start`, or taken over by `kept.take_over`."""
-
-    def __init__(
-        self,
-        keeper: Keeper,
-        pid: int,
-        pipe: int | None,
-        log_file: Path | None,
-        grace_s: float = GRACE_S,
-        file: Path | None = None,
-    ):
-        """``pipe``: with its end the server ends; None: it is kept already. ``file``: see `keep`."""
-        self._keeper, self.pid, self.log_file = keeper, pid, log_file
-        """``pid`` is the server's own process, below the keeper."""
-
-        self.kept = self.taken_over = pipe is None
-        """True if it outlives this process, whoever started it."""
-
-        self._pipe, self._file, self._patience_s = pipe, file, grace_s + 2 * KILL_S
-        self._lock = threading.Lock()
-        # one that is kept must not end with this object
-        self._finalize = None if pipe is None else weakref.finalize(self, _end, keeper, pipe, self._patience_s)
-
-    @classmethod
-    def start(
-        cls,
-        command: Sequence[str],
-        *,
-        log_file: Path | None = None,
-        stdin: int = subprocess.DEVNULL,
-        environment: Mapping[str, str] | None = None,
-        cpus: Sequence[int] | None = None,
-        grace_s: float = GRACE_S,
-        keep: tuple[int, Path] | None = None,
-    ) -> "ServerProcess":
-        """Starts the command; what it prints goes to ``log_file``, or without one where this process writes its errors.
-
-        ``environment`` is added to this one's, without the variables that are about our own interpreter and libraries;
-        ``cpus`` are the cores that it may run on (None: those of this process). ``keep``: the pipe with whose end it ends
-        once it is kept, and the file that tells others of it then.
-
-        Raises:
-            ConfigError: there is no such program.
-        """
-        if not Path(command[0]).is_file():
-            raise ConfigError(f"a server's interpreter must be a file, got {command[0]}; give the python of its environment")
-        read, write = os.pipe()
-        place, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
-        if keep is not None:
-            private_folder(keep[1].parent)  # before others can read its name in the words of a process
-        with contextlib.ExitStack() as stack:
-            log = None
-            if log_file is not None:
-                log_file.parent.mkdir(parents=True, exist_ok=True)
-                log = stack.enter_context(log_file.open("ab", buffering=0))
-                log.write(f"$ {' '.join(command)}\n".encode())
-            keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), place, *command],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                pass_fds=fds,
-                start_new_session=True,  # the terminal's Ctrl-C does not reach it
-                env={**inherited(), "PYTHONUNBUFFERED": "1", **(environment or {})},
-            )
-        os.close(read)
-        assert keeper.stdout is not None
-        with keeper.stdout as words:
-            first = words.readline()
-        if not first.strip():
-            os.close(write)
-            raise EngineDied(f"the keeper of {command[0]} ended at once; see {log_file or 'its output above'}")
-        return cls(keeper, int(first), write, log_file, grace_s, None if keep is None else keep[1])
-
-    @property
-    def alive(self) -> bool:
-        return self._poll() is None
-
-    def how_it_ended(self) -> str | None:
-        """Says how the process ended; None while it runs."""
-        status = self._poll()
-        if status is None:
-            return None
-        if status > 128:
-            with contextlib.suppress(ValueError):
-                return f"its process {self.pid} was killed by {signal.Signals(status - 128).name}"
-        return f"its process {self.pid} ended" + (f" with exit status {status}" if status >= 0 else "")
-
-    def last_words(self, lines: int = 20) -> str:
-        """The end of its log."""
-        if self.log_file is None:
-            return ""
-        with contextlib.suppress(OSError), self.log_file.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
-        return ""
-
-    def keep(self, facts: Mapping[str, Any]) -> None:
-        """From now on the server outlives this process; ``facts`` are what another one needs to take it over.
-
-        Raises:
-            OSError: they cannot be written; the server still ends with this process.
-        """
-        assert self._pipe is not None and self._file is not None and self._finalize is not None
-        words = json.dumps({"keeper": self._keeper.pid, "pid": self.pid, "log_file": str(self.log_file), **facts})
-        partial = self._file.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
-        with open(os.open(partial, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(words)
-        partial.rename(self._file)
-        self._finalize.detach()
-        # the file first: a keeper that lets the server live on must not be the only one who knows of it
-        os.write(self._pipe, KEEP + words.encode() + END)
-        os.close(self._pipe)
-        self.kept, self._pipe, self._finalize = True, None, None
-
-    def close(self) -> None:
-        """Ends the server and its descendants, kindly at first, also one that is kept. Idempotent."""
-        if self._finalize is not None:
-            self._finalize()
-        elif self._poll() is None:
-            self._keeper.terminate()
-            _wait(self._keeper, self._patience_s)
-
-    def _poll(self) -> int | None:
-        with self._lock:  # Popen.poll from two threads may lose the status
-            return self._keeper.poll()
-
-
-def private_folder(folder: Path) -> None:
-    """Makes a folder that this user alone can look into, or finds it.
-
-    Raises:
-        ConfigError: what is there is somebody else's, or open to others.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
-        raise ConfigError(f"{folder} must be a folder of this user's alone, for it will hold tokens; remove it")
-
-
-def _listed(cpus: Sequence[int] | None) -> str:
-    return ",".join(str(cpu) for cpu in cpus or ())
-
-
-def _end(keeper: Keeper, pipe: int, timeout_s: float) -> None:
-    os.close(pipe)
-    _wait(keeper, timeout_s)
-
-
-def _wait(keeper: Keeper, timeout_s: float) -> None:
-    try:
-        keeper.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(keeper.pid, signal.SIGKILL)
-        keeper.wait()
-
-
 def wait_ready(
-    process: ServerProcess,
+    process: Child,
     ask: Callable[[], T],
     *,
     what: str,
@@ -247,11 +60,13 @@ def wait_ready(
     progress: Callable[[str], None],
     progress_s: float = PROGRESS_S,
 ) -> T:
-    """Calls ``ask`` until it answers instead of raising `InfrastructureFailure`; returns its answer.
+    """Calls ``ask`` until it no longer raises `InfrastructureFailure`, and returns its result.
+
+    ``what``: the server's name in messages. ``progress`` gets a message every ``progress_s`` seconds.
 
     Raises:
-        EngineDied: the process ended before; with the end of its log.
-        WaitTimeout: no answer within ``timeout_s``; with the end of its log.
+        EngineDied: the process ended first; the message has the end of its log.
+        WaitTimeout: ``ask`` did not succeed within ``timeout_s``; the message has the end of the log.
     """
     began = reported = time.monotonic()
     while True:
@@ -275,12 +90,12 @@ def wait_ready(
 
 
 def cores_of_this_process() -> list[int]:
-    """Cores that this process may run on."""
+    """Returns the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 class Cores:
-    """Hands out cores, those first that the fewest servers have; servers that were kept for this process have theirs."""
+    """Assigns cores to servers: first the cores that the fewest servers have. Kept servers keep their cores."""
 
     def __init__(self, allowed: Callable[[], Sequence[int]] = cores_of_this_process) -> None:
         self._allowed = allowed
@@ -289,8 +104,9 @@ class Cores:
         self._folders: set[Path] = set()
 
     def take(self, count: int | None, file: Path | None = None) -> tuple[int, ...]:
-        """``count`` cores; None: all. ``file``: where the server is kept (`kept.Place`); what one of that name had is free
-        again, and those beside it, which others have started, keep what they have."""
+        """Assigns ``count`` cores to a server; None: all. ``file``: the file of the server, if it can be kept (see
+        `ServerPlace`). The cores of an earlier server with this file become free, and servers with other files in the same
+        folder keep their cores."""
         allowed = self._allowed()
         if count is None or count >= len(allowed):
             return tuple(allowed)
@@ -304,17 +120,190 @@ class Cores:
         return chosen
 
     def _look(self, folder: Path) -> None:
-        """Reads, once for each folder, which cores its kept servers have."""
+        """Reads the cores of the kept servers in a folder, once per folder."""
         if folder in self._folders:
             return
         self._folders.add(folder)
         for file in folder.glob("*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # torn: nobody takes it over either
+            # an invalid file is ignored, because its server is not taken over either
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
                 words = json.loads(file.read_text(encoding="utf-8"))
                 self._held[file] = tuple(int(core) for core in words.get(CORES_WORD, ()))
 
 
 CORES_WORD = "cores"
-"""The key under which a kept server says its cores."""
+"""The key of the cores in the file of a kept server."""
 
 CORES = Cores()
+
+
+logger = logging.getLogger("tandem.fleet")
+
+S = TypeVar("S")
+
+
+class ServerClient(Protocol):
+    """An engine that uses a server."""
+
+    process: Child | None
+
+
+E = TypeVar("E", bound=ServerClient)
+
+LOOK_S = 0.05
+
+CALM_S = 15.0
+"""Seconds that a server has at a take-over to end the previous process's requests, and again to generate a token."""
+
+
+TAKE_OVER_S = 60.0
+"""Longest time in seconds for a whole take-over. A server that hangs may be the reason why the ranks were ended, and must
+not delay the restarted ranks."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The folder and the pipe of a run's kept servers."""
+
+    folder: Path
+    """A folder for this run only; it is created with the first server."""
+
+    pipe: int
+    """Read end of a pipe. Kept servers end when the other end is closed."""
+
+    def place(self, name: str) -> "ServerPlace":
+        return ServerPlace(name, self.folder / f"{name}.json", self.pipe)
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """The name, the file and the pipe of one kept server; see `Keeping`."""
+
+    name: str
+    file: Path
+    pipe: int
+
+
+def fingerprint(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Returns a hash of a server's command line and environment. The caller leaves out values that differ at each start,
+    such as ports, cores and temporary files."""
+    return hashlib.sha256(json.dumps([list(words), sorted(environment.items())]).encode()).hexdigest()
+
+
+def keep(place: ServerPlace, process: Child, settings: str, facts: Mapping[str, Any]) -> None:
+    """Lets a server that is ready outlive this process. ``settings``: its `fingerprint`; ``facts``: the data that the next
+    process needs to attach to it. A failure is only logged."""
+    try:
+        process.keep({"settings": settings, **facts})
+    except OSError as error:
+        logger.warning(
+            "%s is not kept: when this process is started again, a new server is started too: %s", place.name, error
+        )
+        return
+    logger.info(
+        "%s (process %d) is kept: if this process ends and is started again, the server goes on", place.name, process.pid
+    )
+
+
+def take_over(place: ServerPlace, settings: str, attach: Callable[[Mapping[str, Any], Child], S]) -> S | None:
+    """Takes over the server that is kept at ``place``. Returns its engine, which ``attach`` creates from its facts.
+
+    Returns None if a new server must be started. If the file of a kept server is valid, that server has then been ended.
+    ``settings``: the `fingerprint` that the kept server must have.
+    """
+    try:
+        if not is_private(place.file.parent):
+            raise ValueError(f"{place.file.parent} is not a folder of this user alone")
+        process, facts = Child.reopen(place.file)
+    except FileNotFoundError:
+        if place.file.parent.exists():  # otherwise this is the first server of the run
+            logger.info("%s is started anew: no server of that name runs any more", place.name)
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is started anew: the file of the kept server cannot be read: %s", place.name, error)
+        return None
+    if not process.alive:
+        reason = "it is gone"
+    elif facts.get("settings") != settings:
+        reason = "it was started with other settings"
+    else:
+        try:
+            server = _in_time(partial(attach, facts, process))
+        except (EpisodeFailure, ConfigError, OSError, KeyError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+        else:
+            logger.info("%s (process %d) is taken over, and gets weights before it serves", place.name, process.pid)
+            return server
+    logger.warning("%s (process %d) is not taken over but started anew: %s", place.name, process.pid, reason)
+    process.close()
+    place.file.unlink(missing_ok=True)
+    return None
+
+
+def start_or_take_over(
+    place: ServerPlace | None,
+    settings: str,
+    *,
+    start: Callable[..., Child],
+    attach: Callable[[], E],
+    take: Callable[[Mapping[str, Any], Child], E],
+    facts: Callable[[E], Mapping[str, Any]],
+    what: str,
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> E:
+    """Takes over the server that is kept at ``place``, or starts a new one, and returns its engine.
+
+    A new server must have generated a token before this returns. It outlives this process as the server of ``place``, or
+    ends with this process if ``place`` is None.
+
+    Args:
+        place: the place of the kept server.
+        settings: the server's `fingerprint`.
+        start: starts the server; its argument ``keep`` is that of `Child.start`.
+        attach: creates the engine of a new server; raises `InfrastructureFailure` until the server answers.
+        take: creates the engine of a kept server from its facts.
+        facts: returns the facts about an engine's server that ``take`` needs in another process.
+        what: the server's name in messages.
+        timeout_s: longest time in seconds until a new server is ready.
+        progress: gets progress messages.
+
+    Raises:
+        EngineDied: the new server ended before it was ready; the message has the end of its log.
+        WaitTimeout: the new server was not ready within ``timeout_s``; the message has the end of its log.
+    """
+    if place is not None and (server := take_over(place, settings, take)) is not None:
+        return server
+    process = start(keep=None if place is None else (place.pipe, place.file))
+    try:
+        server = wait_ready(process, attach, what=what, timeout_s=timeout_s, progress=progress)
+        if place is not None:
+            keep(place, process, settings, facts(server))
+    except BaseException:
+        process.close()
+        raise
+    server.process = process
+    return server
+
+
+def _in_time(attach: Callable[[], S]) -> S:
+    """Calls ``attach`` in a thread and returns its result. Abandons the thread and raises `InfrastructureFailure` after
+    `TAKE_OVER_S` seconds."""
+    try:
+        return in_thread("take-over", attach).result(TAKE_OVER_S)
+    except TimeoutError:
+        raise InfrastructureFailure("busy", f"it could not be taken over within {TAKE_OVER_S:g} s") from None
+
+
+def until_calm(under_way: Callable[[], int]) -> None:
+    """Waits until a server has ended the requests of the previous process. ``under_way``: returns the number of its running
+    requests; its exceptions are passed on.
+
+    Raises:
+        InfrastructureFailure: some requests are still running after `CALM_S`.
+    """
+    until = time.monotonic() + CALM_S
+    while count := under_way():
+        if time.monotonic() > until:
+            raise InfrastructureFailure("busy", f"{count} requests of the previous process are still under way")
+        time.sleep(LOOK_S)

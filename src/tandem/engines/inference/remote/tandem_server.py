@@ -1,6 +1,6 @@
-"""A `tandem serve` as an engine: token in and token out, versions by the server's own word.
+"""A `tandem serve` process as an engine: tokens in, tokens out, each with the version that the server reports.
 
-One that a run starts gets tokens and a folder that nobody else can read, and ends with the run.
+A server that a run starts gets access tokens and a folder that nobody else can read, and ends with the run.
 """
 
 import asyncio
@@ -24,37 +24,42 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.devices import Seat, visible
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.controlled import Controlled
-from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, start_or_take_over, until_calm
-from tandem.engines.inference.remote.launch import ServerProcess, own_environment
-from tandem.engines.inference.requests import refuse_unsupported
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
+from tandem.engines.inference.engine_calls import Controlled, refuse_unsupported
+from tandem.engines.inference.remote.launch import (
+    CALM_S,
+    ServerPlace,
+    fingerprint,
+    own_environment,
+    start_or_take_over,
+    until_calm,
+)
 from tandem.media.parts import sent
 from tandem.protocol.client import HttpClient
+from tandem.workers.process import Child, inherited
 
 PROTOCOL = 2
-"""Number of the protocol of the token and control routes; a client refuses a server with another one."""
+"""Version of the protocol of the token and control routes; a client refuses a server with another version."""
 
 INSTANCE_HEADER = "Tandem-Instance"
-"""A header of every answer that names the process which gave it. A restarted server is another one."""
+"""A header of every answer that names the process that sent it. A restarted server is another process."""
 
 CONTROL_TIMEOUT_S = 70.0
-"""Pause, resume, sleep, wake, flush: the server's own 60 s, and the way."""
+"""Seconds for pause, resume, sleep, wake and flush: the server's own 60 s, and the transfer."""
 
 WEIGHTS_TIMEOUT_S = 660.0
-"""Reading and checking all weights, or the switch with its recompute."""
+"""Seconds for reading and verifying all weights, or for the switch with its recompute."""
 
 ASK_TIMEOUT_S = 5.0
 _SAMPLING = [field.name for field in fields(GenerationConfig) if field.name != "n_samples"]
 
 
 class TandemServer(Controlled):
-    """One server that this run has attached to; made by `attach`. `close` gives it back as it was found.
+    """One server that this run has attached to; made by `attach`.
 
-    Every request names the run, and the server refuses those of another. Every answer names the process, and nothing of
-    another one is believed: no tokens, no control answer, no refusal. So a server that was restarted, or whose address
-    another run has taken, fails requests instead of answering with other weights.
+    Every request names the run, and the server refuses those of other runs. Every answer names the process, and all answers
+    of another process are rejected: tokens, control answers, refusals. So if a server was restarted, or another run has
+    taken its address, requests fail instead of being answered with other weights.
     """
 
     def __init__(
@@ -68,8 +73,8 @@ class TandemServer(Controlled):
     ):
         self._client, self._run, self._request_timeout_s = client, run, request_timeout_s
         self._give_back, self._closed = give_back, False
-        self.process: ServerProcess | None = None
-        """The process; None if the server was attached, for then it is not ours to end."""
+        self.process: Child | None = None
+        """The process that this run started, and will end; None for an attached server."""
 
         self._version = _version(identity)
         self._capabilities = frozenset(identity["capabilities"])
@@ -87,20 +92,21 @@ class TandemServer(Controlled):
         request_timeout_s: float = 3600.0,
         give_back: bool = True,
     ) -> "TandemServer":
-        """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found.
+        """Takes the server for ``run``. With ``give_back``, `close` releases the server, which then loads its first weights
+        again.
 
-        An empty ``run`` only asks it for completions, whoever's it is: nothing of it is claimed or changed.
+        With an empty ``run``, the server may belong to anybody: it is only asked for completions, not taken or changed.
 
         Raises:
-            ConfigError: it is not a `tandem serve` of this protocol, or computes in another precision than ``dtype``.
-            ServerFailed: it does not answer, belongs to another run (status 409), or refuses the token (401).
+            ConfigError: not a `tandem serve` of this protocol, or one that computes in another precision than ``dtype``.
+            ServerFailed: the server does not answer, belongs to another run (status 409), or refuses the token (401).
         """
         client = HttpClient(url, token=token, admin_token=admin_token)
         try:
             identity = client.call("/health", deadline_s=ASK_TIMEOUT_S)
             kind = identity.get("kind") if isinstance(identity, dict) else None
             if kind != "tandem" or identity.get("protocol") != PROTOCOL:
-                raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it says {str(identity)[:200]}")
+                raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it answers {str(identity)[:200]}")
             wanted = str(dtype).removeprefix("torch.")
             if dtype is not None and identity.get("dtype") != wanted:
                 raise ConfigError(
@@ -120,7 +126,7 @@ class TandemServer(Controlled):
         return self._client.base_url
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Raises `ServerFailed` for all that is no answer of this run's server."""
+        """Generates one completion. Raises `ServerFailed` for anything but a valid answer of this run's server."""
         answer = await self._ask(request)
         try:
             return _response(request, answer, self._run)
@@ -128,10 +134,10 @@ class TandemServer(Controlled):
             raise ServerFailed(f"{self.url}/generate gave an answer that is no completion: {error}", url=self.url) from error
 
     async def _ask(self, request: LLMRequest) -> Any:
-        """The answer. A server with another media store, as on another machine, is sent the media and asked again."""
-        body, patience = self._body(request), self._patience(request)
+        """Returns the answer. A server with another media store (on another machine) gets the media and a second request."""
+        body, deadline_s = self._body(request), self._deadline_s(request)
         try:
-            return await self._client.post("/generate", body, deadline_s=patience)
+            return await self._client.post("/generate", body, deadline_s=deadline_s)
         except DataFailure as failure:
             if failure.reason != "media_missing":
                 raise
@@ -139,8 +145,10 @@ class TandemServer(Controlled):
             medium = await asyncio.to_thread(sent, number)
             stored = await self._client.post("/media", medium, deadline_s=CONTROL_TIMEOUT_S)
             if stored["number"] != number:
-                raise ServerFailed(f"{self.url} reads medium {number} as another; is it of another release?", url=self.url)
-        return await self._client.post("/generate", body, deadline_s=patience)
+                raise ServerFailed(
+                    f"{self.url} computes another number for medium {number}; is it of another release?", url=self.url
+                )
+        return await self._client.post("/generate", body, deadline_s=deadline_s)
 
     def _body(self, request: LLMRequest) -> dict[str, Any]:
         refuse_unsupported(request, takes_media=bool(self._identity.get("media")))
@@ -154,20 +162,21 @@ class TandemServer(Controlled):
         }
 
     def _sampling(self, request: LLMRequest) -> dict[str, Any]:
-        """Lengths beyond the model's context mean the context, as in process; the server refuses them by name."""
+        """Returns the sampling settings. Lengths are cut to the model's context, as the embedded engine does; the server
+        would refuse longer ones."""
         sampling = {name: getattr(request.gconfig, name) for name in _SAMPLING}
         for name in ("max_new_tokens", "min_new_tokens"):
             sampling[name] = min(sampling[name], int(self._identity["max_tokens"]))
         return sampling
 
-    def _patience(self, request: LLMRequest) -> float:
-        """The server ends a request at its deadline, so its answer comes a little after that."""
+    def _deadline_s(self, request: LLMRequest) -> float:
+        """Returns how long to wait for the answer: the server ends a request at its deadline, and answers a little later."""
         limit = self._request_timeout_s
         return limit if request.deadline_s is None else min(limit, request.deadline_s + CONTROL_TIMEOUT_S)
 
     @property
     def version(self) -> WeightVersion:
-        """The version that the server named when it was attached to, and at the last commit."""
+        """The version that the server reported when it was attached, or that of the last commit."""
         return self._version
 
     @property
@@ -175,24 +184,24 @@ class TandemServer(Controlled):
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """The server reads the folder, so it must see it under the same path."""
+        """Makes the server read and verify the folder, which it must see under the same path."""
         if not isinstance(update.source, FolderSource):
             raise WeightUpdateFailed(f"{self.url} reads weights from a folder only, got {type(update.source).__name__}")
         body = {"version": asdict(update.version), "folder": str(update.source.folder), "digests": dict(update.digests)}
         self._weights("prepare", body)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """Commits; if the answer is lost, the server is asked what it serves now."""
+        """Switches to the prepared weights. If the answer is lost, asks the server which version it serves now."""
         try:
             report = self._weights("commit", {"version": asdict(version)})
         except ServerFailed:
-            if self._asked_version() != version:
+            if self._reported_version() != version:
                 raise
             report = {"pause_s": 0.0, "recompute_s": 0.0}
         self._version = version
         return {name: float(report[name]) for name in ("pause_s", "recompute_s")}
 
-    def _asked_version(self) -> WeightVersion | None:
+    def _reported_version(self) -> WeightVersion | None:
         try:
             return _version(self._client.call("/health", deadline_s=ASK_TIMEOUT_S))
         except (InfrastructureFailure, DataFailure, KeyError, TypeError):
@@ -210,7 +219,7 @@ class TandemServer(Controlled):
         return dict(self._client.call("/control/statistics", deadline_s=CONTROL_TIMEOUT_S, admin=True))
 
     def ready(self, deadline_s: float = 15.0) -> bool:
-        """True if the server says that it has current weights and generated a token recently."""
+        """True if the server reports that it has current weights and generated a token recently."""
         try:
             self._client.call("/ready", deadline_s=deadline_s)
         except InfrastructureFailure:
@@ -218,18 +227,19 @@ class TandemServer(Controlled):
         return True
 
     def under_way(self) -> int:
-        """Requests that it has not ended, by its own word. Raises `ServerFailed` where it does not answer."""
+        """Returns the number of requests that the server reports as running. Raises `ServerFailed` if it does not answer."""
         return int(self._client.call("/health", deadline_s=ASK_TIMEOUT_S)["under_way"])
 
     def close(self) -> None:
-        """A server that was attached goes on; given back, it has the weights that it began with. One of ours ends."""
+        """Ends the server if this run started it. An attached server goes on; if `attach` was called with ``give_back``, it
+        loads its first weights again."""
         if self._closed:
             return
         self._closed = True
         try:
             if self._give_back:
-                with contextlib.suppress(InfrastructureFailure, DataFailure):  # it is gone: nothing to give back
-                    self._client.call("/health", deadline_s=ASK_TIMEOUT_S)  # do not wait long for one that hangs
+                with contextlib.suppress(InfrastructureFailure, DataFailure):  # the server is gone: nothing to give back
+                    self._client.call("/health", deadline_s=ASK_TIMEOUT_S)  # does not wait long for a server that hangs
                     self._client.call("/control/release", {"run": self._run}, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
         finally:
             self._client.close()
@@ -237,18 +247,18 @@ class TandemServer(Controlled):
                 self.process.close()
 
     def let_go(self) -> None:
-        """Drops the connections and nothing else: the server stays this run's."""
+        """Drops only the connections. The server still belongs to this run."""
         self._closed = True
         self._client.close()
 
     def _check_taken(self) -> None:
-        if self._closed:  # what comes late must not take the server back that is being given back
+        if self._closed:  # a late call must not take the server again while it is given back
             raise EngineDied(f"the client of {self.url} was closed")
         if not self._run:
-            raise ServerFailed(f"{self.url} is another's to change: this client only asks (no run)", url=self.url)
+            raise ServerFailed(f"{self.url} belongs to another client, so it is not changed here (no run)", url=self.url)
 
     def _weights(self, name: str, body: dict[str, Any]) -> Any:
-        """A refusal means that nothing was changed: the server serves what it served."""
+        """Makes a control call about weights. A refusal becomes `WeightUpdateFailed`: the server keeps its weights."""
         self._check_taken()
         try:
             return self._client.call(f"/control/{name}", body, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
@@ -265,20 +275,20 @@ def _version(identity: dict[str, Any]) -> WeightVersion:
 
 
 def _response(request: LLMRequest, answer: dict[str, Any], run: str) -> LLMResponse:
-    """Reads and checks an answer, so that nobody trains on half of one.
+    """Reads and checks an answer, so that incomplete answers are not trained on.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not what `/generate` gives, or belongs to another run.
+        KeyError, TypeError, ValueError: the answer is not one of `/generate`, or belongs to another run.
     """
     if run and answer["run"] != run:
-        raise ValueError(f"it belongs to run {answer['run']!r}")
+        raise ValueError(f"the answer belongs to run {answer['run']!r}")
     output_ids, versions = _all(answer["output_ids"], int), _all(answer["versions"], int)
     logprobs = tuple(float(x) for x in _all(answer["logprobs"], (int, float)))
     lengths = {len(output_ids), len(versions), len(logprobs)}
     if len(lengths) != 1:
         raise ValueError(f"lists of different lengths: {sorted(lengths)}")
     if len(output_ids) > request.gconfig.max_new_tokens or any(a > b for a, b in itertools.pairwise(versions)):
-        raise ValueError("more tokens than were asked for, or versions that go back")
+        raise ValueError("more tokens than requested, or versions that decrease")
     return LLMResponse(
         request.input_ids,
         output_ids,
@@ -292,7 +302,7 @@ def _response(request: LLMRequest, answer: dict[str, Any], run: str) -> LLMRespo
 
 def _all(values: Sequence[Any], kind: type | tuple[type, ...]) -> tuple[Any, ...]:
     if not isinstance(values, list) or not all(isinstance(x, kind) and not isinstance(x, bool) for x in values):
-        raise TypeError(f"a list holds something else than {kind}")
+        raise TypeError(f"a list has values that are not of type {kind}")
     return tuple(values)
 
 
@@ -316,20 +326,20 @@ def start_tandem_server(
     progress: Callable[[str], None] = lambda words: None,
     place: ServerPlace | None = None,
 ) -> TandemServer:
-    """Starts one on a free port of this machine and waits until it has generated a token; `close` ends it.
+    """Starts a `tandem serve` on a free port of this machine and waits until it has generated a token; `close` ends it.
 
-    ``weights_roots``: it takes weights from folders below these. ``seat``: the GPU that it may use, see `map_devices`.
-    ``options``: more words of its command. ``place``: where it is taken from if it runs already, see
-    `keeping.py`, and left for others.
+    ``weights_roots``: folders below which it may read weights. ``seat``: the GPU that it may use, see `map_devices`.
+    ``options``: further arguments of its command. ``place``: place of a server that an earlier process may have left
+    running, which is then taken over; a new server is left there for later processes.
 
     Raises:
-        EngineDied: it ended before; with the end of its log.
-        WaitTimeout: it was not ready within ``startup_timeout_s``; with the end of its log.
+        EngineDied: the server ended before that; the message has the end of its log.
+        WaitTimeout: the server was not ready within ``startup_timeout_s``; the message has the end of its log.
     """
     environment = own_environment(config.threads or 1)
     if seat is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
-    private = Path(tempfile.mkdtemp(prefix="tandem-server-"))
+    whole, private = inherited() | environment, Path(tempfile.mkdtemp(prefix="tandem-server-"))
 
     def command(private: Path) -> list[str]:
         return [*server_command(folder, config, dtype, device, run, private, weights_roots), *options]
@@ -338,7 +348,7 @@ def start_tandem_server(
         return start_or_take_over(
             place,
             fingerprint(command(Path()), environment),
-            start=partial(ServerProcess.start, command(private), log_file=log_file, environment=environment, cpus=cpus),
+            start=partial(Child.start, command(private), log_file=log_file, environment=whole, cpus=cpus),
             attach=lambda: _attach(private, run, request_timeout_s),
             take=lambda facts, process: _attach_kept(facts, process, run, request_timeout_s),
             facts=lambda server: {"url": server.url, **_tokens(private)},
@@ -346,7 +356,7 @@ def start_tandem_server(
             timeout_s=startup_timeout_s,
             progress=progress,
         )
-    finally:  # both sides have read it: nothing is left should this run be killed
+    finally:  # both sides have read it, so nothing is left behind if this run is killed later
         shutil.rmtree(private, ignore_errors=True)
 
 
@@ -366,7 +376,7 @@ def server_command(
         "--admin-token-file": private / _ADMIN,
         "--address-file": private / _ADDRESS,
         "--dtype": str(dtype).removeprefix("torch."),
-        "--device": device.partition(":")[0],  # which one it sees is said by its environment
+        "--device": device.partition(":")[0],  # the environment says which GPU it sees
         "--threads": config.threads,
         "--max-running": config.max_running,
         "--kv-cache-gib": config.kv_cache_gib,
@@ -380,12 +390,13 @@ def server_command(
 
 
 def _attach(private: Path, run: str, request_timeout_s: float) -> TandemServer:
-    """Raises `InfrastructureFailure` until the server answers and has generated a token."""
+    """Attaches to a server that this run has started. Raises `InfrastructureFailure` until the server answers and has
+    generated a token."""
     try:
         url = json.loads((private / _ADDRESS).read_text())["url"]
         tokens = _tokens(private)
     except FileNotFoundError:
-        raise InfrastructureFailure("server", "it has not loaded its model") from None
+        raise InfrastructureFailure("server", "the server has not loaded its model") from None
     server = TandemServer.attach(url, run=run, **tokens, request_timeout_s=request_timeout_s, give_back=False)
     if not server.ready():
         server.let_go()
@@ -403,11 +414,11 @@ def _tokens(private: Path) -> _Tokens:
     return _Tokens(token=token, admin_token=admin_token)
 
 
-def _attach_kept(facts: Mapping[str, Any], process: ServerProcess, run: str, request_timeout_s: float) -> TandemServer:
-    """Attaches to one that was kept, once it has ended the requests of the process that is gone.
+def _attach_kept(facts: Mapping[str, Any], process: Child, run: str, request_timeout_s: float) -> TandemServer:
+    """Attaches to a kept server, once it has ended the requests of its former client.
 
     Raises:
-        EpisodeFailure: it is another run's, does not answer, or generates nothing.
+        EpisodeFailure: the server belongs to another run, does not answer, or generates no token.
     """
     tokens = _Tokens(token=str(facts[_TOKEN]), admin_token=str(facts[_ADMIN]))
     server = TandemServer.attach(

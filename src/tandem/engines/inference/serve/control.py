@@ -17,8 +17,7 @@ from aiohttp import web
 from tandem.api.failures import EngineDied, WaitTimeout, WeightUpdateFailed
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.engines.inference.serve.service import EngineService
-from tandem.protocol.refusal import Refusal
-from tandem.protocol.schema import Schema, array, optional, record, text
+from tandem.protocol.bodies import Refusal, Schema, array, optional, record, text
 
 LOG = logging.getLogger("tandem.serve")
 T = TypeVar("T")
@@ -35,10 +34,10 @@ class ServiceControl:
         self._initial_digests: dict[str, str] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    # ------------------------------------------------------------------ whose server it is
+    # ------------------------------------------------------------------ ownership
 
     async def attach(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Gives the server to a run, awake and generating; may be repeated by the same run."""
+        """Gives the server, awake and generating, to a run. The run that owns the server may call it again."""
         service, run = self._service, body["run"]
 
         async def act() -> dict[str, Any]:
@@ -54,7 +53,8 @@ class ServiceControl:
         return await self._in_turn(act)
 
     async def release(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Takes the server back: with its first weights, awake, generating, without an owner."""
+        """Takes the server back from its run. Afterwards the server has its first weights and no owner, is awake and
+        generates."""
 
         async def act() -> dict[str, Any]:
             service = self._service
@@ -67,15 +67,16 @@ class ServiceControl:
         return await self._alone(body.get("run"), act, free=True)
 
     def _check_run(self, run: str | None, *, free: bool = False) -> None:
-        """Raises `Refusal` (409) unless the server is ``run``'s; with ``free`` also if it has no owner. Repeated when a
-        change begins."""
+        """Raises `Refusal` (409) unless the server belongs to ``run``, or has no owner and ``free`` is set. Checked again
+        when a change begins."""
         owner = self._service.run
         if run == owner:
             self._service.heard()
         elif not (free and owner is None):
-            said, has = ("no run" if name is None else f"run {name!r}" for name in (run, owner))
-            how = "attach to it first" if owner is None else "that run gives it back with /control/release"
-            raise Refusal(409, f"this server belongs to {has}, the request to {said}; {how}", code="other_run", param="run")
+            sender, holder = ("no run" if name is None else f"run {name!r}" for name in (run, owner))
+            remedy = "attach to it first" if owner is None else "that run gives it back with /control/release"
+            message = f"this server belongs to {holder}, the request to {sender}; {remedy}"
+            raise Refusal(409, message, code="other_run", param="run")
 
     async def _rouse(self) -> None:
         """Wakes and resumes a server that a former owner left asleep or paused."""
@@ -91,13 +92,14 @@ class ServiceControl:
             service.paused = False
 
     async def _digests(self) -> dict[str, str]:
-        """Digests of the server's first weights, in the dtype of their file."""
+        """Returns the digests of the server's first weights, in the dtype of their files."""
         if self._initial_digests is None:
             source = FolderSource(self._service.folder)
             self._initial_digests = await self._engine(lambda: {n: tensor_digest(t) for n, t in source.tensors()})
         return self._initial_digests
 
     async def _restore(self) -> None:
+        """Wakes the server and loads its first weights again, unless it has them."""
         service, engine = self._service, self._service.engine
         if engine.version == service.initial and not service.asleep and not service.weights_missing:
             return
@@ -120,13 +122,13 @@ class ServiceControl:
 
         async def act() -> dict[str, Any]:
             await self._discard()
-            mine = self._preparing = object()
+            attempt = self._preparing = object()
             try:
                 await self._engine(lambda: self._service.engine.prepare_weights(update))
             finally:
-                if self._preparing is not mine:  # somebody said discard meanwhile
+                if self._preparing is not attempt:  # `discard` was called meanwhile
                     await self._engine(self._service.engine.discard_weights)
-            if self._preparing is not mine:
+            if self._preparing is not attempt:
                 raise Refusal(409, f"version {version.number} was discarded while it was prepared", code="not_prepared")
             self._prepared = version
             return {"prepared": version.number}
@@ -134,18 +136,18 @@ class ServiceControl:
         return await self._alone(run, act)
 
     async def commit(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Switches to the staged weights between two steps; may be repeated for the version that is served."""
+        """Switches to the staged weights between two steps. Repeating it for the version that is served does no harm."""
         version = WeightVersion(**body["version"])
 
         async def act() -> dict[str, Any]:
             service = self._service
             if service.engine.version == version and not service.weights_missing:
-                if self._prepared is not None:  # by whoever did not hear the answer to the first time
+                if self._prepared is not None:  # by a client that missed the answer to its first commit
                     await self._discard()
                 return {"pause_s": 0.0, "recompute_s": 0.0, "version": asdict(version)}
             if self._prepared != version:
-                held = "nothing" if self._prepared is None else f"version {self._prepared.number}"
-                message = f"version {version.number} cannot be committed: {held} is prepared"
+                prepared = "nothing" if self._prepared is None else f"version {self._prepared.number}"
+                message = f"version {version.number} cannot be committed: {prepared} is prepared"
                 raise Refusal(409, message, code="not_prepared")
             self._prepared = self._preparing = None
             report = await self._engine(lambda: service.engine.commit_weights(version))
@@ -155,7 +157,7 @@ class ServiceControl:
         return await self._alone(version.run or None, act)
 
     async def discard(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Discards staged weights, also while they are being staged; nothing to discard is fine."""
+        """Discards staged weights, even while they are being staged. Does nothing if there are none."""
         self._check_run(body.get("run"))
         await self._shielded(self._discard())
         return {}
@@ -165,7 +167,7 @@ class ServiceControl:
         await self._engine(self._service.engine.discard_weights)
 
     def _allowed(self, name: str) -> Path:
-        """The folder, if it and all files in it that will be read are inside a folder that the operator allowed."""
+        """Returns the folder, if it and all its weight files are inside folders that the operator allowed."""
         roots = (*self._service.weights_roots, self._service.folder.resolve())
         rule = ", ".join(map(str, roots))
         refusal = Refusal(
@@ -180,12 +182,12 @@ class ServiceControl:
             folder = Path(name).resolve(strict=True)
             files = [file.resolve(strict=True) for file in folder.glob("*.safetensors")]
         except (OSError, RuntimeError):
-            raise refusal from None  # the same words: whether a path exists is not told
+            raise refusal from None  # the same message, so that nobody learns whether a path exists
         if not folder.is_dir() or not all(any(p.is_relative_to(root) for root in roots) for p in (folder, *files)):
             raise refusal
         return folder
 
-    # ------------------------------------------------------------------ when it generates
+    # ------------------------------------------------------------------ pauses and memory
 
     async def pause(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Pauses generation between two steps; requests keep their tokens."""
@@ -206,7 +208,7 @@ class ServiceControl:
         return await self._shielded(act())  # not in turn: a pause must not wait for weights that are being prepared
 
     async def sleep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Releases the memory of weights or cache; refused while requests are under way."""
+        """Frees the memory of weights or cache; refused while requests are under way."""
         parts = frozenset(body["parts"])
 
         async def act() -> dict[str, Any]:
@@ -226,7 +228,7 @@ class ServiceControl:
         return await self._alone(body.get("run"), act)
 
     async def wake(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Takes memory again; weights that slept must be delivered again."""
+        """Allocates memory again. Weights that slept must be delivered again."""
         parts = frozenset(body["parts"])
 
         async def act() -> dict[str, Any]:
@@ -238,7 +240,7 @@ class ServiceControl:
         return await self._alone(body.get("run"), act)
 
     async def flush(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Forgets the cached prompts, so that later requests reuse nothing of them."""
+        """Drops the cached prompts, so that later requests do not reuse them."""
         self._check_run(body.get("run"))
 
         async def act() -> dict[str, Any]:
@@ -250,10 +252,11 @@ class ServiceControl:
     async def statistics(self, body: dict[str, Any], request: web.Request) -> Mapping[str, float]:
         return await self._engine(self._service.engine.statistics)
 
-    # ------------------------------------------------------------------ how
+    # ------------------------------------------------------------------ order of changes, and failures
 
     async def _alone(self, run: str | None, act: Callable[[], Awaitable[T]], *, free: bool = False) -> T:
-        """Runs a change for ``run`` when its turn comes, and checks the owner again then; see `_check_run`."""
+        """Runs a change for ``run`` once all earlier changes have ended. Checks the owner at the call and again when the
+        change begins; see `_check_run`."""
         self._check_run(run, free=free)
 
         async def checked() -> T:
@@ -281,7 +284,7 @@ class ServiceControl:
         return await self._shielded(change())
 
     async def _shielded(self, coroutine: Any) -> Any:
-        """Finishes a change even if the client disconnects: half a change would be worse than one without a reader."""
+        """Finishes a change even if the client disconnects, because half a change would be worse than an unread answer."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._over)
@@ -290,7 +293,7 @@ class ServiceControl:
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at, also where the client left before
+            task.exception()  # marks it as retrieved, even if the client has disconnected
 
     async def _engine(self, function: Callable[[], T]) -> T:
         """Calls the engine in a thread; its failures become refusals."""
@@ -302,20 +305,20 @@ class ServiceControl:
             raise Refusal(422, str(error), code="weights") from error
         except WaitTimeout as error:
             raise Refusal(504, str(error), code="deadline") from error
-        except (RuntimeError, OSError) as error:  # what the engine refuses: sleep while requests are under way
+        except (RuntimeError, OSError) as error:  # the engine refuses, for example sleep while requests are under way
             raise Refusal(409, str(error), code="refused") from error
 
     async def close(self) -> None:
-        """Waits for the running change, as long as for requests; the engine's end interrupts a slower one."""
+        """Waits at most `shutdown_s` for running changes; slower ones fail when the engine ends."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._service.limits.shutdown_s)
 
 
-RUN = text(256, 1, "The training run that asks; a server of another run refuses.")
+RUN = text(256, 1, "The training run that sends the request; a server that belongs to another run refuses.")
 
 
 def of_run(properties: Mapping[str, Schema] | None = None, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The schema of a body with the requesting run, and further ``properties``."""
+    """Returns the schema of a body with the requesting run and further ``properties``."""
     return record({"run": optional(RUN), **(properties or {})}, required)
 
 

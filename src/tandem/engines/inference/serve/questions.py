@@ -1,24 +1,82 @@
-"""Reads OpenAI's requests: checks what they hold, and makes the completions that they want.
+"""Reads OpenAI's requests: checks them, and makes the completions that they ask for.
 
-A parameter that this engine cannot honour is refused by name, unless its value has no effect.
+A parameter that this engine cannot honour is refused by name, unless its value has no effect. Also makes the grammars that a
+turn must fit: that of its answer's JSON schema, or of a tool call that it must make.
 """
 
+import asyncio
+import json
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.api.failures import DataFailure
 from tandem.api.media import MediaKind
 from tandem.api.requests import LLMRequest, NoiseKey
-from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.serve.formats import grammar_of
-from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
-from tandem.engines.inference.serve.limits import ServiceLimits
+from tandem.config.rollout import GenerationConfig
 from tandem.engines.inference.serve.text import Tokenizers
-from tandem.protocol.dialects.chat import read_stops, read_turn
-from tandem.protocol.refusal import Refusal
-from tandem.protocol.schema import Schema, array, integer, optional, record, text
+from tandem.engines.inference.serve.token_routes import SEED_LIMIT, STOP_STRINGS, TOP_P
+from tandem.engines.inference.watched import WHITE_SPACE, check_grammar, json_grammar
+from tandem.protocol.access import ServiceLimits
+from tandem.protocol.bodies import Refusal, Schema, array, integer, optional, record, text
+from tandem.protocol.dialects.openai_chat import read_stops, read_turn
+from tandem.protocol.dialects.wire import as_object
+from tandem.protocol.tool_families import Family
 from tandem.protocol.turns import Turn
+
+
+async def grammar_of(turn: Turn, family: Family) -> str:
+    """Returns the grammar that a turn must fit, with tool calls in the format of ``family``; empty: any text may be written.
+
+    Raises:
+        Refusal: 400 for a schema that cannot be enforced, or a call that cannot be forced; the message names the part.
+    """
+    form, where = turn.answer_format, "tool_choice"
+    if form is not None and turn.tools:
+        message = "an answer that must be JSON cannot call tools: leave one out, or set tool_choice to none"
+        raise Refusal(400, message, param=form.where)
+    try:
+        if form is not None:
+            where = form.where
+            return await asyncio.to_thread(json_grammar, form.schema)
+        if turn.tool_choice == "required":
+            grammar = _call_grammar(turn, family)
+            await asyncio.to_thread(check_grammar, grammar)
+            return grammar
+    except DataFailure as failure:
+        raise Refusal(400, f"{where}: {failure}", code=failure.reason, param=where) from failure
+    return ""
+
+
+def _call_grammar(turn: Turn, family: Family) -> str:
+    """Returns the grammar of a call of one of the turn's tools, or of the chosen tool, in Lark notation."""
+    tools = [tool["function"] for tool in turn.tools if turn.chosen_tool in ("", tool["function"]["name"])]
+    if not tools:
+        message = f"tool_choice wants a call of {turn.chosen_tool or 'some tool'}, which is not among the tools"
+        raise Refusal(400, message, param="tool_choice")
+    if family.forced is None:
+        message = f"tool_choice must be auto or none: calls in the format of this model ({family.name}) cannot be forced"
+        raise Refusal(400, message, param="tool_choice")
+    before, field, behind = family.forced
+    calls = " | ".join(f"call_{number}" for number in range(len(tools)))
+    return "\n".join([f"start: {_text(before)} ({calls}) {_text(behind)}", *_rules(tools, field)])
+
+
+def _rules(tools: Sequence[Mapping[str, Any]], field: str) -> list[str]:
+    """Returns the Lark rules of the tools' calls. Each schema has a rule of its own, so that its references stay valid."""
+    rules = []
+    for number, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "{field}": '
+        schema = {**as_object(tool["parameters"], "tools.parameters"), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+        rules.append(f"call_{number}: {_text(head)} arguments_{number} {_text('}')}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    return rules
+
+
+def _text(words: str) -> str:
+    return json.dumps(words, ensure_ascii=False)
+
 
 WITHOUT_EFFECT: Mapping[str, list[Any]] = {
     "frequency_penalty": [0, None],
@@ -49,7 +107,7 @@ NO_TURN = Turn(())
 
 @dataclass(frozen=True)
 class CompletionQuestion:
-    """The completions that one request wants."""
+    """The completions that one request asks for."""
 
     prompts: tuple[tuple[int, ...], ...]
     gconfig: GenerationConfig
@@ -66,14 +124,14 @@ class CompletionQuestion:
     """The chat that a chat completion continues."""
 
     media: tuple[int, ...] = ()
-    """Media numbers of the tokens of its one prompt."""
+    """Media number of each token of the prompt; a question with media has only one prompt."""
 
     prompt_text: str = ""
     """The whole prompt, as the model reads it."""
 
     def requests(self) -> list[LLMRequest]:
-        """One request per completion: those of the first prompt, then those of the second. The seed determines the noise of
-        all."""
+        """Returns one request per completion: those of the first prompt, then those of the second, and so on. The seed
+        determines the noise of all."""
         return [
             LLMRequest(
                 prompt,
@@ -102,9 +160,9 @@ def _common(name: str, vocab_size: int, limits: ServiceLimits) -> dict[str, Sche
         "stream": optional({"type": "boolean"}),
         "stream_options": optional(record({"include_usage": optional({"type": "boolean"})})),
         "top_k": optional(integer(0, SEED_LIMIT, "Not OpenAI's: only the k most probable tokens; 0 is off.")),
-        "min_tokens": optional(integer(0, limits.max_tokens, "Not OpenAI's: no stop token before so many.")),
+        "min_tokens": optional(integer(0, limits.max_tokens, "Not OpenAI's: no stop token before this many tokens.")),
         "stop_token_ids": optional(array(integer(0, vocab_size - 1), 0, 1024)),
-        "user": optional(text(512, 0, "Changes nothing, and is written nowhere.")),
+        "user": optional(text(512, 0, "Ignored, and stored nowhere.")),
         **{key: {"enum": values} for key, values in WITHOUT_EFFECT.items()},
     }
 
@@ -117,15 +175,17 @@ def completion_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Sche
     fields = _common(name, vocab_size, limits) | {
         "prompt": {"anyOf": [prompt, ids, *several]},
         "max_tokens": optional(integer(0, limits.max_tokens, "0 needs echo.")),
-        "logprobs": optional(integer(0, MAX_TOP, "Of the chosen tokens, and so many of the most probable.")),
-        "echo": optional({"type": "boolean", "description": "The prompt too, with its log-probabilities."}),
+        "logprobs": optional(integer(0, MAX_TOP, "Also for this many of the most probable tokens at each position.")),
+        "echo": optional(
+            {"type": "boolean", "description": "The answer begins with the prompt; with logprobs also for its tokens."}
+        ),
         **{key: {"enum": values} for key, values in LEGACY_WITHOUT_EFFECT.items()},
     }
     return record(fields, ("model", "prompt"))
 
 
 def _parts(media: Collection[MediaKind], limits: ServiceLimits) -> Schema:
-    """The schema of one part of a message's content."""
+    """Returns the schema of one part of a message's content."""
 
     def part(name: str, value: Schema) -> Schema:
         return record({"type": {"enum": [name]}, name: value}, ("type", name))
@@ -140,7 +200,7 @@ def _parts(media: Collection[MediaKind], limits: ServiceLimits) -> Schema:
 
 
 def _formats() -> list[Schema]:
-    """The schemas of `response_format`."""
+    """Returns the schemas of `response_format`."""
     schema = {"type": "object", "description": "A JSON schema that the answer fits."}
     inner = {"name": optional(text(256)), "description": optional(text(8192)), "schema": schema}
     inner["strict"] = optional({"type": "boolean"})
@@ -149,8 +209,8 @@ def _formats() -> list[Schema]:
 
 
 def turn_schema(name: str) -> Schema:
-    """The schema of a dialect's body; the dialect reads its other fields itself, and refuses those that it does not know."""
-    known = {
+    """Returns the schema of the fields that dialects share; each dialect checks its other fields itself."""
+    fields = {
         "model": {"enum": [name]},
         "temperature": _TEMPERATURE,
         "top_p": optional(TOP_P),
@@ -161,11 +221,11 @@ def turn_schema(name: str) -> Schema:
         "parallel_tool_calls": {"enum": [True, None]},
         "include": optional(array({"enum": ["reasoning.encrypted_content"]}, 0, 8)),
     }
-    return {"type": "object", "properties": known, "required": ["model"], "additionalProperties": True}
+    return {"type": "object", "properties": fields, "required": ["model"], "additionalProperties": True}
 
 
 def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collection[MediaKind] = ()) -> Schema:
-    """The schema of a chat completion's body. ``media``: the kinds that the model takes."""
+    """Returns the schema of a chat completion's body. ``media``: the kinds of media that the model takes."""
     called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
     call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
     message: dict[str, Schema] = {
@@ -175,7 +235,9 @@ def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collec
         "tool_calls": optional(array(call, 0, 128)),
         "tool_call_id": optional(text(256)),
         "reasoning_content": optional(text(limits.max_body_bytes)),
-        **{key: {"type": "null"} for key in ("refusal", "audio", "function_call")},  # of an answer that is sent back
+        **{
+            key: {"type": "null"} for key in ("refusal", "audio", "function_call")
+        },  # fields of an answer that a client sends back
         "annotations": optional(array({"type": "object"}, 0, 0)),
     }
     function = {
@@ -190,10 +252,10 @@ def chat_schema(name: str, vocab_size: int, limits: ServiceLimits, media: Collec
         "messages": array(record(message, ("role",)), 1, 4096),
         "max_completion_tokens": optional(integer(1, limits.max_tokens)),
         "logprobs": optional({"type": "boolean"}),
-        "top_logprobs": optional(integer(0, MAX_TOP, "So many of the most probable tokens; needs logprobs.")),
+        "top_logprobs": optional(integer(0, MAX_TOP, "This many of the most probable tokens; needs logprobs.")),
         "response_format": {"anyOf": [*_formats(), {"type": "null"}]},
         "chat_template_kwargs": optional({"type": "object", "description": "Not OpenAI's: options of the chat template."}),
-        "tools": optional(array(tool, 0, 128) | {"description": "Calls of them come back as tool_calls."}),
+        "tools": optional(array(tool, 0, 128) | {"description": "The model may call these; calls come back as tool_calls."}),
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, chosen]},
         **{key: {"enum": values} for key, values in CHAT_WITHOUT_EFFECT.items()},
     }
@@ -206,11 +268,11 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
     most = DEFAULT_LEGACY_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
     if not most and not echo:
         raise Refusal(
-            400, "max_tokens=0 makes nothing; it is for the log-probabilities of a prompt: add echo", param="max_tokens"
+            400, "max_tokens=0 generates nothing; for the log-probabilities of a prompt, add echo", param="max_tokens"
         )
     if echo and body.get("stream"):
         raise Refusal(400, "echo needs stream=false", param="echo")
-    room = limits.max_tokens + (not most)  # nothing need fit behind it
+    room = limits.max_tokens + (not most)  # without new tokens, the prompt may fill the context
     ids = tuple([await tokenizers.encode(p, room) if isinstance(p, str) else tuple(p) for p in prompts])
     if not all(ids):
         raise Refusal(400, "prompt has no tokens; give it some text", param="prompt")
@@ -221,9 +283,9 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
 
 async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
     turn = read_turn(body, media=bool(tokenizers.media))
-    given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
-    if len(given) > 1:
-        raise Refusal(400, "max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
+    maxima = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
+    if len(maxima) > 1:
+        raise Refusal(400, "max_tokens and max_completion_tokens mean the same; leave one out", param="max_tokens")
     logprobs, top = bool(body.get("logprobs")), body.get("top_logprobs") or 0
     if top and not logprobs:
         raise Refusal(400, "top_logprobs needs logprobs=true", param="top_logprobs")
@@ -234,7 +296,7 @@ async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits:
 async def turn_question(
     turn: Turn, body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits
 ) -> CompletionQuestion:
-    """Makes the completions of a turn. ``body``: the request, for its sampling and the template's options."""
+    """Makes the completions of a turn. ``body``: the request's body, for sampling settings and the template's options."""
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     if turn.tool_choice == "none":

@@ -1,1 +1,1 @@
-"""Servers of other makers (vLLM, SGLang): one engine over what differs between them, `protocol.py`."""
+"""Servers of other makers (vLLM, SGLang): one engine; `protocol.py` describes the differences between the servers."""

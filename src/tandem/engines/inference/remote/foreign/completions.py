@@ -1,7 +1,7 @@
-"""One completion from another maker's server, made of pieces: one request each.
+"""One completion from another maker's server, assembled from pieces: one request each.
 
-Usually there is one piece; there are more where the first token has a temperature of its own, and where the server ended a
-request that is not done by our rules (`Judge`): it was aborted, or it knows an end token that we do not.
+Usually there is one piece. There are more if the first token has a temperature of its own, or if the server ended a request
+that is not complete by our rules (`Judge`): it was aborted, or the server has an end token that we do not know.
 """
 
 import asyncio
@@ -19,19 +19,24 @@ from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import kind_and_text
-from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.noise import stream_of
-from tandem.engines.inference.remote.foreign.prompts import MediaFile, ServerPrompts, compare_prompts
-from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol, ServerReply
-from tandem.engines.inference.requests import check_request
-from tandem.engines.inference.stopping import StopText
+from tandem.config.rollout import GenerationConfig
+from tandem.engines.inference.engine_calls import StopText, check_request
+from tandem.engines.inference.remote.foreign.protocol import (
+    Draw,
+    Facts,
+    MediaFile,
+    ServerPrompts,
+    ServerProtocol,
+    ServerReply,
+    compare_prompts,
+)
+from tandem.engines.inference.sampler import stream_of
 from tandem.models.foreign import read_hf_config
-from tandem.models.stopping import stop_ids
-from tandem.models.tokenizer import load_tokenizer
+from tandem.models.tokenizer import load_tokenizer, stop_ids
 
 
 class Labels:
-    """Version → label and back. A label names run, model, number and digest, and this client by a random word."""
+    """Converts versions to labels and back. A label has run, model, number, digest, and a random word for this client."""
 
     def __init__(self, url: str):
         self._url = url
@@ -39,23 +44,24 @@ class Labels:
         self._numbers: dict[str, int] = {}
 
     def of(self, version: WeightVersion) -> str:
-        """The label of a version, known from now on."""
+        """Returns the label of a version, and remembers it."""
         label = f"{version.run or 'tandem'}/{version.model}/{version.number}/{version.digest[:12]}/{self._nonce}"
         self._numbers[label] = version.number
         return label
 
     def adopt(self, label: str, otherwise: int) -> int:
-        """Takes another client's label for known, and returns its number; ``otherwise`` where it is no label of Tandem's."""
+        """Accepts a label that another client gave to the server's weights. Returns the version number in the label, or
+        ``otherwise`` if the label is not one of Tandem's."""
         number = label.rsplit("/", 3)[1] if label.count("/") >= 4 else ""
         self._numbers[label] = int(number) if number.isdecimal() else otherwise
         return self._numbers[label]
 
     def numbers(self, labels: Sequence[str]) -> tuple[int, ...]:
-        """The version of each token. Raises `ServerFailed` for a label that is not ours."""
-        strange = set(labels) - self._numbers.keys()
-        if strange:
+        """Returns the version number of each token. Raises `ServerFailed` for an unknown label."""
+        unknown = set(labels) - self._numbers.keys()
+        if unknown:
             raise ServerFailed(
-                f"{self._url} says that its weights are {min(strange)!r}, which this run did not give it: it was restarted, "
+                f"{self._url} reports weights {min(unknown)!r}, which this run did not deliver: it was restarted, "
                 "or another run uses it",
                 url=self._url,
             )
@@ -63,7 +69,7 @@ class Labels:
 
 
 class Counters:
-    """Thread-safe; ``busy_s`` is the time in which at least one request was under way."""
+    """Counters of one client; thread-safe. ``busy_s``: seconds in which at least one request was under way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +101,7 @@ class Counters:
             self._values[name] = float(value)
 
     def all(self) -> dict[str, float]:
-        """All of them, with ``running`` and ``waiting``."""
+        """Returns all counters, with ``running`` and ``waiting``."""
         with self._lock:
             busy = time.perf_counter() - self._since if self._running else 0.0
             counted = self._values | {"busy_s": self._values["busy_s"] + busy}
@@ -103,11 +109,11 @@ class Counters:
 
 
 class Judge:
-    """Looks at the tokens of one completion, in pieces.
+    """Decides where one completion ends, from its tokens in pieces.
 
-    A stop token ends it and stays in it; so does the token that completes a stop string. A server may stop earlier or
-    later than that, for a token of its own or because it reads only what is new: its word is not asked. ``minimum``: so many
-    tokens are no stop tokens, and no stop string counts that is complete before them.
+    A stop token ends the completion and stays in it; so does the token that completes a stop string. A server may stop
+    earlier or later, for a token of its own or because it searches only new text, so its own decision is ignored.
+    ``minimum``: number of tokens at the beginning that must not be stop tokens, and in which no stop string counts.
     """
 
     def __init__(self, stop_ids: frozenset[int], limit: int, stop_text: StopText | None = None, minimum: int = 0):
@@ -116,15 +122,15 @@ class Judge:
 
     @property
     def room(self) -> int:
-        """Tokens that may still come."""
+        """Number of tokens that may still come."""
         return self._limit - self._count
 
     def look(self, tokens: Sequence[int]) -> tuple[int, StopReason | None]:
-        """The number of these tokens that belong to the completion, and the reason why it ends with the last of them; None:
-        it goes on.
+        """Returns how many of these tokens belong to the completion, and why it ends with the last of them; None if it goes
+        on.
 
         Raises:
-            ValueError: a stop token came that was to be suppressed.
+            ValueError: a stop token came that the server had to suppress.
         """
         for place, token in enumerate(tokens, 1):
             self._count += 1
@@ -132,7 +138,9 @@ class Judge:
                 return place, StopReason.STOP
             if token in self._stop_ids:
                 if self._count <= self._minimum:
-                    raise ValueError(f"drew stop token {token} as token {self._count}, with {self._minimum} to come before")
+                    raise ValueError(
+                        f"drew stop token {token} as token {self._count}, before the minimum of {self._minimum} tokens"
+                    )
                 return place, StopReason.STOP
             if self._count >= self._limit:
                 return place, StopReason.LENGTH
@@ -140,17 +148,17 @@ class Judge:
 
 
 ABORT_TIMEOUT_S = 5.0
-"""Seconds that a request which passed its deadline may take to give what it has; then it counts as having nothing."""
+"""Seconds for a server to abort a late request, and again to return its tokens; after that it ends without tokens."""
 
 MAX_EMPTY_PIECES = 8
-"""A server that answers so many times in a row without a token is not serving."""
+"""Number of answers in a row without a token after which the server counts as failed."""
 
 _LOWEST_LOGPROB = -9000.0
-"""A bound above the -9999 that one of the servers writes for a number that is not finite."""
+"""Lower bound of valid log-probabilities; one of the servers writes -9999 for a number that is not finite."""
 
 
 class Completions:
-    """Makes completions of one server. ``cannot``: what of a sampling configuration it cannot do."""
+    """Makes completions with one server. ``cannot``: returns why the server does not support sampling settings, or None."""
 
     def __init__(
         self,
@@ -171,7 +179,7 @@ class Completions:
         self._url = protocol.http.base_url
 
     async def complete(self, request: LLMRequest) -> LLMResponse:
-        """Raises `DataFailure` or `ServerFailed`."""
+        """Returns a completion. Raises `DataFailure` or `ServerFailed`."""
         judge = self._admit(request)
         expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         tokens: list[int] = []
@@ -196,7 +204,7 @@ class Completions:
         return _response(request, tokens, logprobs, versions, reason)
 
     def _admit(self, request: LLMRequest) -> Judge:
-        """Refuses what cannot be sampled, as the embedded engine does."""
+        """Refuses requests that cannot be sampled, as the embedded engine does. Returns the judge of the completion."""
         gconfig, limit = request.gconfig, self._facts.max_model_len
         if request.media and self._prompts is None:
             self._prompts = ServerPrompts(self._folder)
@@ -219,20 +227,20 @@ class Completions:
     async def _next(self, request: LLMRequest, so_far: Sequence[int], room: int, expires: float | None) -> ServerReply:
         """Sends one request to the server. The reply has no tokens if the deadline passed before the server made any."""
         nothing = ServerReply((), (), ())
-        left = self._request_timeout_s if expires is None else expires - time.monotonic()
-        if left <= 0:
+        remaining = self._request_timeout_s if expires is None else expires - time.monotonic()
+        if remaining <= 0:
             return nothing
         number, ids = uuid.uuid4().hex, [*request.input_ids, *so_far]
         sent, files = ids, list[MediaFile]()
         if request.media and self._prompts is not None:
             sent, files = await self._prompts.pack(ids, request.media)
         body = self._protocol.body(number, sent, self._draw(request, so_far, room), files)
-        post = self._protocol.http.post(self._protocol.generate_path, body, deadline_s=left + 3 * ABORT_TIMEOUT_S)
+        post = self._protocol.http.post(self._protocol.generate_path, body, deadline_s=remaining + 3 * ABORT_TIMEOUT_S)
         task = asyncio.ensure_future(post)
         try:
-            await asyncio.wait({task}, timeout=left)
+            await asyncio.wait({task}, timeout=remaining)
             if not task.done() and expires is None:
-                raise ServerFailed(f"{self._url} did not end a request within {left:g} s", url=self._url)
+                raise ServerFailed(f"{self._url} did not end a request within {remaining:g} s", url=self._url)
             if not task.done():
                 with suppress(ServerFailed, DataFailure, TimeoutError):
                     await asyncio.wait_for(self._protocol.abort(number), ABORT_TIMEOUT_S)
@@ -243,11 +251,11 @@ class Completions:
 
     def _draw(self, request: LLMRequest, so_far: Sequence[int], room: int) -> Draw:
         gconfig, key = request.gconfig, request.noise_key
-        hot = gconfig.first_token_temperature if not so_far and not gconfig.greedy else None
+        first_temperature = gconfig.first_token_temperature if not so_far and not gconfig.greedy else None
         position = len(request.input_ids) + len(so_far)
-        most = room if hot is None else 1
+        most = room if first_temperature is None else 1
         return Draw(
-            temperature=gconfig.temperature if hot is None else hot,
+            temperature=gconfig.temperature if first_temperature is None else first_temperature,
             greedy=gconfig.greedy,
             top_p=gconfig.top_p,
             top_k=gconfig.top_k,
@@ -259,32 +267,32 @@ class Completions:
         )
 
     def read(self, answer: Any, prompt: Sequence[int] | None = None) -> ServerReply:
-        """The piece in an answer.
+        """Reads the piece in an answer.
 
         Raises:
-            ServerFailed: there is none.
-            DataFailure: the server made another prompt of its images and sounds than ``prompt``.
+            ServerFailed: the answer is not a completion.
+            DataFailure: with its images and sounds, the server's prompt differs from ``prompt``.
         """
         try:
             piece = self._protocol.piece(answer)
-            theirs = None if prompt is None else self._protocol.prompt_ids(answer)
+            server_prompt = None if prompt is None else self._protocol.prompt_ids(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ServerFailed(
                 f"{self._url} gave an answer that is no completion: {kind_and_text(error)}", url=self._url
             ) from error
         if not all(_LOWEST_LOGPROB < value < 0.01 for value in piece.logprobs):
-            raise ServerFailed(f"{self._url} gave log-probabilities that are none: {piece.logprobs}", url=self._url)
-        if prompt is not None and theirs is not None:
-            compare_prompts(prompt, theirs, self._facts.name)
+            raise ServerFailed(f"{self._url} gave invalid log-probabilities: {piece.logprobs}", url=self._url)
+        if prompt is not None and server_prompt is not None:
+            compare_prompts(prompt, server_prompt, self._facts.name)
         return piece
 
 
 def _response(
     request: LLMRequest, tokens: list[int], logprobs: list[float], versions: list[int], reason: StopReason
 ) -> LLMResponse:
-    """Greedy log-probabilities are at temperature 1 in these servers, whatever was asked, and the response says so."""
+    """Makes the response. These servers give greedy log-probabilities at temperature 1, so the response states 1."""
     gconfig = request.gconfig
-    hot = gconfig.first_token_temperature is not None and not gconfig.train_first_token
+    skips_first = gconfig.first_token_temperature is not None
     return LLMResponse(
         request.input_ids,
         tuple(tokens),
@@ -292,5 +300,5 @@ def _response(
         tuple(versions),
         reason,
         1.0 if gconfig.greedy else gconfig.temperature,
-        untrained_tokens=min(len(tokens), int(hot)),
+        untrained_tokens=min(len(tokens), int(skips_first)),
     )

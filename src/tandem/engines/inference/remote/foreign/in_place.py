@@ -1,4 +1,4 @@
-"""Updates of a server that holds one version at a time: pause, load, drop keys and values, label, compare, resume."""
+"""Updates a server that holds one version at a time: pause, load, drop keys and values, label, compare, resume."""
 
 import hashlib
 import threading
@@ -14,27 +14,27 @@ import torch
 from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
+from tandem.engines.inference.driver import HASH_THREADS, verified
 from tandem.engines.inference.remote.foreign.completions import Counters, Labels
 from tandem.engines.inference.remote.foreign.protocol import ServerProtocol
-from tandem.engines.inference.staging import HASH_THREADS, verified
 
 CLOSE_PATIENCE_S = 5.0
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Name in the server → names of the parts in Hugging Face's files, one behind the other along the first dimension."""
+"""Name in the server → names of its parts in Hugging Face's files, concatenated along the first dimension."""
 
 VOCABULARY, MULTIPLE = ("embed_tokens.weight", "lm_head.weight"), 64
-"""Matrices with a row for each token, and the number of rows that the server fills up to a multiple of, with zeros."""
+"""Matrices with one row per token of the vocabulary, and the multiple up to which the server pads their rows with zeros."""
 
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 class HeldDigests:
-    """Collects the SHA-256 of each tensor that the server names, while the tensors of an update pass by.
+    """Computes the SHA-256 of each tensor as the server holds it, while the tensors of an update pass by.
 
-    Only for a server on one device: a part of a tensor has no digest that we could know. ``dtype`` is the server's: what the
-    update has in another precision (a model's own files, say) it holds converted.
+    Only for a server on one device, because the digests of parts of a tensor are unknown. ``dtype``: that of the server;
+    tensors in another precision (a model's own files, say) are converted first, as the server does.
     """
 
     def __init__(self, names: Collection[str], dtype: torch.dtype):
@@ -43,15 +43,15 @@ class HeldDigests:
         self._digests: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor, digest: str | None) -> None:
-        """``digest``: SHA-256 of the tensor, None if nobody has computed it. Parts of a fused one are kept until the
-        last has come."""
+        """Adds a tensor. ``digest``: its SHA-256; None if it is unknown. Parts of a fused tensor are kept until the last
+        part has come."""
         if name in self._names:
             stored = self._as_held(tensor)
             missing = -stored.shape[0] % MULTIPLE if name.endswith(VOCABULARY) else 0
             if missing:
                 stored = torch.cat([stored, stored.new_zeros(missing, *stored.shape[1:])])
-            given_digest = digest if stored is tensor else None
-            self._digests[name] = given_digest or hashlib.sha256(tensor_bytes(stored)).hexdigest()
+            known_digest = digest if stored is tensor else None
+            self._digests[name] = known_digest or hashlib.sha256(tensor_bytes(stored)).hexdigest()
             return
         before, _, end = name.rpartition(".")
         before, _, part = before.rpartition(".")
@@ -73,7 +73,7 @@ class HeldDigests:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Name in the server → SHA-256; without those that the update does not speak of."""
+        """Name in the server → SHA-256, for the tensors that the update contains."""
         return dict(self._digests)
 
 
@@ -82,12 +82,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def compare(reported: Mapping[str, str], expected: Mapping[str, str], url: str) -> int:
-    """Checks what a server holds against what it should; returns how many tensors agreed.
+    """Compares the digests that a server reports with the expected ones. Returns the number of tensors that agree.
 
     ``reported`` may have only the beginning of each digest.
 
     Raises:
-        ServerFailed: a tensor differs, or none could be compared; names it.
+        ServerFailed: a tensor differs (the message names it), or none could be compared.
     """
     agreed = 0
     for name, digest in sorted(expected.items()):
@@ -104,10 +104,11 @@ def compare(reported: Mapping[str, str], expected: Mapping[str, str], url: str) 
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str], url: str) -> int:
-    """For checksums that we cannot compute: counts the tensors that changed. Raises `ServerFailed` if none did."""
+    """Returns the number of tensors whose checksums changed, for a server whose checksums we cannot compute ourselves.
+    Raises `ServerFailed` if no checksum changed."""
     count = sum(after.get(name) != digest for name, digest in before.items())
     if not count:
-        raise ServerFailed("after the update all its weights are what they were before", url=url)
+        raise ServerFailed("after the update all its weights are the same as before", url=url)
     return count
 
 
@@ -119,11 +120,11 @@ class _Prepared:
 
 
 class InPlaceUpdates:
-    """The weights of one server, and whether it computes. All methods may be called from any thread, one acts at a time."""
+    """The weights of one server, and whether it computes. Methods may be called from any thread; one runs at a time."""
 
     verify_budget_s, verify_every = 1.0, 20
-    """While reading the server's checksums takes less than this they are compared at every update, else at the first and at
-    every `verify_every`-th."""
+    """If reading the server's checksums takes at most `verify_budget_s` seconds, they are compared at every update;
+    otherwise at the first and at every `verify_every`-th."""
 
     def __init__(
         self,
@@ -140,40 +141,43 @@ class InPlaceUpdates:
         self._paused = self._broken = False
         self._asleep: set[InferencePart] = set()
         self._released: set[InferencePart] = set()
-        """Parts whose memory the server has given back: `_asleep`, and with the weights the cache."""
+        """Parts whose memory the server has freed: those in `_asleep`, and if the weights sleep, the cache too."""
         self._prepared: _Prepared | None = None
         self._checksums: dict[str, str] = {}
         self._verify_s = 0.0
         self._updates = 0
 
     def begin(self) -> None:
-        """Gives the weights that are there their name, and reads what the server holds."""
+        """Labels the server's present weights, and reads their checksums."""
         if self._protocol.is_paused():  # by a run that ended in the middle of an update
             self._protocol.resume()
         self._protocol.set_label(self._labels.of(self.version))
         self._checksums = self._protocol.checksums()
 
     def look(self) -> None:
-        """Takes over what the server calls its weights, and changes nothing.
+        """Reads the version from the label of the server's weights, and changes nothing at the server.
 
         Raises:
-            ServerFailed: somebody has paused it.
+            ServerFailed: the server is paused.
         """
         if self._protocol.says_paused and self._protocol.is_paused():
             url = self._protocol.http.base_url
-            raise ServerFailed(f"{url} is paused: its weights are being changed; ask it again when that is over", url=url)
+            raise ServerFailed(
+                f"{url} is paused: its weights are being changed; try again when the update has ended", url=url
+            )
         self.version = replace(self.version, number=self._labels.adopt(self._protocol.label(), self.version.number))
 
     # ------------------------------------------------------------------ an update
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Verifies the tensors. Raises `WeightUpdateFailed`, also for weights that lie where the server cannot read them."""
+        """Verifies the tensors. Raises `WeightUpdateFailed` if a digest differs, or if the server cannot read weights from
+        their source."""
         self.discard()
         number = update.version.number
         if version_digest(update.digests) != update.version.digest:
             raise WeightUpdateFailed(f"version {number}: the digests of its tensors do not give the version's digest")
         compared = self._protocol.bytes_are_hashed and self._due(self._updates + 1)
-        digests = HeldDigests(self._checksums if compared else (), self._dtype)  # it reads every tensor on the CPU
+        digests = HeldDigests(self._checksums if compared else (), self._dtype)  # hashing reads every tensor on the CPU
         try:
             place = update.source.place()
             if place is None or not self._reads(place):
@@ -186,7 +190,7 @@ class InPlaceUpdates:
         except (ValueError, KeyError, RuntimeError, OSError) as error:
             if isinstance(error, WeightUpdateFailed):
                 raise
-            raise WeightUpdateFailed(f"version {number} cannot be taken: {error}") from error
+            raise WeightUpdateFailed(f"version {number} cannot be prepared: {error}") from error
         with self._lock:
             self._prepared = _Prepared(update.version, place, digests.digests)
 
@@ -200,11 +204,11 @@ class InPlaceUpdates:
         )
 
     def commit(self, version: WeightVersion) -> dict[str, float]:
-        """Commits, as `InferenceEngine.commit_weights` says.
+        """Switches to the prepared weights, see `InferenceEngine.commit_weights`.
 
         Raises:
-            WeightUpdateFailed: this version was not prepared; the server serves what it served.
-            ServerFailed: anything on the way. The server stays paused, for nobody knows its weights.
+            WeightUpdateFailed: this version was not prepared; the server keeps its weights.
+            ServerFailed: the update failed midway. The server stays paused, because its weights are unknown.
         """
         with self._lock:
             prepared = self._prepared
@@ -213,7 +217,7 @@ class InPlaceUpdates:
                 raise WeightUpdateFailed(f"version {version.number} cannot be committed: {staged} is prepared")
             label = self._labels.of(version)
             began = time.perf_counter()
-            self._broken = True  # until the end: what fails below leaves a server whose weights nobody knows
+            self._broken = True  # until the end: a failure below leaves the server with unknown weights
             self._protocol.pause()
             if "weights" in self._released:
                 self._take("weights")
@@ -264,20 +268,20 @@ class InPlaceUpdates:
             self._paused = True
 
     def resume(self) -> None:
-        """Raises `ServerFailed` after an update that failed on the way."""
+        """Lets the server go on. Raises `ServerFailed` after an update that failed midway."""
         with self._lock:
             if self._broken:
                 url = self._protocol.http.base_url
-                raise ServerFailed(f"{url} has weights of no version; deliver them anew", url=url)
+                raise ServerFailed(f"{url} has unknown weights, after a failed update; deliver weights again", url=url)
             self._paused = False
             if not self._released:
                 self._protocol.resume()
 
     def sleep(self, parts: Set[InferencePart]) -> None:
-        """Gives the memory of these parts back; the server is idle. It computes nothing until the last one is awake again.
+        """Frees the memory of these parts of an idle server. The server computes nothing until all parts are awake again.
 
         Raises:
-            ServerFailed: it did not. It stays paused, for nobody knows what it still has.
+            ServerFailed: the server did not do it. It stays paused, because it is unknown what it still holds.
         """
         with self._lock:
             asleep = {*self._asleep, *parts}
@@ -291,7 +295,7 @@ class InPlaceUpdates:
             self._asleep |= parts
 
     def wake(self, parts: Set[InferencePart]) -> None:
-        """Takes the memory of the cache again. That of the weights comes with their next delivery, which fills it."""
+        """Allocates the memory of the cache again. The memory of the weights is allocated with their next delivery."""
         with self._lock:
             self._asleep -= parts - {"weights"}
             if self._released - self._asleep and "weights" not in self._asleep:
@@ -304,17 +308,17 @@ class InPlaceUpdates:
         self._released.discard(part)
 
     def close(self, leave_running: bool, patience_s: float = CLOSE_PATIENCE_S) -> None:
-        """``leave_running``: a server that we paused goes on, unless it hangs in an update.
-        ``patience_s``: the time that an update under way has to end."""
+        """Ends this client's work. ``leave_running``: a server that this client paused is resumed, unless it hangs in an
+        update. ``patience_s``: seconds for a running update to end."""
         # a commit that hangs in the server holds the lock; without a limit the end of the run would hang with it
         free = self._lock.acquire(timeout=patience_s)
         if not free:
-            self._protocol.http.close()  # which ends the call that it hangs in
+            self._protocol.http.close()  # ends the call in which the commit hangs
             free, leave_running = self._lock.acquire(timeout=patience_s), False
         try:
             if leave_running and (self._paused or self._broken or self._released):
                 with suppress(ServerFailed, EngineDied):
-                    self._protocol.call("/openapi.json", timeout_s=patience_s)  # do not wait long for one that hangs
+                    self._protocol.call("/openapi.json", timeout_s=patience_s)  # does not wait long for a server that hangs
                     for part in sorted(self._released, reverse=True):
                         self._take(part)
                     self._protocol.resume()
@@ -324,7 +328,7 @@ class InPlaceUpdates:
 
 
 def _passing(update: WeightUpdate, digests: HeldDigests) -> Iterator[tuple[str, torch.Tensor]]:
-    """The update's tensors, each verified against its digest."""
+    """Yields the update's tensors, each verified against its digest and added to ``digests``."""
     with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
         for name, tensor in verified(update, pool):
             digests.add(name, tensor, update.digests[name] if update.key is None else None)

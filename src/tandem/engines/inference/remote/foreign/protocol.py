@@ -1,33 +1,245 @@
-"""The differences between inference servers of other makers: routes, field names, and what they can do.
+"""The differences between inference servers of other makers: routes, field names, capabilities, and their weight groups.
 
-`server.ForeignServer` is the engine; it is given one of these. All control calls block, in the thread that publishes.
+`server.ForeignServer` is the engine; it uses one `ServerProtocol`. All control calls block, in the thread that publishes.
+
+`ServerPrompts` converts prompts with images and sounds into files and one placeholder for each. The server's own processor
+expands the placeholders again, so the prompt tokens that it reports are compared with those that are trained.
+
+`WeightGroup` sends weights through a process group that stays up between updates; this process is its rank 0. gloo on CPUs;
+NCCL on GPUs, which has never been run. A group serves one server, so that a server that dies does not disturb others. A
+failure aborts the group, and with it what an NCCL call has left on the GPU; the next update makes a new group.
 """
 
+import asyncio
+import base64
 import contextlib
 import hashlib
+import itertools
 import re
+import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from tandem.api.engines import InferencePart
-from tandem.api.failures import DataFailure, ServerFailed, TandemError
-from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.foreign.prompts import MediaFile
-from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, WeightGroup
+from tandem.api.failures import DataFailure, ServerFailed
+from tandem.api.media import MediaKind, Medium, reader_of
+from tandem.config.errors import ConfigError, TandemError
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import (
+    compare_versions,
+    joined,
+    key_of,
+)
+from tandem.media import store
+from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.client import HttpClient
 
+TIMEOUT_S = 300.0
+POLL_S = 0.0005
+
+_numbers = itertools.count()
+
+
+class Way(NamedTuple):
+    """Addresses and devices with which weights reach a server through a group."""
+
+    host: str
+    """This machine's address, as the server reaches it."""
+
+    backend: str = "gloo"
+    device: str = "cpu"
+    """The device from which this process sends: a GPU if the backend is NCCL."""
+
+
+class WeightGroup:
+    """The trainer's end of a group. ``size``: number of all ranks, this one included."""
+
+    def __init__(
+        self,
+        way: "Way",
+        size: int,
+        join: Callable[[str, int, str], Any],
+        *,
+        prefixes: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        """``join(host, port, name)`` asks the server to join, and returns once it has. ``prefixes``: puts three prefixes
+        before the keys of the store, for a server that makes its end with torch's own helper, which does the same."""
+        host, backend, self.device = way
+        self.timeout_s = timeout_s
+        self.name = f"tandem-{next(_numbers)}"
+        listening = socket.create_server((host, 0))  # torch's own socket would listen at all addresses of this machine
+        port, wait = listening.getsockname()[1], timedelta(seconds=timeout_s)
+        with ThreadPoolExecutor(1, "weight-group") as pool:
+            joining = pool.submit(join, host, port, self.name)
+            store: dist.Store = dist.TCPStore(
+                host, port, size, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            kind = "cuda" if backend == "nccl" else "cpu"
+            for prefix in (self.name, f"{self.name}/", f"{kind}/") if prefixes else ():
+                store = dist.PrefixStore(prefix, store)
+            if not prefixes:
+                keys = [key_of(rank) for rank in range(1, size)]
+                while not (store.check(keys) or joining.done()):  # done: the server has died or refused
+                    time.sleep(POLL_S)
+                if not store.check(keys):
+                    joining.result()
+                compare_versions(store, 0, range(1, size), backend)
+            self.group = joined(store, 0, size, backend, host, timeout_s)
+            joining.result()
+
+    def broadcast(self, tensor: torch.Tensor, receiving: "Future[Any]") -> None:
+        """Sends a tensor to all ranks of the server. ``receiving``: the call that makes the server receive the tensor. If
+        the call fails, raises its exception."""
+        deadline = time.monotonic() + self.timeout_s
+        work = self.group.broadcast([tensor.to(self.device)], dist.BroadcastOptions())
+        try:
+            while not work.is_completed():
+                if receiving.done():
+                    receiving.result()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no progress for {self.timeout_s:g} s")
+                time.sleep(POLL_S)
+            work.wait()
+        except BaseException:
+            self.close()  # at once, since the server may wait for this group
+            raise
+        finally:
+            del work  # it holds the connections, and an exception holds this frame
+
+    def close(self) -> None:
+        """Closes this end of the group, and aborts its transfers; idempotent."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+
+
+def group_backend(device: str, trainer: Sequence[int], server: Sequence[int]) -> str:
+    """Returns the backend for the trainer's first rank and a server with these GPUs; NCCL allows one rank per GPU."""
+    return "nccl" if device != "cpu" and trainer and server and not set(trainer) & set(server) else "gloo"
+
+
+class GroupDelivery:
+    """Holds a protocol's group: made at the start, and made again after a failure."""
+
+    def __init__(self, way: Way):
+        self.way = way
+        self.group: WeightGroup | None = None
+
+    def send(self, make: Callable[[], WeightGroup], send: Callable[[WeightGroup], None] = lambda group: None) -> None:
+        """Makes the group if there is none, and sends. If either fails, closes this end and raises the exception."""
+        try:
+            self.group = self.group or make()
+            send(self.group)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes this end of the group; idempotent."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+class MediaFile(NamedTuple):
+    """A medium as it is sent to a server."""
+
+    kind: MediaKind
+    url: str
+    """A data URL with a PNG or WAV file."""
+
+
+class ServerPrompts:
+    """Converts prompts of one model into the form that servers take."""
+
+    def __init__(self, folder: Path):
+        self._tokenizer = load_tokenizer(folder)
+        self.takes_media = reader_of(self._tokenizer) is not None
+        self._written = lru_cache(1024)(self._write)
+
+    async def pack(self, ids: Sequence[int], media: Sequence[int]) -> tuple[list[int], list[MediaFile]]:
+        """Returns the tokens with one placeholder per medium, and the media in order.
+
+        Args:
+            ids: ``[S]`` tokens, with expanded placeholders.
+            media: media numbers of the first tokens; the tokens after them are text.
+
+        Raises:
+            DataFailure: ``media_mismatch``: a medium is not expanded as by this model's processor. ``media_missing``: the
+                media store does not have a medium. ``media_unreadable``: its file there is damaged.
+        """
+        try:
+            collapsed, shown = self._collapsed(list(ids), media)
+            return collapsed, [await asyncio.to_thread(_file, medium) for medium in shown]
+        except store.MediaMissing as error:
+            raise DataFailure(error.reason, str(error)) from error
+
+    def _collapsed(self, ids: list[int], media: Sequence[int]) -> tuple[list[int], list[Medium]]:
+        reader = reader_of(self._tokenizer)
+        assert reader is not None
+        collapsed: list[int] = []
+        shown: list[Medium] = []
+        done = 0
+        for place, number in enumerate(media):
+            if number and place >= done:
+                medium = store.medium(number)
+                token, written = reader.placeholder(medium.kind), self._written(medium)
+                start = place - written.index(token)  # markers of tiles may stand before the first placeholder
+                end = start + len(written)
+                if start < done or ids[start:end] != written:
+                    raise DataFailure(
+                        "media_mismatch",
+                        f"the tokens of medium {number} at token {place} are not the {len(written)} tokens that its "
+                        "processor writes, so it cannot be sent to a server of another maker",
+                    )
+                collapsed += [*ids[done:start], token]
+                shown.append(medium)
+                done = end
+        return [*collapsed, *ids[done:]], shown
+
+    def _write(self, medium: Medium) -> list[int]:
+        reader = reader_of(self._tokenizer)
+        assert reader is not None
+        return list(self._tokenizer(reader.expansion(medium), add_special_tokens=False)["input_ids"])
+
+
+def compare_prompts(ours: Sequence[int], theirs: Sequence[int], name: str) -> None:
+    """Raises `DataFailure` if a server computed other prompt tokens (``theirs``) than those that are trained (``ours``)."""
+    if list(ours) == list(theirs):
+        return
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    raise DataFailure(
+        "media_mismatch",
+        f"{name} made {len(theirs)} tokens of a prompt with images or sounds that has {len(ours)} here; they differ from "
+        f"token {place} on: its processor has other settings than the model's folder, see docs/servers.md",
+    )
+
+
+def _file(medium: Medium) -> MediaFile:
+    kind = "image/png" if medium.kind == "image" else "audio/wav"
+    return MediaFile(medium.kind, f"data:{kind};base64,{base64.b64encode(store.packed(medium.number)).decode()}")
+
+
 CONTROL_TIMEOUT_S = 60.0
-"""Pausing waits for one decode step; the others answer at once."""
+"""Seconds for a control call: pausing waits for one decode step, all other calls are answered at once."""
 
 RELOAD_TIMEOUT_S = 600.0
-"""Reading a model from a slow disk."""
+"""Seconds for loading weights, perhaps from a slow disk."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A server's words about itself at the start."""
+    """Facts that a server reports at the start."""
 
     name: str
     """Maker and version, for messages: ``vLLM 0.32.0``."""
@@ -38,7 +250,7 @@ class Facts:
 
 
 class Draw(NamedTuple):
-    """The sampling of one piece of a completion."""
+    """Sampling settings of one piece of a completion."""
 
     temperature: float
     greedy: bool
@@ -49,14 +261,14 @@ class Draw(NamedTuple):
     stop_ids: tuple[int, ...]
     stop: tuple[str, ...]
     min_tokens: int = 0
-    """Stop tokens are suppressed until so many tokens of this piece are there; at most ``max_tokens``."""
+    """Stop tokens are suppressed until the piece has this many tokens; at most ``max_tokens``."""
 
     top_logprobs: int = 0
-    """Most probable tokens to report beside the drawn one; only the check at the start asks for some."""
+    """Number of most probable tokens to report beside the drawn one; only the check at the start requests some."""
 
 
 class ServerReply(NamedTuple):
-    """The answer to one request to the server: tokens with their log-probabilities, and the label of the weights of each."""
+    """The answer to one request: tokens, and for each its log-probability and the label of its weights."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -70,13 +282,13 @@ class ServerProtocol(ABC):
     generate_path: ClassVar[str]
     routes: ClassVar[frozenset[str]]
     remedy: ClassVar[str]
-    """The way to start the server so that they are."""
+    """Advice on starting the server so that it has `routes`, for error messages."""
 
     counters: ClassVar[tuple[str, ...]]
     """Counters of `/metrics` that grow with each token."""
 
     counting_remedy: ClassVar[str]
-    """The way to start the server so that they are there."""
+    """Advice on starting the server so that it has `counters`."""
 
     reads_memory: bool = False
     """True if `reload` takes weights from shared memory of this machine, besides a folder."""
@@ -85,21 +297,21 @@ class ServerProtocol(ABC):
     """True if `reload` takes weights from memory of the GPU that it shares with the trainer."""
 
     by_group: GroupDelivery | None = None
-    """Set where `reload` sends weights in this machine's memory by a process group, instead of a place in it."""
+    """Set if `reload` sends weights through a process group, instead of naming their place in this machine's memory."""
 
     keeps_kv: bool = False
-    """True if running requests keep keys and values over an update. Of a maker that cannot they are computed anew."""
+    """True if running requests shall keep keys and values over an update; a server that cannot keep them recomputes them."""
 
     ranks: int = 1
-    """Processes of the server, each of which has a part of the model."""
+    """Number of the server's processes, each of which has a part of the model."""
 
     says_paused: bool = True
     whole_remedy: ClassVar[str]
-    """The remedy where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
+    """Advice if the server's log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
 
     sleep_routes: ClassVar[frozenset[str]]
     sleep_remedy: ClassVar[str]
-    """The way to start the server so that it can give its memory back."""
+    """Advice on starting the server so that it can free its memory."""
 
     group_routes: ClassVar[frozenset[str]] = frozenset()
     """Routes that a process group for weights needs besides `routes`."""
@@ -108,10 +320,10 @@ class ServerProtocol(ABC):
     """Routes that weights on a GPU need besides `routes`."""
 
     sleep_on: bool = False
-    """True if it was started so, by its own word."""
+    """True if the server reports that it was started with the ability to sleep."""
 
     bytes_are_hashed: bool = True
-    """True if `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
+    """True if `checksums` are SHA-256 of a tensor's bytes, or the beginning of it, like our digests."""
 
     def __init__(self, http: HttpClient):
         self.http = http
@@ -119,108 +331,111 @@ class ServerProtocol(ABC):
     # ------------------------------------------------------------------ requests
 
     def seed(self, stream: int, position: int) -> int:
-        """The seed of a piece that begins at this position, ``stream`` being that of the noise key; 63 bits.
+        """Returns the 63-bit seed of a piece that begins at this position. ``stream``: the stream of the noise key.
 
-        A server that draws one number after another from it must not get the same one for each turn of a chat.
+        A server that draws successive numbers from a seed must not get the same seed for each turn of a chat.
         """
         return int.from_bytes(hashlib.sha256(f"{stream} {position}".encode()).digest()[:8], "big") >> 1
 
     @abstractmethod
     def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
-        """The request; ``number`` is its name for `abort`. ``media``: in the order of their placeholders in ``ids``,
-        one for each; then the answer says what the prompt became."""
+        """Returns the body of a request. ``number``: name of the request for `abort`. ``media``: in the order of their
+        placeholders in ``ids``, one each; with media, the answer shall contain the prompt tokens that the server
+        computed."""
 
     def prompt_ids(self, answer: Any) -> tuple[int, ...]:
-        """The tokens of the prompt that the server computed, by its own word. Raises as `piece`."""
+        """Reads the prompt tokens that the server reports. Raises like `piece`."""
         return tuple(int(token) for token in answer["prompt_token_ids"])
 
     @abstractmethod
     def piece(self, answer: Any) -> ServerReply:
-        """Reads an answer. Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` where it has another shape."""
+        """Reads an answer. Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` if it has another shape."""
 
     @abstractmethod
     def top(self, answer: Any) -> dict[int, float]:
-        """Token → log-probability of the most probable first tokens, from the answer to a request with ``top_logprobs``."""
+        """Returns token → log-probability of the most probable first tokens, from the answer to a request with
+        ``top_logprobs``."""
 
     @abstractmethod
     async def abort(self, number: str) -> None:
-        """Ends a request; its answer comes at once, with what it has."""
+        """Ends a request. Its answer comes at once, with the tokens so far."""
 
     @abstractmethod
     def abort_all(self) -> None:
-        """Ends all requests, whoever's they are."""
+        """Ends all requests, those of other clients included."""
 
     # ------------------------------------------------------------------ control
 
     @abstractmethod
     def facts(self) -> Facts:
-        """Asks the server what it is."""
+        """Reads the server's facts."""
 
     @abstractmethod
     def is_paused(self) -> bool:
-        """True if somebody paused it."""
+        """True if the server is paused."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Returns when nothing is computed any more; running requests keep their state, new ones queue."""
+        """Pauses the server, and returns once it computes nothing. Running requests keep their state, new ones queue."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on."""
+        """Ends the pause."""
 
     @abstractmethod
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """Paused: reads the weights at a `WeightSource.place`, drops all keys and values, and takes the label."""
+        """Loads the weights at a `WeightSource.place` into the paused server, drops keys and values, and sets the label."""
 
     @abstractmethod
     def set_label(self, label: str) -> None:
-        """Says what the weights that it has are called."""
+        """Sets the label of the server's present weights."""
 
     @abstractmethod
     def label(self) -> str:
-        """Its label of its weights."""
+        """Returns the label that the server reports for its weights."""
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:
-        """Name of each parameter that the server holds → its checksum."""
+        """Returns the name of each parameter that the server holds → its checksum."""
 
     @abstractmethod
     def sleep(self, parts: Set[InferencePart]) -> None:
-        """Idle: gives the memory of these parts back, which are awake: the cache, or what is left with the weights. Weights
-        are lost."""
+        """Frees the memory of these parts of an idle server: only the cache; or the weights, and the cache too if the cache
+        is still awake. The weights are lost."""
 
     @abstractmethod
     def wake(self, part: InferencePart) -> None:
-        """Takes the memory of a part that sleeps again; what is in it is worth nothing."""
+        """Allocates the memory of a sleeping part again. Its contents are undefined."""
 
     def lacks_to_sleep(self) -> str | None:
-        """In words, what the server lacks to give its memory back, and the remedy; None where it can."""
+        """Returns, in words, what the server lacks to free its memory, and the remedy; None if it can."""
         if not self.sleep_on:
-            return f"was not started to give its memory back; {self.sleep_remedy}"
+            return f"was not started so that it can free its memory; {self.sleep_remedy}"
         missing = sorted(self.sleep_routes - self._listed())
         return f"has no route {', '.join(missing)}; {self.sleep_remedy}" if missing else None
 
     def give_whole_logprobs(self) -> None:
-        """Asks a server that can for log-probabilities before top-p, top-k and suppressed stop tokens, from now on."""
+        """Makes the server, if it can, report log-probabilities before top-p, top-k and suppressed stop tokens."""
         return
 
     def lacks_to_join(self) -> str | None:
-        """In words, what the server lacks to take weights by a process group, and the remedy; None where it can."""
+        """Returns, in words, what the server lacks to receive weights through a process group, and the remedy; None if it
+        can."""
         missing = sorted(self.group_routes - self._listed())
         return f"has no route {', '.join(missing)}; {self.remedy}" if missing else None
 
     def lacks_to_open(self) -> str | None:
-        """In words, what the server lacks to open memory of a GPU, and the remedy; None where it can."""
+        """Returns, in words, what the server lacks to open memory of a GPU, and the remedy; None if it can."""
         missing = sorted(self.handle_routes - self._listed())
         return f"has no route {', '.join(missing)}; {self.remedy}" if missing else None
 
     def gpu(self) -> str | None:
-        """The own name of the GPU that the server computes on, ``cpu`` without one; None if it does not say."""
+        """Returns the unique identifier of the server's GPU, ``cpu`` without a GPU; None if the server does not tell."""
         return None
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """A block in which weights go out by a group: what torch says of it is a fault of the server."""
+        """Returns a context for sending weights through a group, in which torch's errors become `ServerFailed`."""
         try:
             yield
         except RuntimeError as error:
@@ -229,17 +444,17 @@ class ServerProtocol(ABC):
             raise ServerFailed(f"the stream of weights to it broke off: {error}", url=self.http.base_url) from error
 
     def join_group(self) -> None:
-        """Makes the group now: what keeps it from being made is known before the first step. Raises `ServerFailed`."""
+        """Makes the group now, so that obstacles show before the first step. Raises `ServerFailed`."""
         assert self.by_group is not None
         with self._failing():
             self.by_group.send(self._joined)
 
     def _joined(self) -> WeightGroup:
-        """Both ends of a new group; only asked where `lacks_to_join` found nothing."""
+        """Makes both ends of a new group. Called only if `lacks_to_join` returned None."""
         raise NotImplementedError(f"{self.maker} joins no group")
 
     def leave_group(self, *, tell: bool) -> None:
-        """Closes this end of the group. ``tell``: the server lives on, and closes its end too."""
+        """Closes this end of the group. ``tell``: the server goes on, so it is asked to close its end too."""
         if self.by_group is not None and self.by_group.group is not None:
             name = self.by_group.group.name
             self.by_group.close()
@@ -248,27 +463,27 @@ class ServerProtocol(ABC):
                     self._tell_to_leave(name)
 
     def _tell_to_leave(self, name: str) -> None:
-        """The server's end of the group; only asked where `lacks_to_join` found nothing."""
+        """Makes the server close its end of the group. Called only if `lacks_to_join` returned None."""
         raise NotImplementedError(f"{self.maker} joins no group")
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """A control call. Raises `ServerFailed` for whatever goes wrong, also a refusal: no request is at fault."""
+        """Makes a control call. Raises `ServerFailed` for any error, refusals included, because no request is at fault."""
         try:
             return self.http.call(path, body, deadline_s=timeout_s, admin=True)
         except DataFailure as error:
             raise ServerFailed(str(error), url=self.http.base_url + path) from error
 
     def tokens(self) -> float:
-        """Tokens that the server has computed so far, for whomever; it grows while requests are under way.
+        """Returns the number of tokens that the server has computed so far, for all clients; it grows while requests run.
 
         Raises:
-            ServerFailed: it does not say.
+            ServerFailed: the server does not report it.
         """
         pattern = rf"^(?:{'|'.join(self.counters)})(?:\{{.*\}})? (\S+)"
         return sum(float(value) for value in re.findall(pattern, self._metrics(), re.MULTILINE))
 
     def check_counting(self, name: str) -> None:
-        """Raises `ConfigError` where the server does not count its tokens: a busy one could not be told from a dead one."""
+        """Raises `ConfigError` if the server does not count its tokens, because a busy server then looks like a dead one."""
         try:
             counts = f"\n{self.counters[0].partition(':')[0]}:" in self._metrics()
         except ServerFailed as error:
@@ -285,11 +500,11 @@ class ServerProtocol(ABC):
             raise ServerFailed(str(error), url=f"{self.http.base_url}/metrics") from error
 
     def _listed(self) -> set[str]:
-        """All routes, by the server's own list."""
+        """Returns the routes that the server lists."""
         return set((self.call("/openapi.json") or {}).get("paths", {}))
 
     def check_locked(self, name: str) -> None:
-        """Raises `ConfigError` where a route answers without the key; with GET, which no route that acts is asked by."""
+        """Raises `ConfigError` if a route answers without the key. Uses GET, with which no route changes anything."""
         stranger = HttpClient(self.http.base_url)
         try:
             paths = {path for path in self._listed() if "{" not in path} | {"/metrics", "/openapi.json"}
@@ -304,7 +519,7 @@ class ServerProtocol(ABC):
             )
 
     def check_routes(self, name: str) -> None:
-        """Raises `ConfigError` where a route that is needed is not there."""
+        """Raises `ConfigError` if a required route is missing."""
         listed = self._listed()
         missing = sorted(self.routes - listed)
         if missing:
@@ -312,7 +527,7 @@ class ServerProtocol(ABC):
 
 
 def _is_locked(stranger: HttpClient, path: str) -> bool:
-    """True if a route refuses a caller without the key. Raises `ServerFailed` if there is no answer at all."""
+    """True if a route refuses a client without the key. Raises `ServerFailed` if there is no answer at all."""
     try:
         stranger.call(path, deadline_s=CONTROL_TIMEOUT_S)
     except DataFailure:
@@ -325,12 +540,13 @@ def _is_locked(stranger: HttpClient, path: str) -> bool:
 
 
 def labels_of(spans: Sequence[Any], count: int) -> tuple[str, ...]:
-    """One label a token, from spans ``{"version", "start", "end"}``. Raises `ValueError` where they do not cover all."""
+    """Returns one label per token, from spans ``{"version", "start", "end"}``. Raises `ValueError` unless the spans cover
+    all tokens."""
     labels: list[str] = []
     for span in spans:
         if span["start"] != len(labels) or span["end"] < span["start"]:
             raise ValueError(f"weight versions {spans} are not one after another")
         labels += [str(span["version"])] * (span["end"] - span["start"])
     if len(labels) != count:
-        raise ValueError(f"weight versions {spans} speak of {len(labels)} tokens, there are {count}")
+        raise ValueError(f"weight versions {spans} cover {len(labels)} tokens, but there are {count}")
     return tuple(labels)

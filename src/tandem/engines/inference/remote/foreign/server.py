@@ -1,12 +1,14 @@
 """An inference engine behind another maker's server: tokens in, tokens out, weights updated in place.
 
-Each token carries the version that made it by the server's own word. What a server cannot do is found out when it is
-attached, by looking at its routes and by asking for a token, and refused by name.
+Each token carries the version that the server reports for it. When a server is attached, its routes and a test token show
+what it cannot do, and whether its log-probabilities are those of the right distribution; if not, it is refused by name.
 """
 
+import math
 import os
 import secrets
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,65 +24,134 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.devices import Seat, visible
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig
 from tandem.engines.inference.remote.foreign.completions import Completions, Counters, Labels
 from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, InPlaceUpdates
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import own_address
-from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
-from tandem.engines.inference.remote.foreign.trials import Whole, ask, try_logprobs
-from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
-from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, start_or_take_over
-from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port
+from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, GroupDelivery, ServerProtocol, Way
+from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerPlace, fingerprint, free_port, start_or_take_over
 from tandem.models.foreign import read_hf_config
 from tandem.models.media.families import family_class
 from tandem.protocol.client import HttpClient
+from tandem.workers.process import Child, inherited
+
+PROBE_IDS = tuple(range(1, 9))
+
+LEAST_SHIFT = 0.02
+"""Smallest shift of a log-probability, in nats, that shows that the server renormalises. A smaller shift may be rounding."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Records whether log-probabilities stay those of softmax(logits / temperature) with two sampling options."""
+
+    truncated: bool
+    """True if top-p and top-k do not change log-probabilities."""
+
+    suppressed: bool
+    """True if suppressed stop tokens (for a minimum number of tokens) do not change log-probabilities."""
+
+    def lacks(self, gconfig: GenerationConfig) -> str | None:
+        """Returns, in words, why the server's log-probabilities are wrong with these settings; None if they are right."""
+        if (gconfig.top_p < 1.0 or gconfig.top_k > 0) and not self.truncated:
+            return (
+                f"gives log-probabilities after top-p and top-k, not before (gconfig.top_p={gconfig.top_p}, "
+                f"top_k={gconfig.top_k})"
+            )
+        if gconfig.min_new_tokens > 0 and not self.suppressed:
+            return (
+                "gives log-probabilities without the stop tokens that it suppresses "
+                f"(gconfig.min_new_tokens={gconfig.min_new_tokens})"
+            )
+        return None
+
+
+def ask(protocol: ServerProtocol, temperature: float, **changes: Any) -> Any:
+    """Requests one token after a fixed prompt, and returns the answer. ``changes``: fields of `Draw`."""
+    draw = Draw(temperature, False, 1.0, 0, 0, 1, (), ())._replace(**changes)
+    body = protocol.body(uuid.uuid4().hex, PROBE_IDS, draw)
+    return protocol.call(protocol.generate_path, body)
+
+
+def try_logprobs(protocol: ServerProtocol, name: str) -> Whole:
+    """Tests which log-probabilities a server gives.
+
+    They must be those of softmax(logits / temperature): half the temperature doubles every difference. They should stay the
+    same if the draw is restricted to some tokens; a server that renormalises adds -log(probability of these tokens) to all
+    of them. If that cannot be measured, the server counts as one that renormalises.
+
+    Raises:
+        ConfigError: they ignore the temperature; the message has the remedy.
+        ServerFailed: the most probable tokens differ from request to request.
+    """
+    plain, cold = (protocol.top(ask(protocol, t, top_logprobs=5)) for t in (1.0, 0.5))
+    common = sorted(plain.keys() & cold.keys(), key=plain.__getitem__, reverse=True)
+    url = protocol.http.base_url
+    if len(common) < 2:
+        raise ServerFailed(f"the most probable tokens of {url} differ from request to request", url=url)
+    ratio = (cold[common[0]] - cold[common[-1]]) / max(plain[common[0]] - plain[common[-1]], 1e-6)
+    if not 1.8 < ratio < 2.2:
+        raise ConfigError(f"{name} at {url} gives log-probabilities that ignore the temperature; {protocol.remedy}")
+    first, second = common[:2]
+    truncated = protocol.top(ask(protocol, 1.0, top_logprobs=5, top_k=2))
+    suppressed = protocol.top(ask(protocol, 0.5, top_logprobs=5, min_tokens=1, stop_ids=(first,)))
+    return Whole(
+        _keeps(truncated.get(first), plain[first], math.exp(plain[first]) + math.exp(plain[second])),
+        _keeps(suppressed.get(second), cold[second], 1.0 - math.exp(cold[first])),
+    )
+
+
+def _keeps(logprob: float | None, whole: float, share: float) -> bool:
+    """True if a log-probability is that of the whole distribution, not one renormalised over ``share`` of it."""
+    shift = -math.log(min(1.0, max(share, 1e-9)))
+    return logprob is not None and shift >= LEAST_SHIFT and abs(logprob - whole) < shift / 2
+
 
 IN_SERVER = Path(__file__).with_name("in_server")
-"""All of Tandem that the environment of a server gets to see."""
+"""Folder of the only modules of Tandem that run in a server's environment."""
 
 _KEY = "key"
-"""A kept server's key stands under this name among its facts, beside its address."""
+"""Name of a kept server's key among the facts that are stored for it."""
 
 S = TypeVar("S", bound="ForeignServer")
 
 
 @dataclass(frozen=True)
 class StartTerms:
-    """The terms on which a server is started."""
+    """Settings with which a server is started."""
 
     python: str
     folder: Path
     dtype: str
     device: str
     settings: EmbeddedEngineConfig
-    """``max_running``, ``kv_cache_gib`` and ``max_model_len`` are the server's too."""
+    """Engine settings, of which ``max_running``, ``kv_cache_gib`` and ``max_model_len`` apply to the server."""
 
     cpus: tuple[int, ...]
     seat: Seat | None = None
-    """Its devices; None on a CPU, or where it may take every one that it sees."""
+    """The server's GPUs; None on a CPU, or if it may use every GPU that it sees."""
 
     sleeps: bool = False
-    """It must be able to give its memory back while others use its devices."""
+    """True if the server must be able to free its memory while others use its GPUs."""
 
     media: bool = False
-    """Its model takes images or sounds."""
+    """True if the model takes images or sounds."""
 
 
 class ForeignServer(InferenceEngine):
-    """One server; made by `attach` or `start`. Subclasses name the protocol and the command."""
+    """One server; made by `attach` or `start`. Subclasses define the protocol and the command."""
 
     protocol: ClassVar[type[ServerProtocol]]
     idle_patience_s = 10.0
-    """Longest time for requests to end before `sleep`."""
+    """Seconds that `sleep` waits for requests to end."""
 
     def __init__(
         self, protocol: ServerProtocol, facts: Facts, *, folder: Path, version: WeightVersion, request_timeout_s: float
     ):
         self._protocol, self._facts = protocol, facts
-        self.process: ServerProcess | None = None
-        """The process; None if the server was attached, for then it is not ours to end."""
+        self.process: Child | None = None
+        """The process that this run started, and will end; None for an attached server."""
 
         self._closed, self._taken, self._whole = False, True, Whole(True, True)
         self._lacks_to_sleep = protocol.lacks_to_sleep()
@@ -98,7 +169,7 @@ class ForeignServer(InferenceEngine):
         dtype: torch.dtype = getattr(torch, facts.dtype)
         self.updates = InPlaceUpdates(protocol, labels, self._counters, version=version, dtype=dtype)
 
-    # ------------------------------------------------------------------ how it comes about
+    # ------------------------------------------------------------------ starting and attaching
 
     @classmethod
     def attach(
@@ -113,14 +184,15 @@ class ForeignServer(InferenceEngine):
         request_timeout_s: float = 600.0,
         take: bool = True,
     ) -> Self:
-        """Attaches to a server that runs; it is told ``version`` as the name of the weights that it has.
+        """Attaches to a running server, and labels its present weights ``version``.
 
-        ``folder``: the model that it serves, for its end tokens and its tokenizer. Without ``take`` it is only asked for
-        completions, whoever's it is: nothing of it is changed, and `version` is what its owner called its weights.
+        ``folder``: folder of the model that the server serves, from which end tokens and tokenizer are read. Without
+        ``take``, the server may belong to another client: this engine then only requests completions and changes nothing,
+        and `version` is read from the owner's label.
 
         Raises:
-            ConfigError: it cannot do what training needs; names it, its version and the remedy.
-            ServerFailed: it does not answer.
+            ConfigError: the server cannot do what training needs; the message has its version and the remedy.
+            ServerFailed: the server does not answer.
         """
         http = HttpClient(url, token=token, admin_token=admin_token)
         try:
@@ -138,7 +210,7 @@ class ForeignServer(InferenceEngine):
             http.close()
             if isinstance(error, ConfigError):
                 raise
-            raise ServerFailed(f"{url} answered as no {cls.protocol.maker} does: {error!r}", url=url) from error
+            raise ServerFailed(f"{url} did not answer like {cls.protocol.maker}: {error!r}", url=url) from error
         except BaseException:
             http.close()
             raise
@@ -163,36 +235,36 @@ class ForeignServer(InferenceEngine):
         place: ServerPlace | None = None,
         sleeps: bool = False,
     ) -> S:
-        """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
+        """Starts a server and waits until it has generated a token. It ends with this object, or with this process.
 
-        ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
-        ``seat``: the GPUs that it may use, see `map_devices`. ``options``: more words of its command, such as
-        ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, and left for others (`keeping.py`).
-        ``sleeps``: it must be able to sleep, which needs a GPU.
+        ``cpus``: the cores that it may use; None: ``settings.threads`` cores, which the next server does not use. ``seat``:
+        the GPUs that it may use, see `map_devices`. ``options``: further arguments of its command, such as
+        ``("--enforce-eager",)``. ``place``: place of a server that an earlier process may have left running, which is then
+        taken over; a new server is left there for later processes. ``sleeps``: it must be able to sleep, which needs a GPU.
 
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
-            EngineDied, WaitTimeout: it did not start; with the end of its log.
+            EngineDied, WaitTimeout: the server did not start; the message has the end of its log.
         """
         settings, port, key = settings or EmbeddedEngineConfig(), free_port(), secrets.token_urlsafe(32)
         media = family_class(read_hf_config(folder)) is not None
         name = str(dtype).removeprefix("torch.")
         terms = StartTerms(python, folder.resolve(), name, device, settings, (), seat, sleeps, media)
-        words, others = cls.command(terms, 0)  # without what differs from one start to the next
-        same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
+        words, variables = cls.command(terms, 0)  # without what differs from one start to the next
+        settings_mark, url = fingerprint([*words, *options], variables), f"http://127.0.0.1:{port}"
 
         attach = partial(cls.attach, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
         cores: tuple[int, ...] = ()
 
-        def begin(keep: tuple[int, Path] | None) -> ServerProcess:
+        def begin(keep: tuple[int, Path] | None) -> Child:
             nonlocal cores
             cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if keep is None else keep[1])
             command, environment = cls.command(replace(terms, cpus=cores), port)
             if seat is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
-            environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
+            environment[KEY_VARIABLE] = key  # not in its command, which every user of the machine can read
             command += options
-            return ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=keep)
+            return Child.start(command, log_file=log_file, environment=inherited() | environment, cpus=cpus, keep=keep)
 
         def ask() -> S:
             server = attach(url, token=key)
@@ -205,7 +277,7 @@ class ForeignServer(InferenceEngine):
 
         return start_or_take_over(
             place,
-            same,
+            settings_mark,
             start=begin,
             attach=ask,
             take=lambda facts, process: cls.attach_kept(facts, process, attach),
@@ -216,8 +288,8 @@ class ForeignServer(InferenceEngine):
         )
 
     @classmethod
-    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[..., Self]) -> Self:
-        """Attaches to one that was kept, by its address and key. What it has of the process that is gone is ended first."""
+    def attach_kept(cls, facts: Mapping[str, Any], process: Child, attach: Callable[..., Self]) -> Self:
+        """Attaches to a kept server by its address and key. First ends the requests that its former client left."""
         http = HttpClient(facts["url"], token=facts[_KEY])
         try:
             cls.protocol(http).abort_all()
@@ -229,11 +301,12 @@ class ForeignServer(InferenceEngine):
 
     @classmethod
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
-        """The words that start the server at this port of the loopback interface, and what they add to the environment."""
-        raise TypeError(f"{cls.__name__} names no command")
+        """Returns the command that starts the server at this port of the loopback interface, and its additional environment
+        variables."""
+        raise TypeError(f"{cls.__name__} defines no command")
 
     def _begin(self, take: bool) -> None:
-        """Makes the checks that need a token from the server."""
+        """Takes the server, or only reads its version, and makes the checks that need a token from it."""
         self._taken = take
         (self.updates.begin if take else self.updates.look)()
         if take:
@@ -244,7 +317,7 @@ class ForeignServer(InferenceEngine):
             raise ServerFailed(f"{self.url} generated no token", url=self.url)
         self._protocol.check_counting(self.name)
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties and settings
 
     @property
     def url(self) -> str:
@@ -261,18 +334,19 @@ class ForeignServer(InferenceEngine):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Folders are read in any case, and asked for where there is nothing better."""
+        """The server's capabilities. Of the ways in which it can read weights, only the fastest is listed; it can always
+        read folders."""
         memory = "ipc" if self._protocol.opens_handles else "shared_memory" if self._protocol.reads_memory else "disk"
         sleeps = {"sleep_weights", "sleep_kv_cache"} if self._lacks_to_sleep is None else set()
         return frozenset({"in_place", memory} | sleeps)
 
     def take_by_group(self, backend: str = "gloo", device: str = "cpu", host: str | None = None) -> Self:
-        """From now on updates that lie in this machine's memory go to it by a process group, which stays up between them; it
-        needs to see no folder of ours. ``device``: what sends, for NCCL. ``host``: this machine's address as the server
-        reaches it; None finds it out.
+        """Makes updates go from this machine's memory to the server through a process group, which stays up between updates.
+        The server then needs no access to our folders. ``device``: the device that sends, for NCCL. ``host``: this machine's
+        address as the server reaches it; None: determined here.
 
         Raises:
-            ConfigError: it cannot; with the remedy.
+            ConfigError: the server cannot do it; the message has the remedy.
         """
         lacking = self._protocol.lacks_to_join()
         if lacking is None:
@@ -287,29 +361,29 @@ class ForeignServer(InferenceEngine):
         return self
 
     def keep_kv(self) -> None:
-        """From now on running requests keep keys and values over an update, where the server can; no request finds those of
-        another then."""
+        """Makes running requests keep keys and values over updates, if the server can. Requests then do not share cached
+        prefixes."""
         self._protocol.keeps_kv = True
 
     def take_by_handles(self, device: str) -> Self:
-        """From now on updates that lie on ``device``, the GPU that it shares with this process, are opened there by it.
+        """Makes the server open updates in the memory of ``device``, the GPU that it shares with this process.
 
         Raises:
-            ConfigError: it cannot, or says that it computes on another GPU; with the remedy.
+            ConfigError: the server cannot, or reports another GPU; the message has the remedy.
         """
         lacking = self._protocol.lacks_to_open()
         if lacking is None:
-            ours = "cpu" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-            theirs = self._protocol.gpu()
-            if theirs not in (None, ours):
-                lacking = f"computes on GPU {theirs}, and the weights lie on GPU {ours}, which it does not open"
+            own_gpu = "cpu" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+            server_gpu = self._protocol.gpu()
+            if server_gpu not in (None, own_gpu):
+                lacking = f"computes on GPU {server_gpu}, and the weights lie on GPU {own_gpu}, which it does not open"
         if lacking is not None:
             raise ConfigError(f"{self.name} at {self.url} {lacking}. Or leave rollout.weights.channel out: by folders")
         self._protocol.opens_handles = True
         return self
 
     def check_sleep(self) -> None:
-        """Raises `ConfigError` where this server cannot give its memory back, with the remedy."""
+        """Raises `ConfigError` if this server cannot free its memory; the message has the remedy."""
         if self._lacks_to_sleep is not None:
             raise ConfigError(
                 f"{self.name} at {self.url} {self._lacks_to_sleep}. Or leave memory_limit_gib out and set "
@@ -317,7 +391,7 @@ class ForeignServer(InferenceEngine):
             )
 
     def check_generation(self, gconfig: GenerationConfig) -> None:
-        """Raises `ConfigError` for what this server cannot sample for training, by name."""
+        """Raises `ConfigError` if this server would return wrong log-probabilities with a setting; the message names it."""
         reason = self._cannot(gconfig)
         if reason is not None:
             raise ConfigError(f"{self.name} at {self.url} {reason}")
@@ -329,7 +403,7 @@ class ForeignServer(InferenceEngine):
     # ------------------------------------------------------------------ the engine
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """Raises `ServerFailed` where the server is at fault."""
+        """Generates one completion. Raises `ServerFailed` if the server is at fault."""
         if self._closed:
             raise EngineDied(f"the client of {self.url} was closed")
         try:
@@ -341,18 +415,18 @@ class ForeignServer(InferenceEngine):
             raise
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """Prepares a folder that the server will read, verified; generation goes on."""
+        """Verifies an update that the server will read; generation goes on."""
         self._check_taken()
         self.updates.prepare(update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """In place. ``verify_s`` is the part of ``pause_s`` in which checksums were compared.
+        """Switches in place. ``verify_s`` is the part of ``pause_s`` in which checksums were compared.
 
-        ``recompute_s`` is 0: running requests compute their keys and values anew when they go on, as part of generation.
+        ``recompute_s`` is 0: running requests recompute their keys and values when they go on, as part of generation.
 
         Raises:
-            WeightUpdateFailed: this version was not prepared; the server serves what it served.
-            ServerFailed: anything on the way. The server stays paused, for nobody knows its weights.
+            WeightUpdateFailed: this version was not prepared; the server keeps its weights.
+            ServerFailed: the update failed midway. The server stays paused, because its weights are unknown.
         """
         self._check_taken()
         return self.updates.commit(version)
@@ -361,56 +435,56 @@ class ForeignServer(InferenceEngine):
         self.updates.discard()
 
     def pause(self) -> None:
-        """Requests that come meanwhile queue in the server."""
+        """Pauses the server. Requests that come meanwhile queue there."""
         self._check_taken()
         self.updates.pause()
 
     def resume(self) -> None:
-        """Raises `ServerFailed` after an update that failed on the way."""
+        """Ends the pause. Raises `ServerFailed` after an update that failed midway."""
         self._check_taken()
         self.updates.resume()
 
     def _check_taken(self) -> None:
         if not self._taken:
-            raise ServerFailed(f"{self.url} is another's to change: this client only asks (take=False)", url=self.url)
+            raise ServerFailed(f"{self.url} belongs to another client, so it is not changed here (take=False)", url=self.url)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """By the server's own routes; a server that cannot is refused with `ConfigError`, see `check_sleep`.
+        """Frees memory with the server's own routes. Raises `ConfigError` for a server that cannot, see `check_sleep`.
 
         Raises:
             RuntimeError: requests of this client are under way.
-            ServerFailed: it did not do it.
+            ServerFailed: the server did not do it.
         """
         self._check_taken()
         self.check_sleep()
         until = time.monotonic() + self.idle_patience_s
-        while running := self._counters.all()["running"]:  # the fleet may have asked for a token, as a test
+        while running := self._counters.all()["running"]:  # the fleet may have probed the server
             if time.monotonic() > until:
                 raise RuntimeError(f"sleep is refused while {running:g} requests are under way")
             time.sleep(0.01)
         self.updates.sleep(set(parts))
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """The cache takes its memory again. The weights do with the delivery that brings them."""
+        """Allocates the memory of the cache again. The memory of the weights is allocated with their next delivery."""
         self._check_taken()
         self.updates.wake(set(parts))
 
     def statistics(self) -> dict[str, float]:
-        """Counted here, so of this client's requests. ``waiting`` is 0: the server does not say.
+        """Returns counts of this client's requests. ``waiting`` is 0, because the server does not report it.
 
         ``server_tokens`` is the server's own counter, which grows while answers are still being made.
         """
         return self._counters.all() | {"server_tokens": self._protocol.tokens()}
 
     def close(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
-        """A server that was attached goes on as it was found: running, and not paused by us.
+        """Ends the server if this run started it. An attached server goes on as before: running, and not paused by us.
 
-        ``patience_s``: the time that an update under way has to end.
+        ``patience_s``: seconds for a running update to end.
         """
         if self._closed:
             return
         self._closed = True
-        if self.process is not None:  # first, for an update may hang in it
+        if self.process is not None:  # first, because an update may hang in it
             self._protocol.http.close()
             self.process.close()
         self.updates.close(self.process is None, patience_s)
@@ -418,7 +492,7 @@ class ForeignServer(InferenceEngine):
         self._protocol.http.close()
 
     def let_go(self) -> None:
-        """Drops the connection and nothing else: the server is what it is, paused too, for another client of this run."""
+        """Drops only the connection. The server is left as it is, even paused, to another client of this run."""
         self._closed = True
         self._protocol.leave_group(tell=False)
         self._protocol.http.close()

@@ -13,25 +13,26 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
-from tandem.api.weight_files import in_groups
+from tandem.api.weights import in_groups
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import MEMORY_SHARE
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
-from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
+    TIMEOUT_S,
     Draw,
     Facts,
+    MediaFile,
     ServerProtocol,
     ServerReply,
+    WeightGroup,
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
-from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.engines.inference.remote.launch import CALM_S
 
 BUCKET_BYTES = 64 << 20
-"""Tensors that are announced together."""
+"""Bytes of tensors that are announced in one call."""
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -57,7 +58,7 @@ class SGLangProtocol(ServerProtocol):
     )
     counters = ("sglang:realtime_tokens_total",)
     counting_remedy = "start it with --enable-metrics"
-    whole_remedy = "leave that out, or use another backend"
+    whole_remedy = "leave that setting out, or use another backend"
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
     handle_routes = frozenset({"/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"})
@@ -74,12 +75,12 @@ class SGLangProtocol(ServerProtocol):
     sleep_remedy = "start it on a GPU with --enable-memory-saver, which needs the package torch_memory_saver there"
 
     def seed(self, stream: int, position: int) -> int:
-        """This server's noise is a function of seed and position already, where it was started with
-        `--enable-deterministic-inference`; else it ignores the seed."""
+        """Returns the stream itself. This server's noise is already a function of seed and position if it was started with
+        `--enable-deterministic-inference`; otherwise it ignores the seed."""
         return stream
 
     def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
-        """It stops at its tokenizer's end token too, which cannot be turned off alone."""
+        """Returns a request's body. The server also stops at its tokenizer's end token; no setting turns off only this."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
             "top_p": draw.top_p,
@@ -98,8 +99,8 @@ class SGLangProtocol(ServerProtocol):
             body["top_logprobs_num"] = draw.top_logprobs
         if media:
             body["return_prompt_token_ids"] = True
-            for one in media:
-                body.setdefault(f"{one.kind}_data", []).append(one.url)
+            for medium in media:
+                body.setdefault(f"{medium.kind}_data", []).append(medium.url)
         return body
 
     def piece(self, answer: Any) -> ServerReply:
@@ -107,7 +108,7 @@ class SGLangProtocol(ServerProtocol):
         tokens = tuple(int(token) for token in answer["output_ids"] or ())
         entries = facts.get("output_token_logprobs") or ()
         if tuple(int(entry[1]) for entry in entries) != tokens:
-            raise ValueError(f"{len(tokens)} tokens and log-probabilities of {len(entries)}, not the same ones")
+            raise ValueError(f"the {len(tokens)} tokens are not those of the {len(entries)} log-probabilities")
         logprobs = tuple(float(entry[0]) for entry in entries)
         return ServerReply(tokens, logprobs, labels_of(facts["weight_versions"], len(tokens)) if tokens else ())
 
@@ -129,15 +130,15 @@ class SGLangProtocol(ServerProtocol):
         self.ranks = int(info.get("tp_size") or 1)
         self.sleep_on = bool(info.get("enable_memory_saver"))
         dtype = str(info["dtype"]).removeprefix("torch.")
-        # Some tokens less than the context: beyond that it would cut a completion short without a word.
+        # Some tokens less than the context: beyond that, the server would silently cut a completion short.
         return Facts(name, int(info["max_req_input_len"]), _DTYPES.get(dtype, dtype))
 
     def is_paused(self) -> bool:
-        """It does not say; going on when it is not paused changes nothing, so that is always done."""
+        """Always True: the server does not tell, and resuming a server that is not paused changes nothing."""
         return True
 
     def pause(self) -> None:
-        """Running requests go back to the queue with the tokens that they have."""
+        """Pauses the server. Running requests go back to its queue with the tokens that they have."""
         self.call("/pause_generation", {"mode": "retract"})
 
     def resume(self) -> None:
@@ -150,7 +151,7 @@ class SGLangProtocol(ServerProtocol):
         self.call("/resume_memory_occupation", {"tags": [part]}, timeout_s=RELOAD_TIMEOUT_S)
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """From memory by a process group, if it was attached so; from a GPU's memory by handles."""
+        """Loads weights from a GPU's memory by handles, through a process group if there is one, or from a folder."""
         if "handles" in place:
             self._by_handles(place, label)
             return
@@ -161,10 +162,10 @@ class SGLangProtocol(ServerProtocol):
         body = {"model_path": place["folder"], "weight_version": label, "flush_cache": True}
         answer = self.call("/update_weights_from_disk", body, timeout_s=RELOAD_TIMEOUT_S)
         if not answer["success"]:
-            raise ServerFailed(f"it did not load {place['folder']}: {answer['message']}", url=self.http.base_url)
+            raise ServerFailed(f"the server did not load {place['folder']}: {answer['message']}", url=self.http.base_url)
 
     def _joined(self) -> WeightGroup:
-        """The server makes its end with torch's own helper."""
+        """Makes both ends of a group; the server makes its end with torch's own helper."""
         assert self.by_group is not None
         way, size = self.by_group.way, 1 + self.ranks
 
@@ -179,23 +180,23 @@ class SGLangProtocol(ServerProtocol):
         self.call("/destroy_weights_update_group", {"group_name": name})
 
     def _by_group(self, group: WeightGroup, place: Mapping[str, Any], label: str) -> None:
-        left = len(place["tensors"])
+        remaining = len(place["tensors"])
         with ThreadPoolExecutor(1, "weight-group") as pool:
             self.call("/begin_weight_update", {})
             for bucket in in_groups(mapped(place["memory"], place["tensors"]), BUCKET_BYTES):
-                left -= len(bucket)
+                remaining -= len(bucket)
                 body = {
                     "names": list(bucket),
                     "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
                     "shapes": [list(tensor.shape) for tensor in bucket.values()],
-                    "flush_cache": not left,
-                    "weight_version": None if left else label,
+                    "flush_cache": not remaining,
+                    "weight_version": None if remaining else label,
                     "group_name": group.name,
                 }
-                taken = pool.submit(self.call, "/update_weights_from_distributed", body, timeout_s=TIMEOUT_S)
+                receipt = pool.submit(self.call, "/update_weights_from_distributed", body, timeout_s=TIMEOUT_S)
                 for tensor in bucket.values():
-                    group.broadcast(tensor, taken)
-                taken.result()
+                    group.broadcast(tensor, receipt)
+                receipt.result()
             self.call("/end_weight_update", {})
 
     def _by_handles(self, place: Mapping[str, Any], label: str) -> None:
@@ -215,7 +216,7 @@ class SGLangProtocol(ServerProtocol):
         return str(self.call("/model_info")["weight_version"])
 
     def checksums(self) -> dict[str, str]:
-        """The first 16 digits of SHA-256 on a CPU, another function on a GPU."""
+        """Returns checksums: the first 16 digits of SHA-256 on a CPU, those of another function on a GPU."""
         ranks = self.call("/weights_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["ranks"]
         if len(ranks) == 1:
             return dict(ranks[0]["checksums"])
@@ -229,7 +230,7 @@ class SGLangServer(ForeignServer):
 
     @classmethod
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
-        """On a CPU the kernels are torch's own."""
+        """Returns command and environment. On a CPU the kernels are torch's own."""
         settings = terms.settings
         words = [terms.python, str(IN_SERVER / "tandem_sglang.py"), "--model-path", str(terms.folder)]
         words += ["--dtype", terms.dtype]
@@ -257,10 +258,11 @@ class SGLangServer(ForeignServer):
 
 
 class _OnTheGpu:
-    """Pickled as what makes the tensor where it is read."""
+    """A tensor in GPU memory. Whoever unpickles it opens the same memory, without a copy."""
 
     def __init__(self, handle: Sequence[Any], shape: Sequence[int], dtype: torch.dtype, offset: int):
-        """``handle``: of its bucket, in JSON's words. ``offset``: bytes."""
+        """``handle``: handle of the tensor's bucket, as encoded for JSON. ``offset``: of the tensor in the bucket, in
+        bytes."""
         _, *others = (base64.b64decode(part) if isinstance(part, str) else part for part in handle)
         memory, num_bytes, start, counter, count, event, wait = others
         stride = tuple(torch.empty(tuple(shape), device="meta").stride())
@@ -273,7 +275,7 @@ class _OnTheGpu:
 
 
 def handle_payloads(handles: Sequence[Sequence[Any]], tensors: Iterable[Sequence[Any]]) -> list[str]:
-    """One payload a bucket; see `WeightSource.place` for the arguments."""
+    """Returns one payload per bucket; see `WeightSource.place` for the arguments."""
     payloads = []
     for bucket, entries in itertools.groupby(tensors, key=lambda entry: entry[3]):
         named = [

@@ -11,28 +11,29 @@ import torch
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
-from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
+from tandem.config.rollout import cache_gib
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
-from tandem.engines.inference.remote.foreign.prompts import MediaFile
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
+    TIMEOUT_S,
     Draw,
     Facts,
+    MediaFile,
     ServerProtocol,
     ServerReply,
+    WeightGroup,
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup
-from tandem.engines.inference.remote.keeping import CALM_S
+from tandem.engines.inference.remote.launch import CALM_S
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-"""SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
+"""SHA-256 of no bytes: on a CPU the server keeps its matrices in a layout of its own, and empty tensors in their place."""
 
 _EXTENSION, _LOCK = "tandem_vllm_worker.TandemWorker", "tandem_key.RequireKey"
-"""The classes that a server takes from `IN_SERVER`."""
+"""The classes that a server loads from `IN_SERVER`."""
 
 
 class VllmProtocol(ServerProtocol):
@@ -65,7 +66,7 @@ class VllmProtocol(ServerProtocol):
     counting_remedy = "start it without --disable-log-stats"
     whole_remedy = (
         f"let the run start it (rollout.backend=vllm:dN), start it with PYTHONPATH={IN_SERVER} and --worker-extension-cls "
-        f"{_EXTENSION}, leave that out, or use another backend"
+        f"{_EXTENSION}, leave that setting out, or use another backend"
     )
 
     sleep_routes = frozenset({"/sleep", "/wake_up", "/release_kv_cache_memory"})
@@ -79,10 +80,10 @@ class VllmProtocol(ServerProtocol):
     )
     _extended = False
     _takes_seeds = False
-    """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
+    """False on a CPU, where a request with a seed whose prompt is computed in pieces ends the server (seen with 0.32.0)."""
 
     def body(self, number: str, ids: Sequence[int], draw: Draw, media: Sequence[MediaFile] = ()) -> dict[str, Any]:
-        """The end tokens are ours alone: the server's own set may differ."""
+        """Returns the body of a request. Only our end tokens count, because the server's own set may differ."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
             "top_p": draw.top_p,
@@ -96,14 +97,15 @@ class VllmProtocol(ServerProtocol):
         }
         if draw.stop:
             params["stop"] = list(draw.stop)
-        if self.keeps_kv:  # its cache of prefixes outlives updates, and a request that waited would begin with old ones
+        if self.keeps_kv:  # its prefix cache outlives updates, so a waiting request would begin with old keys
             params["skip_reading_prefix_cache"] = True
         if draw.seed is not None and self._takes_seeds:
             params["seed"] = draw.seed
         body: dict[str, Any] = {"request_id": number, "token_ids": list(ids), "sampling_params": params}
         if media:
             names = {"image": "image_url", "audio": "audio_url"}
-            body |= {"content_parts": [{"type": names[one.kind], "url": one.url} for one in media], "return_token_ids": True}
+            parts = [{"type": names[medium.kind], "url": medium.url} for medium in media]
+            body |= {"content_parts": parts, "return_token_ids": True}
         return body
 
     def piece(self, answer: Any) -> ServerReply:
@@ -120,12 +122,12 @@ class VllmProtocol(ServerProtocol):
         return {int(entry["token_id"]): float(entry["logprob"]) for entry in first["top_logprobs"]}
 
     async def abort(self, number: str) -> None:
-        """The server puts a word before the name that it was given."""
+        """Ends a request. The server puts a prefix before the name that it was given."""
         body = {"request_ids": [f"generate-tokens-{number}"]}
         await self.http.post("/inference/v1/abort_requests", body, deadline_s=CONTROL_TIMEOUT_S)
 
     def abort_all(self) -> None:
-        """A route of the development mode."""
+        """Ends all requests, with a route of the development mode."""
         self.call("/abort_requests", {}, timeout_s=CALM_S)
 
     def facts(self) -> Facts:
@@ -148,9 +150,10 @@ class VllmProtocol(ServerProtocol):
         return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
 
     def give_whole_logprobs(self) -> None:
-        """Tandem's worker extension can."""
+        """Makes the server report log-probabilities before top-p, top-k and suppressed stop tokens, if it has Tandem's
+        worker extension."""
         if self.reads_memory:
-            with suppress(ServerFailed):  # an older extension cannot; `ForeignServer` asks for tokens and sees it
+            with suppress(ServerFailed):  # an older extension cannot, which `try_logprobs` will see
                 self.call("/collective_rpc", {"method": "tandem_whole_logprobs"})
 
     def is_paused(self) -> bool:
@@ -163,7 +166,7 @@ class VllmProtocol(ServerProtocol):
         self.call("/resume", {})
 
     def sleep(self, parts: Set[InferencePart]) -> None:
-        """Level 2 loses the weights; level 1 would keep a copy of them in host memory, and the delivery brings new ones."""
+        """Frees memory. Level 2 drops the weights, which a delivery brings again; level 1 would copy them to host memory."""
         if "weights" in parts:
             self.call("/sleep?level=2&mode=keep", {}, timeout_s=RELOAD_TIMEOUT_S)
             return
@@ -174,7 +177,7 @@ class VllmProtocol(ServerProtocol):
         self.call(f"/wake_up?tags={part}", {}, timeout_s=RELOAD_TIMEOUT_S)
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """Running requests lose their keys and values too, and compute them anew when they go on, unless they are kept."""
+        """Loads weights. Running requests lose their keys and values, and recompute them later, unless `keeps_kv`."""
         if "memory" in place and self.by_group is not None:
             with self._failing():
                 self.by_group.send(self._joined, lambda group: self._by_group(group, place))
@@ -184,21 +187,23 @@ class VllmProtocol(ServerProtocol):
             self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
         if not self.keeps_kv:
             if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
-                raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
-            # The workers have dropped the features of media; the scheduler believes that they are there, and would end.
+                raise ServerFailed("the server did not drop the keys and values of the old weights", url=self.http.base_url)
+            # The workers have dropped the features of media; the scheduler still counts on them, and would end.
             self.call("/reset_encoder_cache", {})
         self.set_label(label)
 
     def lacks_to_join(self) -> str | None:
-        """Its own routes for this need pickle, which no server of a run may be asked to read."""
+        """Returns the remedy if the server lacks Tandem's worker extension, else None. vLLM's own routes take pickled data,
+        which no server of a run may read."""
         return None if self._extended else f"was started without Tandem's worker extension; {self.extension_remedy}"
 
     def lacks_to_open(self) -> str | None:
-        """Its own route for this needs pickle too."""
+        """Returns the remedy if the server lacks Tandem's worker extension, else None. vLLM's own route takes pickled
+        data."""
         return self.lacks_to_join()
 
     def gpu(self) -> str:
-        """Asks Tandem's worker extension."""
+        """Returns the GPU's identifier, from Tandem's worker extension."""
         return str(self._rpc("tandem_gpu", {}, CONTROL_TIMEOUT_S)["results"][0])
 
     def _joined(self) -> WeightGroup:
@@ -214,17 +219,17 @@ class VllmProtocol(ServerProtocol):
     def _by_group(self, group: WeightGroup, place: Mapping[str, Any]) -> None:
         plan = [entry[:3] for entry in place["tensors"]]
         with ThreadPoolExecutor(1, "weight-group") as pool:
-            taken = pool.submit(self._rpc, "tandem_receive", {"plan": plan}, RELOAD_TIMEOUT_S)
+            receipt = pool.submit(self._rpc, "tandem_receive", {"plan": plan}, RELOAD_TIMEOUT_S)
             for _, tensor in mapped(place["memory"], place["tensors"]):
                 if tensor.numel():
-                    group.broadcast(tensor.reshape(-1).view(torch.uint8), taken)
-            taken.result()
+                    group.broadcast(tensor.reshape(-1).view(torch.uint8), receipt)
+            receipt.result()
 
     def _tell_to_leave(self, name: str) -> None:
         self._rpc("tandem_leave", {}, CONTROL_TIMEOUT_S)
 
     def _rpc(self, method: str, terms: Mapping[str, Any], timeout_s: float) -> Any:
-        """A method of the server's workers, of all of them."""
+        """Calls a method of all the server's workers."""
         return self.call("/collective_rpc", {"method": method, "kwargs": dict(terms)}, timeout_s=timeout_s)
 
     def set_label(self, label: str) -> None:
@@ -234,7 +239,7 @@ class VllmProtocol(ServerProtocol):
         return str(self.call("/weight_info")["weight_version"])
 
     def checksums(self) -> dict[str, str]:
-        """Empty tensors are left out. Names begin with the rank, kept only where there are several."""
+        """Returns checksums, without those of empty tensors. Names begin with the rank if there are several ranks."""
         sums = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
         held = {name: digest for name, digest in sums.items() if digest != _EMPTY}
         ranks = {name.rpartition(":")[0] for name in held}
@@ -254,16 +259,16 @@ class VllmServer(ForeignServer):
         words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         if settings.max_running is not None:
             words += ["--max-num-seqs", str(settings.max_running)]
-        # auto: its cache must hold one sequence of that length, which the model's whole context may not be
+        # auto: the cache must hold one sequence of this length, and may be too small for the model's whole context
         words += ["--max-model-len", str(settings.max_model_len or "auto")]
         words += ["--worker-extension-cls", _EXTENSION, "--middleware", _LOCK]
         words += ["--seed", str(port)]  # two servers must not draw alike
         if terms.media:  # torchvision would make other pixels than the trainer's
-            words += ["--mm-processor-kwargs", '{"use_fast": false}']  # "backend" would be asked of the one for videos too
+            words += ["--mm-processor-kwargs", '{"use_fast": false}']  # "backend" would reach the one for videos too
         environment = {
             "PYTHONPATH": str(IN_SERVER),
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_API_KEY": "",  # the user's own would be asked for beside ours
+            "VLLM_API_KEY": "",  # the user's own key would be required beside ours
             "HF_HUB_OFFLINE": "1",
         }
         if terms.seat is not None:
@@ -274,14 +279,14 @@ class VllmServer(ForeignServer):
         environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if terms.device == "cpu":
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cache_gib(settings, terms.device))))
-            # Left alone it keeps one core free, which is half of two.
+            # By default vLLM keeps one core free, which is half of two.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(cpu) for cpu in terms.cpus)
             environment |= _preload(terms.python)
         return words, environment
 
 
 def _preload(python: str) -> dict[str, str]:
-    """``LD_PRELOAD`` with the faster allocator and OpenMP, where they are installed and nobody else has set it."""
+    """Returns ``LD_PRELOAD`` with the faster allocator and OpenMP, if they are installed and the variable is not set."""
     openmp = Path(python).parent.parent / "lib/libiomp5.so"
     allocators = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
     libraries = [str(file) for file in (*allocators[:1], openmp) if file.is_file()]

@@ -1,1 +1,1 @@
-"""All of Tandem that the environments of vLLM and SGLang servers get to see."""
+"""The only modules of Tandem that run in the environments of vLLM and SGLang servers."""

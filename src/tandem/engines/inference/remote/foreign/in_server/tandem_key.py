@@ -1,7 +1,8 @@
-"""A lock on every route of a server that Tandem starts: whoever has not its key gets 401, developer routes included.
+"""A lock on every route of a server that Tandem starts: a request without the server's key gets status 401.
 
-It runs in the server's environment, where there is no Tandem. vLLM's own `--api-key` covers a part of its routes, and
-SGLang's is written into its log; here the key comes in the environment, which no other user of the machine can read.
+It runs in the server's environment, where Tandem is not installed. vLLM's own `--api-key` covers only some routes (and no
+developer routes), and SGLang writes its key into its log. This key is passed in an environment variable, which no other user
+of the machine can read.
 """
 
 import hashlib
@@ -14,7 +15,8 @@ KEY_VARIABLE = "TANDEM_SERVER_KEY"
 
 
 class RequireKey:
-    """ASGI middleware: ``Authorization: Bearer KEY``, once, compared in constant time. Without a key it does not start."""
+    """ASGI middleware that requires exactly one header ``Authorization: Bearer KEY``, compared in constant time. Without a
+    key in the environment, the server does not start."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         self._app = app
@@ -36,5 +38,5 @@ class RequireKey:
 
 
 def _digest(value: bytes) -> bytes:
-    """The hash of a value. All hashes have one length; comparing the values would tell how long the right one is."""
+    """Returns the hash of a value. Hashes have one length, while comparing the values would reveal the key's length."""
     return hashlib.sha256(value).digest()

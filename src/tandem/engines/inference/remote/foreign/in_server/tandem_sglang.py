@@ -1,9 +1,9 @@
-"""Starts SGLang with a lock on every route: ``python tandem_sglang.py OPTION…``, the options of `sglang.launch_server`.
+"""Starts SGLang with a lock on every route: ``python tandem_sglang.py OPTION…``, with the options of `sglang.launch_server`.
 
-It runs in SGLang's environment, where there is no Tandem. SGLang's processes find `sglang.launch_server` as their main
-module, as if it had been started itself. One option more, ``--memory-share``, is the part of a GPU's memory for weights and
-cache. SGLang's own, ``--mem-fraction-static``, is a part of what is free when it starts: beside a trainer that would be a
-cache of another size each time.
+It runs in SGLang's environment, where Tandem is not installed. SGLang's processes find `sglang.launch_server` as their main
+module, as if it had been started directly. The additional option ``--memory-share`` is the share of a GPU's memory for
+weights and cache. SGLang's own ``--mem-fraction-static`` is a share of the memory that is free at its start, which varies
+beside a trainer.
 """
 
 import runpy
@@ -17,15 +17,15 @@ _ASK = "import torch; print(*min(torch.cuda.mem_get_info(one) for one in range(t
 
 
 def memory_now() -> tuple[int, int]:
-    """Free and all bytes of the GPU here that has the least free. A process of its own reads them: CUDA takes memory in each
-    that asks, as long as it lives."""
+    """Returns the free and total bytes of the GPU with the least free memory. A separate process reads them, because CUDA
+    occupies memory in every process that asks, as long as that process lives."""
     free, total = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True).stdout.split()
     return int(free), int(total)
 
 
 def own_words(words: Sequence[str], memory: Callable[[], tuple[int, int]] = memory_now) -> list[str]:
-    """The words of the command as SGLang reads them: our share of the memory becomes the share of what is free now that has
-    as many bytes. Exits if these are not free."""
+    """Returns the arguments for SGLang: the share of all memory becomes the share of free memory with the same number of
+    bytes. Exits if that much memory is not free."""
     if MEMORY_SHARE not in words:
         return list(words)
     at = words.index(MEMORY_SHARE)

@@ -1,8 +1,9 @@
-"""Additions to a vLLM server that Tandem starts: take an update from shared memory, from a GPU's memory or by a process
-group, take all of it on a CPU, and give the log-probabilities that training needs where top-p, top-k or a minimum of
-tokens narrow the draw.
+"""Extension of a vLLM server that Tandem starts. It loads updates from shared memory, from a GPU's memory or through a
+process group, loads them completely on a CPU too, and returns the log-probabilities that training needs if top-p, top-k or a
+minimum number of tokens restricts the draw.
 
-It runs in vLLM's environment (``--worker-extension-cls``), where there is no Tandem: only torch and the standard library.
+It runs in vLLM's environment (``--worker-extension-cls``), where Tandem is not installed, and uses only torch and the
+standard library.
 """
 
 import base64
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 
 class TandemWorker:
-    """Joined to the server's worker class, which has these already."""
+    """Mixed into the server's worker class, which has the first four attributes."""
 
     reload_weights: Callable[..., None]
     model_runner: Any
@@ -28,7 +29,7 @@ class TandemWorker:
     tandem_group: Any = None
 
     def tandem_join(self, host: str, port: int, size: int, backend: str, timeout_s: float) -> None:
-        """Joins a group of which the trainer, at this address, is rank 0; one that was joined before is left."""
+        """Joins a process group whose rank 0 is the trainer at this address. Leaves an earlier group."""
         self.tandem_leave()
         store = dist.TCPStore(host, port, size, False, timedelta(seconds=timeout_s))
         compare_versions(store, 1 + self.rank, (0,), backend)
@@ -36,21 +37,21 @@ class TandemWorker:
         self._tandem_device = self.device if backend == "nccl" else torch.device("cpu")
 
     def tandem_receive(self, plan: list[list[Any]]) -> None:
-        """Takes the tensors that the trainer broadcasts, ``[name, shape, dtype]`` each; the server is paused meanwhile."""
+        """Loads the tensors that the trainer broadcasts, while paused. ``plan``: ``[name, shape, dtype]`` of each."""
         self.reload_weights(weights_iterator=received(self.tandem_group, plan, self._tandem_device))
         pack_again(self.model_runner.get_model())
 
     def tandem_leave(self) -> None:
-        """Closes this end of the group, with what is under way; nothing if there is none."""
+        """Closes this end of the group and aborts its transfers. Does nothing without a group."""
         group, self.tandem_group = self.tandem_group, None
         if group is not None:
             group.abort()
 
     def tandem_load(self, place: dict[str, Any]) -> None:
-        """Takes the weights that lie at a `WeightSource.place`; the server is paused meanwhile."""
+        """Loads the weights at a `WeightSource.place`. The server is paused."""
         if "handles" in place:
             self.reload_weights(weights_iterator=opened(place["handles"], place["tensors"], self.device))
-            if self.device.type == "cuda":  # the trainer may overwrite its memory once this is answered
+            if self.device.type == "cuda":  # the trainer may overwrite its memory after the answer
                 torch.cuda.synchronize(self.device)
         elif "memory" in place:
             self.reload_weights(weights_iterator=mapped(place["memory"], place["tensors"]))
@@ -59,26 +60,26 @@ class TandemWorker:
         pack_again(self.model_runner.get_model())
 
     def tandem_gpu(self) -> str:
-        """The GPU's own name, which no other GPU has; ``cpu`` without one."""
+        """Returns the GPU's unique identifier; ``cpu`` without a GPU."""
         return "cpu" if self.device.type == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
 
     def tandem_whole_logprobs(self) -> None:
-        """From now on log-probabilities are those of softmax(logits / temperature), before anything narrows what is drawn.
+        """Makes all later log-probabilities those of softmax(logits / temperature), before the draw is restricted.
 
-        Once is enough. With a sampler that has neither form nothing changes; whoever asked for this finds that out by asking
-        for a token.
+        Further calls have no effect. An unknown kind of sampler is left unchanged; the client finds that out by requesting a
+        token.
         """
         sampler: Any = getattr(self.model_runner, "sampler", None)
         if hasattr(sampler, "tandem_whole"):
             return
-        if hasattr(sampler, "topk_topp_sampler"):  # of the first model runner
+        if hasattr(sampler, "topk_topp_sampler"):  # the sampler of vLLM's first model runner
             sampler.forward, sampler.tandem_whole = whole_logprobs(sampler.forward), True
-        elif hasattr(sampler, "needs_logits_processing"):  # of the second
+        elif hasattr(sampler, "needs_logits_processing"):  # that of the second
             sampler.sample, sampler.tandem_whole = whole_logits(sampler, sampler.sample), True
 
 
 def whole_logits(sampler: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A sampler's ``sample`` that gives back the logits divided by the temperature, which log-probabilities are made of."""
+    """Wraps a sampler's ``sample``, to return logits divided by the temperature, of which vLLM makes log-probabilities."""
 
     def sample(
         logits: torch.Tensor, expanded_idx_mapping: Any, idx_mapping: Any, idx_mapping_np: Any, *args: Any, **kwargs: Any
@@ -94,7 +95,7 @@ def whole_logits(sampler: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A sampler's ``forward`` whose log-probabilities are read before anything is taken away from ``logits [B, V]``."""
+    """Wraps a sampler's ``forward``: log-probabilities are computed before ``logits [B, V]`` are restricted."""
 
     def sample(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if sampling_metadata.max_num_logprobs is None or not narrows(sampling_metadata):
@@ -112,42 +113,42 @@ def whole_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def narrows(sampling_metadata: Any) -> bool:
-    """True if some row of a step draws from fewer tokens than there are."""
+    """True if some row of a step draws from a restricted set of tokens."""
     if sampling_metadata.top_p is not None or sampling_metadata.top_k is not None:
         return True
     return any(getattr(processor, "min_toks", None) for processor in sampling_metadata.logitsprocs.non_argmax_invariant)
 
 
 def version_of(backend: str) -> str:
-    """The library's version, which must be the same on all ranks; gloo is torch's own, and asks for none."""
+    """Returns the version of NCCL, which must be the same on all ranks; ``any`` for gloo, a part of torch."""
     return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else "any"
 
 
 def key_of(rank: int) -> str:
-    """The key of the store under which a rank says its version when it joins."""
+    """Returns the store's key under which a rank publishes its version when it joins."""
     return f"version of {rank}"
 
 
 def compare_versions(store: Any, rank: int, others: Iterable[int], backend: str) -> None:
-    """Says this rank's version of the library, and waits for those of others.
+    """Publishes this rank's version of the library, waits for those of ``others``, and compares them.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the versions differ.
     """
     version = version_of(backend)
     store.set(key_of(rank), version)
     for other in others:
-        theirs = store.get(key_of(other)).decode()
-        if theirs != version:
+        other_version = store.get(key_of(other)).decode()
+        if other_version != version:
             raise RuntimeError(
-                f"rank {rank} of the weight group has {backend.upper()} {version}, and rank {other} has {theirs}: install "
-                "the same version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
+                f"rank {rank} of the weight group has {backend.upper()} {version}, and rank {other} has {other_version}: "
+                "install the same version (nvidia-nccl) in both environments, or leave rollout.weights.channel out"
             )
 
 
 @contextlib.contextmanager
 def outliving() -> Iterator[None]:
-    """An NCCL group that is made in this block leaves the process alive when another rank dies; torch would end it."""
+    """Within this block, a new NCCL group does not end the process when another rank dies, as torch's default would."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before, os.environ[name] = os.environ.get(name), "0"
     try:
@@ -159,7 +160,7 @@ def outliving() -> Iterator[None]:
 
 
 def joined(store: Any, rank: int, size: int, backend: str, host: str, timeout_s: float) -> Any:
-    """A process group beside all others. ``host``: an address of this machine that the other ranks reach."""
+    """Returns a new process group, apart from all others. ``host``: an address of this machine that other ranks reach."""
     wait = timedelta(seconds=timeout_s)
     if backend == "nccl":
         options: Any = dist.ProcessGroupNCCL.Options()
@@ -173,19 +174,19 @@ def joined(store: Any, rank: int, size: int, backend: str, host: str, timeout_s:
 
 
 def own_address(host: str) -> str:
-    """The address of this machine from which ``host`` is reached; nothing is sent."""
+    """Returns the address of this machine from which ``host`` is reached. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as toward:
         toward.connect((host, 9))
         return str(toward.getsockname()[0])
 
 
 def num_bytes_of(shape: Iterable[int], dtype: str) -> int:
-    """The bytes of a tensor; ``dtype`` as torch writes it, without ``torch.``."""
+    """Returns the number of bytes of a tensor; ``dtype`` is torch's name without ``torch.``."""
     return int(torch.Size(shape).numel() * getattr(torch, dtype).itemsize)
 
 
 def received(group: Any, plan: Iterable[list[Any]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) as the tensors come. Each has memory of its own, which a loader may keep a while."""
+    """Yields (name, tensor) as the tensors arrive. Each has memory of its own, so a loader may keep it for a while."""
     for name, shape, dtype in plan:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if tensor.numel():  # as bytes: every backend takes them, whatever the dtype
@@ -194,7 +195,7 @@ def received(group: Any, plan: Iterable[list[Any]], device: torch.device) -> Ite
 
 
 def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor), each backed by the segment; nothing is copied here."""
+    """Yields (name, tensor), each backed by the shared memory at ``path``, without a copy."""
     fd = os.open(path, os.O_RDWR)
     try:
         for name, shape, dtype_name, offset in entries:
@@ -207,7 +208,7 @@ def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tenso
 
 
 def opened(handles: Iterable[list[Any]], entries: Iterable[Any], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) of the trainer's own memory on ``device``, opened by its handles; nothing is copied here."""
+    """Yields (name, tensor) in the trainer's own memory on ``device``, opened by its handles, without a copy."""
     buckets = [opened_storage(handle, device) for handle in handles]
     for name, shape, dtype, bucket, offset in entries:
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(buckets[bucket])
@@ -215,7 +216,7 @@ def opened(handles: Iterable[list[Any]], entries: Iterable[Any], device: torch.d
 
 
 def opened_storage(handle: Iterable[Any], device: torch.device) -> Any:
-    """The memory behind a handle. Its first part is the GPU's number in the trainer, which may be another one here."""
+    """Opens the memory behind a handle, whose first part is the GPU's number in the trainer; the number here may differ."""
     parts = [base64.b64decode(part) if isinstance(part, str) else part for part in handle]
     if device.type == "cpu":
         return torch.UntypedStorage._new_shared_filename_cpu(*parts)
@@ -224,10 +225,11 @@ def opened_storage(handle: Iterable[Any], device: torch.device) -> Any:
 
 @torch.no_grad()
 def pack_again(model: torch.nn.Module) -> None:
-    """On a CPU each layer multiplies with a packed copy of its matrix, made when the layer is loaded.
+    """Renews the packed copies of weight matrices with which vLLM's layers multiply on a CPU.
 
-    An output layer that shares the embedding's matrix is not loaded itself, so vLLM 0.32.0 leaves it the old copy. Here each
-    layer that still has its matrix beside the copy makes the copy anew, and raises `RuntimeError` if they differ then.
+    vLLM 0.32.0 packs a layer's matrix when the layer is loaded. An output layer that shares the embedding's matrix is not
+    loaded itself, so its packed copy becomes stale. Every layer that still has its matrix beside the copy is packed again.
+    Raises `RuntimeError` if the products with copy and matrix differ afterwards.
     """
     layer: Any
     for layer in model.modules():

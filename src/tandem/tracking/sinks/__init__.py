@@ -1,1 +1,0 @@
-"""Further places for metrics, one file each; their libraries are optional."""
