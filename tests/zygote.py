@@ -1,6 +1,7 @@
 """Processes that can be killed, many of them, without importing torch in each (one process forks itself for each call), and
 the question if one has ended."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tandem.sandbox.guest import kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,7 +75,8 @@ class Zygote:
 
 
 def serve(modules: Sequence[str]) -> None:
-    """The process itself: a line with a call in, a line with an exit status out."""
+    """The process itself: a line with a call in, a line with an exit status out. It adopts what a killed call leaves behind."""
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     __import__("warnings").simplefilter("ignore")
     for module in modules:
         __import__(module)
@@ -84,6 +88,9 @@ def serve(modules: Sequence[str]) -> None:
         if kill_after is not None:
             _kill(child, time.monotonic() + kill_after)
         _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # orphans that have ended
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 

@@ -137,6 +137,25 @@ with tempfile.TemporaryFile() as f:
     time.sleep(0.3)
 print("ok")
 """,
+    "files that cannot be measured for an instant": """
+import tempfile
+ours, theirs = socket.socketpair()
+for _ in range(10):
+    f = tempfile.TemporaryFile()
+    fill(f)
+    f.flush()
+    libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    at = libc.mmap(None, 20 << 20, 1, 1, f.fileno(), 0)
+    socket.send_fds(ours, [b"x"], [f.fileno()])
+    f.close()
+    time.sleep(0.03)
+    os.close(socket.recv_fds(theirs, 1, 1)[1][0])
+    time.sleep(0.03)
+    libc.munmap(at, 20 << 20)
+    time.sleep(0.05)
+print("ok")
+""",
 }
 
 LIMITS = Limits(wall_s=60, cpu_s=30, memory_mib=160, file_mib=32)

@@ -10,7 +10,6 @@ import json
 import random
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,23 +66,15 @@ def wholes(tmp_path_factory):
 
 @pytest.fixture
 def nothing_left(zygote):
-    """A function that fails if a process lives on which a run had started before it was killed."""
-    seen, ended = set[psutil.Process](), threading.Event()
-
-    def look():
-        while not ended.wait(0.05):
-            with contextlib.suppress(psutil.Error):
-                seen.update(psutil.Process(zygote.pid).children(recursive=True))
+    """A function that fails if a process lives on which a run had started before it was killed: orphans are the zygote's."""
 
     def check(_: Path) -> None:
-        assert [process for process in seen.copy() if not gone(process, within_s=ENDS_S)] == []
+        deadline = time.monotonic() + ENDS_S
+        while left := [process for process in psutil.Process(zygote.pid).children(recursive=True) if not gone(process)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
 
-    watching = threading.Thread(target=look, daemon=True)
-    watching.start()
-    yield check
-    ended.set()
-    watching.join()
-    assert len(seen) > KILLS, "the run and whatever it started"
+    return check
 
 
 @pytest.fixture

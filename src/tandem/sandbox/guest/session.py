@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, landlock, processes, syscall_filter
 from tandem.sandbox.guest.door import Door
-from tandem.sandbox.guest.folders import MAX_FILES, is_full, remove
+from tandem.sandbox.guest.folders import MAX_FILES, FolderMeter, remove
 from tandem.sandbox.guest.program import become
 
 LOOK_EVERY_S = 0.02
@@ -207,6 +207,7 @@ class GuestSession:
     def _look_on(self, child: int, limits: dict[str, Any], door: Door | None) -> dict[str, Any]:
         killed = ""
         meter = processes.Meter()
+        folder = None if self._walls.has_namespaces else FolderMeter(self._root, limits["file_mib"] * _MIB)
         end = time.monotonic() + limits["wall_s"]
         look = time.monotonic() + LOOK_EVERY_S
         while True:
@@ -222,7 +223,7 @@ class GuestSession:
             if door is not None:
                 self._pass(door, events)
             if time.monotonic() >= look:
-                killed = killed or self._excess(limits, meter)
+                killed = killed or self._excess(limits, meter, folder)
                 look = time.monotonic() + LOOK_EVERY_S
             if killed:
                 processes.kill_below()
@@ -233,7 +234,7 @@ class GuestSession:
             except ChildProcessError:
                 return {"code": None, "killed": killed}
 
-    def _excess(self, limits: dict[str, Any], meter: processes.Meter) -> str:
+    def _excess(self, limits: dict[str, Any], meter: processes.Meter, folder: FolderMeter | None) -> str:
         """Returns the name of the limit that all processes together exceed; empty if there is none."""
         if self._walls.has_namespaces:
             below = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
@@ -246,7 +247,7 @@ class GuestSession:
             return "cpu"
         if tasks > limits["processes"]:
             return "processes"
-        if not self._walls.has_namespaces and is_full(self._root, limits["file_mib"] * _MIB, below):
+        if folder is not None and folder.is_full(below):
             return "files"
         return ""
 
