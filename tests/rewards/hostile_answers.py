@@ -185,7 +185,7 @@ WAITS = [
     ("recurses without end", _returns("double(x)"), WRONG),
     ("overflows the stack", _returns("double(x)", "import sys\nsys.setrecursionlimit(10**9)"), (*SIGNAL, *MEMORY, *WRONG, *TIMEOUT)),
     ("takes all memory", _does("y = [bytearray(1 << 24) for _ in range(10**4)]"), RESOURCE),
-    ("forks without end", _does("while True: os.fork()", "import os"), RESOURCE),
+    ("forks without end", _does("while True: os.fork()", "import os"), (*RESOURCE, "processes")),
     ("starts a daemon and ends", _does("if os.fork() == 0: os.setsid(); time.sleep(60)\n    os._exit(0)", "import os, time"), ("exit", "timeout")),
     ("searches with an exponential pattern", _does("re.match('(a+)+$', 'a' * 40 + 'b')", "import re"), TIMEOUT),
     ("computes a huge power", _does("10**10**10"), (*TIMEOUT, *MEMORY, *ERROR, *WRONG)),

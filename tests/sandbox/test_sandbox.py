@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -50,6 +51,17 @@ def test_the_outcome_says_how_a_program_ended(sandbox, name):
     assert outcome.status == STATUSES[name], outcome
     assert outcome.stdout == stdout
     assert outcome.exit_code == code or outcome.status == "output"
+
+
+CHILDREN = "import os, time\nfor _ in range(40):\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)"
+
+
+def test_the_outcome_names_the_limit_of_processes_and_of_files(sandbox):
+    many = asyncio.run(sandbox.run(Program(source=CHILDREN), Limits(wall_s=30, processes=8)))
+    large = asyncio.run(sandbox.run(Program(argv=("dd", "if=/dev/zero", "of=f", "bs=1M", "count=4")), Limits(file_mib=2)))
+    refused = b"BlockingIOError" in many.stderr  # by the kernel, where it counts the processes of this user
+    assert (many.status, many.exit_code) == (("exit", 1) if refused else ("processes", -9)), many
+    assert (large.status, large.exit_code) == ("files", -signal.SIGXFSZ), large
 
 
 def test_a_traceback_shows_the_program_and_nothing_of_the_sandbox(sandbox):

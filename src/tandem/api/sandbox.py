@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from tandem.config.errors import ConfigError
 
-Status = Literal["ok", "exit", "signal", "timeout", "memory", "output", "refused", "lost"]
+Status = Literal["ok", "exit", "signal", "timeout", "memory", "processes", "files", "output", "refused", "lost"]
 """The ways in which a program ends.
 
 ok: exit code 0. exit: another exit code. signal: killed by a signal that the sandbox did not send. timeout: wall or CPU time
-was used up. memory, output: more than the limit. refused: the program never began, for example because its command does not
-exist. lost: the sandbox was killed from outside on every attempt; the program is not at fault.
+was used up. memory, processes, files, output: killed because it used more than the limit. refused: the program never began,
+for example because its command does not exist. lost: the sandbox was killed from outside on every attempt; the program is
+not at fault.
 """
 
 

@@ -46,6 +46,8 @@ REASONS = {
     "error": "it does not compile, or it raises",
     "timeout": "it does not end in time",
     "memory": "it uses more memory than allowed",
+    "processes": "it runs more processes and threads than allowed",
+    "files": "it writes more or larger files than allowed",
     "output": "it prints or returns more than allowed",
     "exit": "it ends the process before all tests are done",
     "signal": "it is killed by a signal: its own, or that of a crash",

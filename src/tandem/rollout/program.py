@@ -98,8 +98,8 @@ def filled(text: str, values: Mapping[str, Any]) -> str:
 ROW, REWARD = ".tandem/row.json", ".tandem/reward.json"
 """Paths in the program's folder: the row, for the program to read, and the reward, which the program may write."""
 
-REASONS = {"exit": "failed", "signal": "killed", "timeout": "timeout", "memory": "memory", "output": "output"}
-"""Status of a program that failed → its reason, to which ``program_`` is prefixed."""
+REASONS = {"exit": "failed", "signal": "killed"}
+"""Status of a program that failed → its reason, to which ``program_`` is prefixed; by default the status itself."""
 
 DESCRIPTORS = 4096
 """Maximum number of open files of a process: interpreters load hundreds of modules at once."""
@@ -254,7 +254,8 @@ class ProgramWorkflow(RolloutWorkflow):
         last = words[-300:] or "nothing on stderr"
         causes = {"timeout": f"not done after {self.timeout_s:g} s", "exit": f"exit code {outcome.exit_code}"}
         failure_type = session.failed if outcome.status == "exit" else DataFailure
-        raise failure_type(f"program_{REASONS[outcome.status]}", f"{causes.get(outcome.status, outcome.status)}: {last}")
+        reason, cause = (words.get(outcome.status, outcome.status) for words in (REASONS, causes))
+        raise failure_type(f"program_{reason}", f"{cause}: {last}")
 
     async def _verdict(
         self, session: RecordingSession, data: Mapping[str, Any], outcome: Outcome, written: bytes | None

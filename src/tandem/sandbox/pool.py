@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -315,6 +316,15 @@ class TenantSession:
             self._connections.close()
 
 
+_LIMITS: dict[str | None, Status] = {
+    "wall": "timeout", "cpu": "timeout", "asked": "timeout", "processes": "processes", "files": "files",
+}  # fmt: skip
+"""Reason for which a session killed a program → status."""
+
+_SIGNALS: dict[int, Status] = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "files"}
+"""Exit code by which the kernel ends a process at a limit of its own → status."""
+
+
 class Running:
     """A running program or operation on files."""
 
@@ -386,8 +396,9 @@ class Running:
     def _status(self, code: int | None, killed: str | None, stderr: bytes) -> Status:
         if self._too_much:
             return "output"
-        if (killed in ("wall", "cpu", "asked") and code in (None, -9)) or code == -24:  # SIGXCPU
-            return "timeout"  # a program with another exit code had ended by itself before it was killed
+        limit = _LIMITS.get(killed) if code in (None, -9) else _SIGNALS.get(code)
+        if limit is not None:  # a program with another exit code had ended by itself before it was killed
+            return limit
         if killed == "memory" or (code not in (0, None) and b"MemoryError" in stderr[-200:]):
             return "memory"
         return "ok" if code == 0 else "exit" if code is not None and code > 0 else "signal"
