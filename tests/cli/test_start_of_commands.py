@@ -26,3 +26,8 @@ def test_an_import_is_not_searched_for_garbage_and_collection_is_then_as_before(
         assert sys.searched is False and gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_what_is_imported_already_is_returned_without_a_walk_over_all_objects(monkeypatch):
+    monkeypatch.setattr("gc.get_freeze_count", lambda: pytest.fail("the count walks over all frozen objects"))
+    assert import_object("tandem.cli.main:import_object") is import_object
