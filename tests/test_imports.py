@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "roles": {"api", "config", "algorithms"},
     "rollout": {"api", "config", "media", "protocol", "workers"},
     "rewards": {"api", "config", "media", "models", "protocol", "workers"},
-    "sandbox": {"api", "config"},
+    "sandbox": {"api", "config", "workers"},
     "data": {"api", "config", "media"},
     "weights": {"api", "config"},
     "state": {"api", "config"},

@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tandem.config.errors import ConfigError
@@ -33,9 +34,10 @@ def python_for_all():
 
 
 def folder_for_all(folder):
-    """A new folder below one, which every user may enter."""
+    """A new folder below one, which every user may enter; beside it is psutil, which that user's Python may lack."""
     inner = folder / "package" / "bin"
     inner.mkdir(parents=True)
+    shutil.copytree(Path(psutil.__file__).parent, folder / "psutil")
     os.chmod(folder, 0o755)
     for above in folder.parents:  # there are more with several workers
         if above.stat().st_mode & 0o011 != 0o011:
@@ -72,7 +74,7 @@ def test_the_back_end_of_an_environment(environment, tmp_path):
         cwd=ROOT,
         env={
             "PATH": str(bwrap),
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{tmp_path}",
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,
@@ -121,7 +123,7 @@ def test_the_back_end_in_real_docker(image, options, tmp_path):
     copy_program(folder_for_all(tmp_path))
     program = "from tandem.sandbox.choose import choose_sandbox as c; s = c(size=1); print(s.name); s.close()"
     mounts = ("/usr:/usr:ro", f"{ROOT / 'src'}:/src:ro", f"{tmp_path}:/package:ro")
-    environment = ("PATH=/package/package/bin:/usr/bin:/bin", "PYTHONPATH=/src", "PYTHONDONTWRITEBYTECODE=1")
+    environment = ("PATH=/package/package/bin:/usr/bin:/bin", "PYTHONPATH=/src:/package", "PYTHONDONTWRITEBYTECODE=1")
     volumes = [word for mount in mounts for word in ("-v", mount)] + [word for pair in environment for word in ("-e", pair)]
     command = ["run", "--rm", "--network", "none", *volumes, *options.split(), image, "/usr/bin/python3", "-c", program]
     result = docker(*command, text=True)

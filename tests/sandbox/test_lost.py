@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tandem.api.failures import SandboxLost
@@ -51,7 +53,7 @@ def innermost(sandbox):
     return sorted({pid for worker in sandbox.pids for pid in {worker} | descendants(worker)}, reverse=True)
 
 
-@pytest.mark.parametrize("whom", ["the worker", "everything"])
+@pytest.mark.parametrize("whom", ["the worker", "its keeper", "everything"])
 def test_a_program_whose_sandbox_is_killed_runs_again_on_another_worker(name, whom):
     sandbox = choose_sandbox(name, size=2)
 
@@ -60,7 +62,9 @@ def test_a_program_whose_sandbox_is_killed_runs_again_on_another_worker(name, wh
             sandbox.run(Program(source="import time\nprint(1, flush=True)\ntime.sleep(1)\nprint(2)"), Limits(wall_s=30))
         )
         await asyncio.sleep(0.5)
-        for pid in [sandbox.pids[0]] if whom == "the worker" else innermost(sandbox)[::-1]:
+        worker = sandbox.pids[0]
+        victims = {"the worker": [worker], "its keeper": [psutil.Process(worker).ppid()]}
+        for pid in victims.get(whom) or innermost(sandbox)[::-1]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return await task
@@ -125,7 +129,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("depth", ["outermost", "innermost"])
+@pytest.mark.parametrize("depth", ["keeper", "outermost", "innermost"])
 def test_nothing_outlives_a_killed_worker(name, depth):
     sandbox = choose_sandbox(name, size=1)
     number = mark()
@@ -136,13 +140,24 @@ def test_nothing_outlives_a_killed_worker(name, depth):
         assert until(lambda: len(processes_with(number)) == 2)
         # the process that serves sessions, or the one that serves programs: not the program, which is at the end
         pids = sorted(pid for pid in innermost(sandbox) if lives(pid) and pid not in processes_with(number))
-        os.kill(pids[0] if depth == "outermost" else pids[-2], signal.SIGKILL)
+        depths = {"keeper": psutil.Process(pids[0]).ppid(), "outermost": pids[0], "innermost": pids[-2]}
+        os.kill(depths[depth], signal.SIGKILL)
         until(lambda: not processes_with(number))
         return await process.close()
 
     outcome = asyncio.run(run())
     assert outcome.status == "lost"
     assert processes_with(number) == []
+    sandbox.close()
+
+
+def test_a_worker_outlives_the_thread_that_started_it(name):
+    sandbox = choose_sandbox(name, size=1)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: asyncio.run(sandbox.run(Program(source="print(1)")))).result()
+        before = sandbox.pids
+    outcome = asyncio.run(sandbox.run(Program(source="import time\ntime.sleep(0.5)")))
+    assert outcome.status == "ok" and sandbox.pids == before
     sandbox.close()
 
 
@@ -158,35 +173,38 @@ async def main():
     programs = [await sandbox.start(Program(source=f"MARK = {mark!r}\\n" + LEAVES), Limits(wall_s=60)) for _ in range(2)]
     for program in programs:
         await program.receive(100, 30)
-    if os.fork() == 0:  # a child that holds copies of all descriptors, as a data loader does
+    if (child := os.fork()) == 0:  # it that holds copies of all descriptors, as a data loader does
         time.sleep(60)
         os._exit(0)
-    print(json.dumps(innermost(sandbox)), flush=True)
+    print(json.dumps([child, *innermost(sandbox)]), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
 """
 
 
-def test_nothing_outlives_a_parent_that_is_killed_and_no_file_of_it_stays(name, tmp_path):
+@pytest.mark.parametrize("worker", ["sound", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_nothing_outlives_a_parent_that_is_killed_and_no_file_of_it_stays(name, worker, tmp_path):
     number = mark()
     source = Path(__file__).parents[2]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(source), *sys.path])}
     parent = subprocess.Popen([sys.executable, "-c", PARENT, name, number], stdout=subprocess.PIPE, env=environment)
     assert parent.stdout is not None
-    pids = json.loads(parent.stdout.readline())
-    child = descendants(parent.pid) - set(pids)
+    child, *pids = json.loads(parent.stdout.readline())
+    keepers = {process.pid for process in psutil.Process(parent.pid).children()} - {child}
+    assert len(keepers) == 2
     assert len(pids) >= 4
+    if worker == "stopped":  # it can do nothing any more, so its keeper must; its files stay
+        os.kill(min(pids), signal.SIGSTOP)
     parent.kill()
     parent.wait()
     parent.stdout.close()
 
     def left():
-        return [pid for pid in pids if lives(pid)], set(processes_with(number)) - child, os.listdir(tmp_path)
+        files = os.listdir(tmp_path) if worker == "sound" else []
+        return [pid for pid in {*pids, *keepers} if lives(pid)], set(processes_with(number)) - {child}, files
 
     until(lambda: not any(left()))
     what = left()
-    for pid in child:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
     assert not any(what), what

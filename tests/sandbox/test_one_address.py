@@ -271,8 +271,8 @@ def test_a_program_that_asks_without_end_is_killed_in_time_and_others_are_served
 
 def test_a_program_that_dies_or_is_cancelled_while_it_asks_leaves_nothing(walls, address):
     asyncio.run(walls.run(Program(source="")))
-    before = len(os.listdir("/proc/self/fd"))
     workers = {below for pid in walls.pids for below in descendants(pid)}
+    before = len(os.listdir("/proc/self/fd"))
 
     async def work():
         dying = Program(source=FLOOD.replace("\nask()", "\nimport os, time\ntime.sleep(.2)\nos.kill(os.getpid(), 9)"))

@@ -288,7 +288,11 @@ def run_ranks(
 
 
 class RankProcesses:
-    """The rank processes of one group, from their start to their end."""
+    """The rank processes of one group, from their start to their end.
+
+    They are not of the class `Child`: a keeper ends all processes below its own, but servers that rank 0 keeps outlive rank
+    0. Instead, each rank ends itself when this process ends (`tandem.launch.rank.follow_launcher`).
+    """
 
     def __init__(
         self,

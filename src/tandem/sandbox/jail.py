@@ -6,6 +6,7 @@
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -85,13 +86,13 @@ class Jail(ABC):
         return "" if is_known() else "its filter of system calls knows x86_64 and aarch64 only"
 
     @abstractmethod
-    def start(self, control: int) -> WorkerStart:
-        """Prepares a worker that gets its requests over the socket with descriptor ``control``."""
+    def start(self) -> WorkerStart:
+        """Prepares a worker."""
 
-    def python(self, code: Path | str, control: int, **settings: Any) -> list[str]:
+    def python(self, code: Path | str, **settings: Any) -> list[str]:
         """Returns the command of the fork server. ``code``: the folder with its code; ``settings``: further settings for
         it."""
-        settings |= {"walls": self.name, "code": str(code), "control": control, "parent": os.getpid()}
+        settings |= {"walls": self.name, "code": str(code)}
         text = json.dumps({"readable": self.paths(), **settings})
         return [str(interpreter()), "-S", "-s", "-P", "-B", "-X", "utf8", "-c", BOOT, text]
 
@@ -130,7 +131,7 @@ class Bubblewrap(Jail):
         """Returns the missing requirement: a supported machine, or the program ``bwrap``; empty if nothing is missing."""
         return super().missing() or ("" if find_program() else "the program bwrap is not installed")
 
-    def start(self, control: int) -> WorkerStart:
+    def start(self) -> WorkerStart:
         """Starts a worker in an empty root with the system's programs and Python, read-only, without network or other
         processes."""
         program = find_program()
@@ -169,10 +170,11 @@ class Bubblewrap(Jail):
         ]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
         user_id = ORDINARY_USER + os.getpid() % 1_000_000 if is_root else -1
-        return WorkerStart([str(program), *arguments, "--", *self.python(_INSIDE, control, base="", user=user_id)])
+        return WorkerStart([str(program), *arguments, "--", *self.python(_INSIDE, base="", user=user_id)])
 
 
 PREFIX = "tandem-sandbox-"
+_NUMBERS = itertools.count()
 _CHANGE_OF_USER = 1 << 0 | 1 << 1 | 1 << 6 | 1 << 7
 """CAP_CHOWN, CAP_DAC_OVERRIDE (to remove the other user's files), CAP_SETGID and CAP_SETUID."""
 
@@ -213,13 +215,13 @@ class Landlock(Jail):
             return ""
         return f"the kernel's Landlock is version {version}; {landlock.LEAST_VERSION} is the first that can restrict signals"
 
-    def start(self, control: int) -> WorkerStart:
+    def start(self) -> WorkerStart:
         """Starts a worker. It runs under another user if this process is root and that user can read the Python
         installation."""
         may_change = may_become_another() and all(is_open_to_all(path) for path in self.paths() if os.path.isdir(path))
-        user = ORDINARY_USER + control % 1_000 + 1_000 * (os.getpid() % 10_000) if may_change else -1
+        user = ORDINARY_USER + next(_NUMBERS) % 1_000 + 1_000 * (os.getpid() % 10_000) if may_change else -1
         base = make_base(user)
-        return WorkerStart(self.python(HERE, control, base=base, user=user), base)
+        return WorkerStart(self.python(HERE, base=base, user=user), base)
 
 
 class Unconfined(Jail):
@@ -232,7 +234,7 @@ class Unconfined(Jail):
         """Returns an empty text: nothing is missing."""
         return ""
 
-    def start(self, control: int) -> WorkerStart:
+    def start(self) -> WorkerStart:
         """Starts a worker under the user of this process."""
         base = make_base(-1)
-        return WorkerStart(self.python(HERE, control, base=base, user=-1), base)
+        return WorkerStart(self.python(HERE, base=base, user=-1), base)

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess
 from tandem.config.devices import usable_cores
 from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.jail import ENVIRONMENT, Jail
+from tandem.workers.process import Child
 
 PAUSE_S = 0.002
 """Seconds between two connections of one session, so that a program that requests many connections does not block the event
@@ -131,39 +131,38 @@ def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> by
 
 
 class SandboxWorker:
-    """One fork server in its jail. Usable at once: requests wait in its socket until it has started.
-
-    The kernel ends it when the *thread* that created it ends, and so also when this process ends or is killed.
-    """
+    """One fork server in its jail. Usable at once: requests wait in its socket until it has started."""
 
     def __init__(self, jail: Jail):
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._has_started = False
         self._has_walls = jail.name != "none"
         self._words = os.memfd_create("stderr", os.MFD_CLOEXEC)
-        self._start = jail.start(theirs.fileno())
-        self._process = subprocess.Popen(
+        self._start = jail.start()
+        self._child, self._control = Child.over_socket(
             self._start.command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._words,
-            stderr=self._words,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            cwd="/",
-            env=ENVIRONMENT,
+            socket.SOCK_SEQPACKET,
+            output=self._words,
+            environment=ENVIRONMENT,
+            grace_s=CLOSE_S,
+            orderly=True,  # a program that got SIGTERM would seem to have been killed by its own signal
         )
-        theirs.close()
         self._control.setblocking(False)
 
     @property
     def pid(self) -> int:
         """Process id of the worker's outermost process."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
         """True while the worker runs."""
-        return self._process.poll() is None
+        try:
+            self._control.recv(1)  # the worker never sends; once its end is closed, this returns b"" or raises
+        except BlockingIOError:
+            return self._child.alive
+        except OSError:
+            pass
+        return False
 
     def words(self) -> str:
         """Returns the beginning of the worker's output, which has the reason if the worker could not start."""
@@ -212,11 +211,7 @@ class SandboxWorker:
     def kill(self) -> None:
         """Ends the worker and all its sessions. Idempotent."""
         self._control.close()  # makes the worker end its sessions, remove their files and exit
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.close()
         if self._start.base:
             remove(self._start.base)
         if self._words >= 0:
@@ -316,12 +311,7 @@ class TenantSession:
             self._connections.close()
 
 
-_LIMITS: dict[str | None, Status] = {
-    "wall": "timeout", "cpu": "timeout", "asked": "timeout", "processes": "processes", "files": "files",
-}  # fmt: skip
-"""Reason for which a session killed a program → status."""
-
-_SIGNALS: dict[int, Status] = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "files"}
+_SIGNALS: dict[int | None, Status] = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "files"}
 """Exit code by which the kernel ends a process at a limit of its own → status."""
 
 
@@ -393,13 +383,14 @@ class Running:
             return Outcome("refused", None, b"", reason.encode(), seconds)
         return Outcome(self._status(code, killed, stderr), code, stdout, stderr, seconds)
 
-    def _status(self, code: int | None, killed: str | None, stderr: bytes) -> Status:
+    def _status(self, code: int | None, killed: Status | None, stderr: bytes) -> Status:
         if self._too_much:
             return "output"
-        limit = _LIMITS.get(killed) if code in (None, -9) else _SIGNALS.get(code)
-        if limit is not None:  # a program with another exit code had ended by itself before it was killed
-            return limit
-        if killed == "memory" or (code not in (0, None) and b"MemoryError" in stderr[-200:]):
+        if killed and (killed == "memory" or code in (None, -9)):
+            return killed  # a program with another exit code had ended by itself before it was killed
+        if code in _SIGNALS:
+            return _SIGNALS[code]
+        if code not in (0, None) and b"MemoryError" in stderr[-200:]:
             return "memory"
         return "ok" if code == 0 else "exit" if code is not None and code > 0 else "signal"
 

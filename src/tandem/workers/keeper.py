@@ -1,8 +1,10 @@
-"""The keeper of one command: ``python keeper.py FD GRACE_S CPUS OUTPUT KEPT COMMAND…``, started as a separate process.
+"""The keeper of one command: ``python keeper.py FD GRACE_S WHOM CPUS OUTPUT KEPT COMMAND…``, started as a separate process.
 
 It starts the command, and ends it with all its descendants as soon as the pipe FD closes, which happens when the owner
 closes the pipe or is killed. It adopts orphans, so that it also finds descendants in other sessions.
 
+WHOM is ``all``, or ``command`` for a command that ends its descendants itself: only the command then gets SIGTERM. Whatever
+is left after GRACE_S gets SIGKILL.
 OUTPUT is the descriptor of the keeper that becomes the command's standard output. If it is 2, standard error, the keeper
 prints the command's process id on its own standard output.
 KEPT is empty or ``FD2:FILE``. With ``FD2:FILE`` the command is a server that can be kept: the owner writes a message (see
@@ -100,13 +102,14 @@ def kill_below(spare: Collection[int] = ()) -> None:
     _signal(stopped, signal.SIGKILL)
 
 
-def end(main: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    """Ends the command and its descendants: with SIGTERM (unless ``grace_s`` is 0), and after ``grace_s`` seconds with
-    SIGKILL."""
+def end(main: "subprocess.Popen[bytes]", grace_s: float, whom: str) -> None:
+    """Ends the command and its descendants: with SIGTERM for WHOM (unless ``grace_s`` is 0), and after ``grace_s`` seconds
+    with SIGKILL."""
     deadline = time.monotonic() + grace_s
     if grace_s:
         main.terminate()
-        _signal(descendants(os.getpid()) - {main.pid}, signal.SIGTERM)
+        if whom == "all":
+            _signal(descendants(os.getpid()) - {main.pid}, signal.SIGTERM)
     while not _is_alone(main) and time.monotonic() < deadline + KILL_S:
         if late := time.monotonic() >= deadline:
             kill_below()
@@ -220,9 +223,10 @@ def forget(file: str, end_of_all: int) -> None:
 
 def main() -> int:
     """Entry point. Returns the command's exit status in the shell's convention: 128 + n if signal n ended it."""
-    pipe, grace_s, cpus = int(sys.argv[1]), float(sys.argv[2]), {int(cpu) for cpu in sys.argv[3].split(",") if cpu}
-    output = int(sys.argv[4])
-    end_of_all, _, file = sys.argv[5].partition(":")
+    pipe, grace_s, whom, output = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[5])
+    cpus = {int(cpu) for cpu in sys.argv[4].split(",") if cpu}
+    end_of_all, _, file = sys.argv[6].partition(":")
+    command = sys.argv[7:]
     signals: list[int] = []
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -235,9 +239,9 @@ def main() -> int:
     adopt_orphans()
     owner = os.getppid()
     try:
-        process = subprocess.Popen(sys.argv[6:], stdout=output, preexec_fn=lambda: _prepare(cpus))
+        process = subprocess.Popen(command, stdout=output, preexec_fn=lambda: _prepare(cpus))
     except OSError as error:
-        os.write(2, f"{sys.argv[6]} cannot be started: {error.strerror}\n".encode())
+        os.write(2, f"{command[0]} cannot be started: {error.strerror}\n".encode())
         return NOT_STARTED
     if output != 1:
         with contextlib.suppress(BrokenPipeError):  # the owner has ended
@@ -247,7 +251,7 @@ def main() -> int:
     if file:
         forget(file, int(end_of_all))
     # After a server that ended by itself, wait only briefly for its children: the owner waits for the keeper's exit.
-    end(process, grace_s if process.poll() is None else min(grace_s, ORPHANS_S))
+    end(process, grace_s if process.poll() is None else min(grace_s, ORPHANS_S), whom)
     status = process.returncode
     return 1 if status is None else 128 - status if status < 0 else status
 

@@ -56,11 +56,19 @@ def inherited() -> dict[str, str]:
 
 
 def keeper_command(
-    command: Sequence[str], pipe: int, grace_s: float, cpus: Sequence[int] = (), kept: str = "", output: int = 2
+    command: Sequence[str],
+    pipe: int,
+    grace_s: float,
+    *,
+    orderly: bool = False,
+    cpus: Sequence[int] = (),
+    kept: str = "",
+    output: int = 2,
 ) -> list[str]:
     """Returns the command line of a keeper of ``command``; `keeper.py` documents the arguments. The keeper must inherit
     ``pipe``, and should lead a session of its own, so that a Ctrl-C in the terminal does not reach the command."""
-    words = map(str, (_KEEPER, pipe, grace_s, ",".join(map(str, cpus)), output, kept, *command))
+    whom = "command" if orderly else "all"
+    words = map(str, (_KEEPER, pipe, grace_s, whom, ",".join(map(str, cpus)), output, kept, *command))
     return [sys.executable, "-I", "-S", *words]
 
 
@@ -160,21 +168,25 @@ class Child:
         command: Sequence[str],
         *,
         log_file: Path | None = None,
+        output: int | None = None,
         stdin: int = subprocess.DEVNULL,
         environment: Mapping[str, str] | None = None,
         cpus: Sequence[int] | None = None,
         grace_s: float = GRACE_S,
+        orderly: bool = False,
         keep: tuple[int, Path] | None = None,
     ) -> "Child":
         """Starts a command.
 
         Args:
             command: the program and its arguments.
-            log_file: file for the output; None: the output goes to this process's standard error.
+            log_file: file for the output; its first line is the command.
+            output: descriptor for the output, if there is no ``log_file``; None: this process's standard error.
             stdin: descriptor of the standard input.
             environment: the complete environment; None: see `inherited`.
             cpus: cores that it may run on; None: the cores of this process.
             grace_s: seconds between SIGTERM and SIGKILL when it is ended; 0: it is killed at once.
+            orderly: True if the command ends its descendants itself at SIGTERM. Otherwise they get SIGTERM with it.
             keep: needed for a later call of `Child.keep`: the pipe that ends the kept server when it closes, and the file
                 that describes the server to other processes.
 
@@ -190,19 +202,19 @@ class Child:
             if not is_private(folder):
                 raise ConfigError(f"{folder} must be a folder of this user's alone, for it will hold tokens; remove it")
         with contextlib.ExitStack() as stack:
-            log = None
             if log_file is not None:
                 log_file.parent.mkdir(parents=True, exist_ok=True)
                 log = stack.enter_context(log_file.open("ab", buffering=0))
                 log.write(f"$ {' '.join(command)}\n".encode())
+                output = log.fileno()
             read, write = os.pipe()
             stack.callback(os.close, read)
             stack.callback(os.close, write)
             keeper = Keeper(
-                keeper_command(command, read, grace_s, cpus or (), place),
+                keeper_command(command, read, grace_s, orderly=orderly, cpus=cpus or (), kept=place),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=output,
                 pass_fds=(read, *(keep or ())[:1]),
                 start_new_session=True,
                 env=inherited() if environment is None else environment,
@@ -211,10 +223,12 @@ class Child:
         return cls(keeper, pipe, log_file, grace_s, None if keep is None else keep[1])
 
     @classmethod
-    def over_socket(cls, command: Sequence[str], **how: Any) -> "tuple[Child, socket.socket]":
-        """Like `start`, but also returns a socket to the process, which gets the other end as standard input (see
-        `tandem.workers.child.own_socket`)."""
-        ours, theirs = socket.socketpair()
+    def over_socket(
+        cls, command: Sequence[str], kind: int = socket.SOCK_STREAM, **how: Any
+    ) -> "tuple[Child, socket.socket]":
+        """Like `start`, but also returns a socket of this kind to the process, which gets the other end as standard input
+        (see `tandem.workers.child.own_socket`)."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         with theirs:
             try:
                 return cls.start(command, stdin=theirs.fileno(), **how), ours

@@ -162,7 +162,7 @@ class McpServer:
 
 async def _start(argv: list[str]) -> tuple[Any, int]:
     """Starts a server with a keeper. Returns the keeper's process, whose pipes are the server's, and the descriptor of the
-    pipe that ends both when it closes."""
+    pipe that ends both when it closes. This is not a `Child`, because the event loop waits for its output and its end."""
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     pipe = asyncio.subprocess.PIPE
     ended, owner = os.pipe()

@@ -1,12 +1,12 @@
 """The fork server: a Python process with modules already imported, which forks a process for each session.
 
-The sessions receive and run the programs, so the server itself never handles a program. Its settings, one JSON argument:
+The sessions receive and run the programs, so the server itself never handles a program. Its parent is a keeper
+(`tandem.workers.keeper`), which ends it with the run. Its standard input is the socket for requests. Its settings, one JSON
+argument:
 
-- ``control``: descriptor of the socket for requests.
 - ``walls``: name of the back end (``bubblewrap``, ``landlock`` or ``none``).
 - ``readable``: paths of this machine that programs may read.
 - ``base``: folder for the files of the sessions; empty for a back end with namespaces.
-- ``parent``: process id of the process that started the server; the server ends with it.
 - ``user``: user id to change to; -1: none.
 """
 
@@ -38,13 +38,16 @@ _NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | 
 class GuestServer:
     """Forks a session for each message until the socket is closed."""
 
-    def __init__(self, settings: dict[str, Any]):
-        self._control = socket.socket(fileno=settings["control"])
+    def __init__(self, settings: dict[str, Any], parent: int):
+        """``parent``: process id of the keeper."""
+        self._control = socket.socket(fileno=os.dup(0))
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
         kind = settings["walls"]
         compiled = b"" if kind == "none" else syscall_filter.compile_filter(by_landlock=kind == "landlock")
         reaching = b"" if kind == "none" else syscall_filter.compile_filter(by_landlock=kind == "landlock", reaches=True)
         self._walls = Walls(kind, tuple(settings["readable"]), compiled, reaching)
-        self._base, self._parent = settings["base"], settings["parent"]
+        self._base, self._parent = settings["base"], parent
         self._user, self._group = os.getuid(), os.getgid()
         self._folders: dict[int, str] = {}
         self._sessions = 0
@@ -130,6 +133,8 @@ class GuestServer:
 def main(settings: dict[str, Any]) -> None:
     """The main function: changes permanently to the user in the settings, gives up capabilities, imports modules, and
     serves."""
+    parent = os.getppid()
+    os.chdir("/")
     if settings["user"] >= 0:
         if settings["walls"] == "bubblewrap":
             # bubblewrap's /proc is partly covered; a session may mount its own only if it sees a complete one
@@ -145,4 +150,4 @@ def main(settings: dict[str, Any]) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a garbage collection in a child would write to, and so copy, all these pages
-    GuestServer(settings).serve()
+    GuestServer(settings, parent).serve()

@@ -217,9 +217,9 @@ class GuestSession:
                     os.read(self._woken, 4096)
             if self._channel.fileno() in events:
                 self._receive()  # a kill, or EOFError, which ends the session
-                killed = killed or "asked"
+                killed = killed or "timeout"
             if time.monotonic() >= end:
-                killed = killed or "wall"
+                killed = killed or "timeout"
             if door is not None:
                 self._pass(door, events)
             if time.monotonic() >= look:
@@ -235,7 +235,7 @@ class GuestSession:
                 return {"code": None, "killed": killed}
 
     def _excess(self, limits: dict[str, Any], meter: processes.Meter, folder: FolderMeter | None) -> str:
-        """Returns the name of the limit that all processes together exceed; empty if there is none."""
+        """Returns the status of a program whose processes together exceed a limit; empty if they exceed none."""
         if self._walls.has_namespaces:
             below = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
         else:
@@ -244,7 +244,7 @@ class GuestSession:
         if memory > limits["memory_mib"] * _MIB:
             return "memory"
         if seconds > limits["cpu_s"]:
-            return "cpu"
+            return "timeout"
         if tasks > limits["processes"]:
             return "processes"
         if folder is not None and folder.is_full(below):
