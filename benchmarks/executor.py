@@ -17,8 +17,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow, Sample, Trajectory
 from tandem.config.rollout import GenerationConfig, RolloutConfig
-from tandem.rollout.collate import collate
-from tandem.rollout.executor import Rollout
+from tandem.rollout.executor import Rollout, collate
 
 SAMPLING = GenerationConfig(n_samples=1, max_new_tokens=2)
 

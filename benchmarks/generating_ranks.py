@@ -34,9 +34,8 @@ from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, Rollou
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.catalog import resolve
 from tandem.models.load import read_config
-from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
-from tandem.rollout.workflows import Repeated
+from tandem.rollout.workflows import Repeated, Tokens
 
 RANKS = 2
 GOAL = 0.9

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.api.workflow import Group, Sample, Trajectory
-from tandem.rollout.collate import collate
+from tandem.rollout.executor import collate
 from tandem.tracking.records import StepRecorder
 
 SHAPES = {"addition": (40, 8), "gsm8k": (120, 256), "long": (200, 2048)}

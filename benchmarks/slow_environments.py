@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tandem.api.requests import LLMRequest
 from tandem.api.workflow import RolloutWorkflow, Sample
 from tandem.config.rollout import GenerationConfig, RolloutConfig
-from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
-from tandem.rollout.workflows import Repeated
+from tandem.rollout.workflows import Repeated, Tokens
 from tests.rollout.clockwork import ClockworkEngine, prompts
 
 TURNS, BATCH, SAMPLES = 3, 8, 8

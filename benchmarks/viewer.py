@@ -20,7 +20,7 @@ import torch
 
 from tandem.api.shared_files import json_line
 from tandem.api.workflow import Group, Sample, Trajectory
-from tandem.rollout.collate import collate
+from tandem.rollout.executor import collate
 from tandem.tracking.records import FROM_LINES, Pick, packed_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -12,30 +12,29 @@ WALK = [
     (
         "src/tandem/rollout/executor.py",
         "Rows of the loader run as episodes in the pool (`episode_pool.py`), as the staleness gate lets them start, with "
-        "retries and a deadline; the pool's book counts them. Finished groups are taken oldest first; rewards that need a "
-        "model come before, from all ranks.",
+        "retries and a deadline; the pool's book counts them. Finished groups are taken oldest first, after all ranks have "
+        "scored them where a reward needs a model, and become one packed batch: `[T]` tokens end to end, `[N]` sequences. "
+        "Tokens older than the [staleness bound](concepts.md#the-staleness-bound) are marked, so that they get no weight.",
     ),
     (
         "src/tandem/rollout/workflows.py",
-        "The workflow renders the chat (`chat.py`), asks the engine for tokens, and the reward for its judgement: a sample; "
-        "`Repeated` makes a group of them.",
+        "The workflow renders the chat, asks the engine for tokens, and the reward for its judgement: a sample; `Repeated` "
+        "makes a group of them.",
     ),
     (
-        "src/tandem/engines/inference/core.py",
+        "src/tandem/engines/inference/rounds.py",
         "One scheduling round: admit requests (`scheduler.py`), compute a piece of their prompts, decode one token of every "
         "running sequence (`passes.py`), sample and stamp each token with the version that made it (`sequences.py`).",
     ),
     (
-        "src/tandem/rollout/collate.py",
-        "Groups become one packed batch: `[T]` tokens end to end, `[N]` sequences, no padding. Tokens older than the "
-        "[staleness bound](concepts.md#the-staleness-bound) are marked, so that they get no weight.",
-    ),
-    (
         "src/tandem/roles/actor.py",
         "Proximal log-probabilities where they are needed, advantages (next line), then mini-batches with the weight of "
-        "each token in the global batch; several trajectories may be one sample (`samples.py` for both).",
+        "each token in the global batch.",
     ),
-    ("src/tandem/roles/credit.py", "Rewards are shaped and become the advantage of each token."),
+    (
+        "src/tandem/roles/credit.py",
+        "Rewards are shaped and become the advantage of each token. Several trajectories may be one sample.",
+    ),
     ("src/tandem/roles/objective.py", "The loss of each token: policy loss, behaviour correction, KL, entropy."),
     (
         "src/tandem/engines/train/engine.py",
@@ -102,10 +101,12 @@ CONFIGURATION = [
 ROOMS = ("rollout", "roles", "engines")
 """Rooms of the walk. Contracts (`api`), settings, the mathematics that is chosen by name, and models are read by name."""
 
+MADE = ("src/tandem/engines/train/optimizer.py",)
+"""Counted with the imports of the walk: `held_model.py` makes it, and `engine.py` calls it for every mini-batch."""
+
 BESIDE = {
     "at the start": (
-        "engines/inference/kv_cache",
-        "engines/train/named_weights",
+        "engines/train/held_model",
         "engines/train/spread",
         "roles/components",
         "roles/parts",
@@ -113,13 +114,13 @@ BESIDE = {
     "for an option": (
         "engines/inference/tower",
         "engines/inference/watched",
-        "engines/train/asleep",
         "roles/critic",
         "rollout/remote_episodes",
         "rollout/replay",
     ),
     "to check, or when something failed": (
         "engines/inference/engine_calls",
+        "roles/batch_checks",
         "rollout/sample_checks",
     ),
     "for metrics": ("roles/batch_metrics", "rollout/batch_statistics"),
@@ -133,7 +134,8 @@ HEADER = """# The life of a batch
 
 From prompt to gradient: the files in the order in which a batch meets them. What calls them is `learn_from_rewards` in
 [`flow/step.py`](../src/tandem/flow/step.py), twenty lines of verbs; the words are those of [concepts.md](concepts.md). A
-file in brackets is one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
+file in brackets is one step aside: a file of the walk imports it and calls it for every batch. Open it for the detail, not
+for the way.
 """
 
 START = """## From the command to the loop
@@ -160,9 +162,9 @@ def imported(name: str) -> set[str]:
 
 
 def brackets() -> list[str]:
-    """Files one step aside: all that the walk imports in its rooms, without the walk itself and what is `BESIDE` it."""
+    """Files one step aside: all that the walk imports in its rooms, and `MADE`, without the walk and what is `BESIDE` it."""
     beside = {f"src/tandem/{name}.py" for names in BESIDE.values() for name in names}
-    return sorted(set().union(*(imported(name) for name, _ in WALK)) - {name for name, _ in WALK} - beside)
+    return sorted(set(MADE).union(*(imported(name) for name, _ in WALK)) - {name for name, _ in WALK} - beside)
 
 
 def rows(files: list[tuple[str, str]], first: int = 1) -> list[str]:

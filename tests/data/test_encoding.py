@@ -5,7 +5,7 @@ import pytest
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.data.encoding import ChatEncoder
-from tandem.rollout.chat import Chat
+from tandem.rollout.workflows import Chat
 from tests.tiny import CHATML, tiny_tokenizer
 
 MARKED = (

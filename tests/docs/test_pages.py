@@ -109,8 +109,8 @@ def test_the_life_of_a_batch_names_the_files_and_their_lengths():
 
 def test_from_prompt_to_gradient_it_is_a_short_walk():
     script = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))
-    assert len(script["WALK"]) <= 8
-    assert sum(script["lines"](name) for name, _ in script["WALK"]) <= 1600
+    assert len(script["WALK"]) <= 7
+    assert sum(script["lines"](name) for name, _ in script["WALK"]) <= 1410
 
 
 def test_the_brackets_of_the_walk_are_all_files_that_it_calls_and_grow_no_longer():
@@ -118,8 +118,8 @@ def test_the_brackets_of_the_walk_are_all_files_that_it_calls_and_grow_no_longer
     walk, brackets = [name for name, _ in script["WALK"]], script["brackets"]()
     named = re.findall(r"`(\w+\.py)`", " ".join(text for _, text in script["WALK"]))
     assert sorted(named) == sorted(Path(name).name for name in brackets)
-    assert len(walk + brackets) <= 16
-    assert sum(map(script["lines"], walk + brackets)) <= 3130
+    assert len(walk + brackets) <= 13
+    assert sum(map(script["lines"], walk + brackets)) <= 2500
 
 
 def test_what_stands_beside_the_walk_is_imported_by_it():

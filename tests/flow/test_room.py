@@ -13,7 +13,7 @@ from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.flow.opening import Rows, longest_prompt, with_room
-from tandem.rollout.chat import chat_of
+from tandem.rollout.workflows import chat_of
 from tests.tiny import tiny_model_folder, tiny_tokenizer
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tandem.api.batch import with_fields
 from tandem.config.algorithm import PRESETS
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
@@ -24,7 +25,6 @@ from tandem.flow.opening import open_rows, open_session
 from tandem.flow.process import start_process
 from tandem.flow.services import check_names
 from tandem.flow.stages import Stage
-from tandem.roles.samples import with_fields
 from tandem.trainers.loop import step
 
 ROOT = Path(__file__).resolve().parents[2]

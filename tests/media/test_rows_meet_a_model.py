@@ -15,7 +15,7 @@ from tandem.data.examples import conversations
 from tandem.data.loader import Loader
 from tandem.media.parts import Source
 from tandem.models.tokenizer import check_template_options, load_tokenizer
-from tandem.rollout.chat import chat_of
+from tandem.rollout.workflows import chat_of
 from tandem.trainers.supervised import BatchMaker
 from tests.media.files import PIXELS, saved
 from tests.tiny_media import tiny_idefics3

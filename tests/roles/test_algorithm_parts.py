@@ -12,7 +12,7 @@ from tandem.config.algorithm import Component, CorrectionConfig, KLConfig
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import ActorConfig
 from tandem.roles.actor import Actor
-from tandem.roles.objective import Objective
+from tandem.roles.parts import objective_of
 from tandem.roles.reference import Reference
 from tests.roles.batches import PROMPT, algorithm_config, moved, rollout_batch, step, tiny_actor, weights_of
 from tests.roles.presets import full_batch, preset_actor
@@ -183,7 +183,7 @@ def test_the_importance_ratio_of_the_kl_is_that_to_the_sampler(importance, expec
             }
         ]
     )
-    objective = Objective.of(algorithm_config(kl=KLConfig(1.0, estimator="k1", importance=importance)))
+    objective = objective_of(algorithm_config(kl=KLConfig(1.0, estimator="k1", importance=importance)))
     losses, _ = objective(Outputs(torch.tensor([0.0, -1.0]), entropy=torch.zeros(2)), view)
     assert losses.tolist() == pytest.approx([0.0, expected])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.api.batch import pack
+from tandem.api.batch import pack, trained_tokens, with_fields
 from tandem.api.failures import BatchError
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import Component
@@ -15,7 +15,6 @@ from tandem.config.train_engine import ActorConfig, AdamWConfig, CriticConfig, O
 from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
-from tandem.roles.samples import trained_tokens, with_fields
 from tests.ranks import alone_and_on_two
 from tests.roles.batches import algorithm_config, moved, rollout_batch, tiny_actor, weights_of
 from tests.tiny import tiny_model_folder

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.api.batch import num_sequences, select
-from tandem.roles.samples import mini_batches
+from tandem.roles.actor import mini_batches
 from tests.roles.batches import rollout_batch
 
 RAGGED = [[(1.0, 2)] * 3, [(0.0, 1)], [(0.0, 4)] * 2, [(1.0, 1)] * 4, [(0.5, 2)] * 2]

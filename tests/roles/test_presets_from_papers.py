@@ -10,7 +10,7 @@ from tandem.config.algorithm import PRESETS
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.roles.components import choose
-from tandem.roles.objective import Objective
+from tandem.roles.parts import objective_of
 from tests.roles.presets import algorithm_of
 
 MAX_NEW_TOKENS = 20480
@@ -171,7 +171,7 @@ def in_effect(preset):
         found |= {name: choice.name} | {f"{name}.{knob}": value for knob, value in choice.knobs.items()}
         if choice.preparation is not None:
             found |= {f"preparation.{knob}": value for knob, value in choice.preparation.knobs.items()}
-    penalty = Objective.of(algorithm).kl
+    penalty = objective_of(algorithm).kl
     return found | {"kl in the loss": None if penalty is None else penalty.name} | shaping_of(algorithm, filled)
 
 

@@ -8,7 +8,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RewardResult, RolloutWorkflow, Sample
 from tandem.config.rollout import GenerationConfig
-from tandem.rollout.chat import Tokens
+from tandem.rollout.workflows import Tokens
 
 
 class ClockworkEngine(InferenceEngine):

@@ -6,7 +6,7 @@ import torch
 from tandem.api.requests import StopReason
 from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.rollout.batch_statistics import batch_metrics
-from tandem.rollout.collate import collate
+from tandem.rollout.executor import collate
 
 
 def sample(reward, *versions, stop=StopReason.STOP, **fields):

@@ -8,8 +8,8 @@ import torch
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.rollout import GenerationConfig
-from tandem.rollout.chat import Chat
 from tandem.rollout.multi_turn import MultiTurnWorkflow
+from tandem.rollout.workflows import Chat
 from tests.rollout.clockwork import Constant
 from tests.tiny import tiny_tokenizer
 

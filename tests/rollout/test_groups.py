@@ -10,10 +10,9 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.workflow import RolloutWorkflow, Sample, Vote
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import GenerationConfig, RolloutConfig
-from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
 from tandem.rollout.groups import GREEDY_SAMPLE, FirstSamples, MajorityLabels, WithGreedyBaseline
-from tandem.rollout.workflows import Repeated
+from tandem.rollout.workflows import Repeated, Tokens
 from tests.rollout.clockwork import ClockworkEngine, rows
 
 

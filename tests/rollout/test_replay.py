@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.config.rollout import ReplayConfig, RolloutConfig
-from tandem.rollout.collate import collate
-from tandem.rollout.executor import Rollout
+from tandem.rollout.executor import Rollout, collate
 from tandem.rollout.replay import Replay, group_of, plain_group
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 

@@ -14,10 +14,9 @@ from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow, Sample
 from tandem.config.rollout import GenerationConfig, RolloutConfig
 from tandem.flow.pool import EpisodeWorker
-from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
 from tandem.rollout.remote_episodes import RolloutWorkers
-from tandem.rollout.workflows import Repeated
+from tandem.rollout.workflows import Repeated, Tokens
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
 

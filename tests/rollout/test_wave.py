@@ -10,9 +10,8 @@ from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest
 from tandem.api.workflow import Group, RolloutWorkflow, Sample
 from tandem.config.rollout import GenerationConfig, RolloutConfig
-from tandem.rollout.chat import Tokens
 from tandem.rollout.executor import Rollout
-from tandem.rollout.workflows import Repeated
+from tandem.rollout.workflows import Repeated, Tokens
 from tests.rollout.clockwork import ClockworkEngine, rows
 
 

@@ -17,7 +17,7 @@ from tandem.api.weights import WeightVersion
 from tandem.api.workflow import Dropped, Group, Sample, Trajectory
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrackingConfig
-from tandem.rollout.collate import collate
+from tandem.rollout.executor import collate
 from tandem.tracking import records as recording
 from tandem.tracking.record_files import recorded_steps
 from tandem.tracking.records import StepRecorder

@@ -82,6 +82,15 @@ FIELDS: dict[str, Field] = {
     "bootstrap_value": Field("sequence", "float32", 0, "the critic's value of the state after the last token"),
 }
 
+FORWARD = ("input_ids", "loss_mask", "temperature")
+"""Fields that a forward pass reads."""
+
+BEFORE_UPDATE = ("proximal_logprobs", "reference_logprobs", "entropy")
+"""Fields that the passes before an update add."""
+
+GROUPED = ("group_id", "sample_id", "in_statistics")
+"""Fields that statistics over the samples of a group read."""
+
 
 def field_of(name: str) -> Field:
     """Returns the declaration of a field. Every name ``rewards/<name>`` is a field with one value per sequence.
@@ -139,6 +148,14 @@ def sum_by_sequence(batch: TensorDict, values: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(num_sequences(batch)).index_add(0, sequence_index(batch), values)
 
 
+def trained_tokens(batch: TensorDict) -> torch.Tensor:
+    """Returns ``loss_mask [T]`` without the first token of each sequence, which is not predicted."""
+    mask: torch.Tensor = batch["loss_mask"]
+    starts = batch["cu_seqlens"][:-1]
+    first = mask.new_zeros(len(mask) + 1).index_fill(0, starts, True)  # T + 1: an empty sequence may start at T
+    return mask & ~first[:-1]
+
+
 def _kind(name: str, value: Any, batch_sizes: tuple[int, int]) -> Kind:
     """Returns the kind of a field; a ``weight`` becomes ``token`` or ``sequence``. ``batch_sizes``: (T, N)."""
     kind = field_of(name).kind
@@ -168,6 +185,11 @@ def check(batch: TensorDict) -> TensorDict:
         if expected is not None and len(value) != expected:
             raise BatchError(f"{kind} field {name!r} must have length {expected}, got {len(value)}")
     return batch
+
+
+def with_fields(batch: TensorDict, **fields: torch.Tensor) -> TensorDict:
+    """Returns a new batch with fields added or replaced; other tensors are shared."""
+    return TensorDict(dict(batch.items()) | fields, batch_size=[])
 
 
 def pack(trajectories: Sequence[Mapping[str, Any]]) -> TensorDict:

@@ -53,6 +53,10 @@ class Trajectory:
         if len(set(sizes.values())) > 1 or self.input_ids.dim() != 1:
             raise ValueError(f"a trajectory's tensors must all be [S], got {sizes}")
 
+    def older_than(self, version: int) -> torch.Tensor:
+        """Returns a mask, bool ``[S]``: True for each trained token that an earlier version produced."""
+        return self.loss_mask & (self.versions < version)
+
     def earning(self, tokens: Sequence[int], values: Sequence[float]) -> Trajectory:
         """Returns a copy in which ``values`` are added to the rewards of the tokens at positions ``tokens``."""
         earned = torch.zeros(len(self.input_ids)) if self.token_rewards is None else self.token_rewards.clone()

@@ -33,7 +33,7 @@ from tandem.models.catalog import resolve
 from tandem.models.hardware import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, check_system_prompt, load_tokenizer
 from tandem.protocol.client import HttpClient, stream_events
-from tandem.rollout.chat import Chat
+from tandem.rollout.workflows import Chat
 from tandem.state.resuming import named_model
 
 

@@ -58,9 +58,9 @@ from tandem.models.catalog import resolve
 from tandem.models.hardware import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.components import Choice
-from tandem.rollout.chat import chat_of
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 from tandem.rollout.remote_episodes import RolloutWorkers
+from tandem.rollout.workflows import chat_of
 from tandem.tracking.statistics import PhaseTimer
 
 MOST_ROWS = 20_000

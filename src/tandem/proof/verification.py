@@ -20,13 +20,12 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.correction import Evidence, gap
-from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
+from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence, trained_tokens
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DeliveryDisproved
 from tandem.api.team import Team
 from tandem.api.weights import FolderSource, stored_entries
 from tandem.config.rollout import VerifyConfig
-from tandem.roles.samples import trained_tokens
 from tandem.weights.publisher import VersionArchive
 
 

@@ -5,20 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.algorithms.kl import adapt_coefficient
-from tandem.api.batch import per_token, select, stage, update_stage
+from tandem.api.batch import (
+    BEFORE_UPDATE,
+    FORWARD,
+    GROUPED,
+    per_token,
+    select,
+    stage,
+    trained_tokens,
+    update_stage,
+    with_fields,
+)
 from tandem.api.engines import TrainEngine
-from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import ActorConfig
+from tandem.roles.batch_checks import check_age, require
 from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl, step_metrics
-from tandem.roles.critic import SharedCritic
+from tandem.roles.credit import samples_of
 from tandem.roles.parts import AlgorithmParts, choose_parts
-from tandem.roles.samples import mini_batches, samples_of, trained_tokens, with_fields
+
+if TYPE_CHECKING:
+    from tandem.roles.critic import SharedCritic
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +58,9 @@ class Actor:
     ):
         """``max_head_offpolicyness``: η, the largest staleness of a trained token, in versions. ``reference``: anything but
         None if the run has a reference; required for a KL term. ``shared_critic``: the second head of this engine's model,
-        trained in the same steps. ``max_new_tokens``: default of the knob ``max_tokens`` of the aggregation `constant` and
-        the shaping `overlong`. ``seed``: seed of the order of groups in several epochs. ``version``: number of updates that
-        the weights have had before. ``parts``: the resolved parts of ``algorithm``, if there are any. ``resting``: returns
-        true while weights are not updated, because a critic warms up; None: never.
+        trained in the same steps. ``max_new_tokens``: see `choose_parts`. ``seed``: also that of the order of groups in
+        several epochs. ``version``: number of updates that the weights have had before. ``parts``: the resolved parts of
+        ``algorithm``, if there are any. ``resting``: true while weights are not updated, because a critic warms up.
 
         Raises:
             ConfigError: a part of the algorithm is unknown, a required knob is not set, or the reference is missing.
@@ -66,7 +77,7 @@ class Actor:
         parts = parts or choose_parts(algorithm, max_new_tokens, seed)
         self._credit, self._tokens, self._aggregation = parts.credit, parts.tokens, parts.aggregation
         self._objective = parts.objective
-        self.needs_proximal = parts.needs_proximal(algorithm, self.updates_per_batch)
+        self.needs_proximal = parts.needs_proximal(algorithm, config.mini_batches * config.epochs_per_batch)
         """True if `compute_proximal` must compute log-probabilities in a separate pass."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,20 +87,9 @@ class Actor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.version, self.kl_coefficient = int(state["version"]), float(state["kl_coefficient"])
 
-    @property
-    def updates_per_batch(self) -> int:
-        """Maximum number of optimizer steps per batch."""
-        return self.config.mini_batches * self.config.epochs_per_batch
-
-    @stage(
-        "proximal",
-        reads=("input_ids", "loss_mask", "temperature"),
-        may_add=("proximal_logprobs", "entropy"),
-        reads_state=("weights",),
-    )
+    @stage("proximal", reads=FORWARD, may_add=("proximal_logprobs", "entropy"), reads_state=("weights",))
     def compute_proximal(self, batch: TensorDict) -> TensorDict:
-        """Adds ``proximal_logprobs [T]`` and ``entropy [T]`` under the weights before this update. Returns the batch
-        unchanged if the algorithm does not need them (`needs_proximal`)."""
+        """Adds ``proximal_logprobs [T]`` and ``entropy [T]`` under the weights before this update, if they are needed."""
         if not self.needs_proximal:
             return batch
         outputs = self.engine.forward(batch, entropy=True)
@@ -111,9 +111,7 @@ class Actor:
             "values",
             "bootstrap_value",
             "rollout_logprobs",
-            "proximal_logprobs",
-            "reference_logprobs",
-            "entropy",
+            *BEFORE_UPDATE,
         ),
         may_add=("returns", "prepared"),
     )
@@ -121,8 +119,8 @@ class Actor:
         """Adds ``advantages [T]``, ``shaped_reward [N]`` and ``dropped [T]``, True for tokens of weight 0 (also expired)."""
         samples, mask = samples_of(batch), trained_tokens(batch)
         if self.algorithm.kl.in_reward:
-            self._require(batch, "proximal_logprobs", True, "compute_proximal(batch)")
-            self._require(batch, "reference_logprobs", True, "reference.compute_logprobs(batch)")
+            require(batch, "proximal_logprobs", "compute_proximal(batch)")
+            require(batch, "reference_logprobs", "reference.compute_logprobs(batch)")
         rewards, _ = self._credit.shape(batch, samples)
         penalty = self.kl_coefficient if self.algorithm.kl.in_reward else 0.0
         dropped = batch["expired"] & mask if "expired" in batch.keys() else torch.zeros_like(mask)
@@ -146,37 +144,14 @@ class Actor:
         return drops if self._tokens is None else drops | self._tokens.drops(batch, self.version)
 
     @update_stage(
-        reads=(
-            "input_ids",
-            "loss_mask",
-            "temperature",
-            "rollout_logprobs",
-            "advantages",
-            "dropped",
-            "shaped_reward",
-            "group_id",
-            "sample_id",
-            "in_statistics",
-            "in_loss",
-        ),
-        may_read=(
-            "proximal_logprobs",
-            "reference_logprobs",
-            "entropy",
-            "versions",
-            "values",
-            "returns",
-            "prepared",
-            "reward",
-            "accuracy",
-            "stop_reason",
-        ),
+        reads=(*FORWARD, "rollout_logprobs", "advantages", "dropped", "shaped_reward", *GROUPED, "in_loss"),
+        may_read=(*BEFORE_UPDATE, "versions", "values", "returns", "prepared", "reward", "accuracy", "stop_reason"),
     )
     def ppo_update(self, batch: TensorDict) -> dict[str, float]:
         """Takes the optimizer steps of one batch; returns metrics.
 
-        If all advantages are 0 and the loss has no other term, weights do not change and ``step_without_signal`` is 1.
-        While a critic warms up, weights do not change, the version still increases and ``actor/rests`` is 1.
+        If all advantages are 0 and the loss has no other term, weights do not change and ``step_without_signal`` is 1. While
+        a critic warms up, weights do not change and ``actor/rests`` is 1. The version increases in any case.
 
         Raises:
             BatchError: an earlier stage was left out, or a trained token is older than ``max_head_offpolicyness``.
@@ -186,12 +161,14 @@ class Actor:
         if rests.get("actor/rests"):
             self.version += 1
             return reward_metrics(batch, shaped=bool(self._credit.shaping)) | rests
-        self._require(batch, "proximal_logprobs", self.needs_proximal, "compute_proximal(batch)")
-        self._require(batch, "reference_logprobs", self.algorithm.kl.in_loss, "reference.compute_logprobs(batch)")
+        if self.needs_proximal:
+            require(batch, "proximal_logprobs", "compute_proximal(batch)")
+        if self.algorithm.kl.in_loss:
+            require(batch, "reference_logprobs", "reference.compute_logprobs(batch)")
+        check_age(batch, self.version, self.max_head_offpolicyness)
         objective = replace(self._objective, version=self.version, kl_coefficient=self.kl_coefficient)
         counts = (batch["advantages"] != 0) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
         has_other_terms = objective.has_other_terms or self.shared_critic is not None
-        loss = objective if self.shared_critic is None else self.shared_critic.joined(objective)
         without_signal = not (bool(counts.any()) or has_other_terms)
         if without_signal:
             log.log(
@@ -200,8 +177,8 @@ class Actor:
                 "harder prompts, raise gconfig.n_samples, or use algorithm.filter=dynamic_sampling",
             )
             self._warned = True
-        self._check_age(batch)
         entropy = self.algorithm.entropy_coefficient > 0 or "entropy" not in batch.keys()
+        loss = objective if self.shared_critic is None else self.shared_critic.joined(objective)
         steps = []
         for part in self.weighted(batch, only_policy=not has_other_terms):
             result = self.engine.train_batch(part, loss, entropy=entropy)
@@ -222,28 +199,11 @@ class Actor:
         self.kl_coefficient = adapt_coefficient(self.kl_coefficient, distance, kl.target, count, kl.horizon)
         return metrics
 
-    def _check_age(self, batch: TensorDict) -> None:
-        """Raises `BatchError` if the staleness of a trained token exceeds the bound. The rollout marks older tokens as
-        expired when it collects a batch, and expired tokens are not trained."""
-        if "versions" not in batch.keys():
-            return
-        trained = trained_tokens(batch) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
-        age = self.version - int(batch["versions"][trained].min()) if bool(trained.any()) else 0
-        if age > self.max_head_offpolicyness:
-            raise BatchError(
-                f"a trained token is {age} versions old, and max_head_offpolicyness is {self.max_head_offpolicyness}; "
-                "publish weights after each ppo_update, or mark older tokens in the field 'expired'"
-            )
-
-    def _require(self, batch: TensorDict, field: str, needed: bool, remedy: str) -> None:
-        if needed and field not in batch.keys():
-            raise BatchError(f"the batch has no {field}, which this algorithm needs; call {remedy} before")
-
     def weighted(self, batch: TensorDict, *, only_policy: bool = False) -> Iterator[TensorDict]:
         """Yields the mini-batches of all epochs with their ``loss_weights``, without samples outside the loss.
 
-        ``only_policy``: the loss has only the policy term. Tokens with advantage 0 then get weight 0: their gradient is 0 in
-        any case, and the engine skips the backward pass of sequences that have no other tokens.
+        ``only_policy``: the loss has only the policy term. Tokens with advantage 0 then get weight 0, and the engine skips
+        the backward pass of sequences that have no other tokens.
         """
         inside = select(batch, batch["in_loss"])
         for part in mini_batches(inside, self.config.mini_batches, self.config.epochs_per_batch, self.seed):
@@ -255,3 +215,19 @@ class Actor:
                 counts = counts & (part["advantages"] != 0)
             lengths = samples.lengths[samples.of_sequence]
             yield with_fields(part, loss_weights=weights * counts, sample_length=lengths)
+
+
+def mini_batches(batch: TensorDict, count: int, epochs: int, seed: int) -> Iterator[TensorDict]:
+    """Yields the batch of each optimizer step: each epoch has ``count`` parts that differ by at most one group, or one part
+    per group if there are fewer groups. Groups are never split. A single epoch takes them in the order of the batch. With
+    several, each epoch has its own random order, which depends only on the seed, the smallest group id and the epoch, so
+    that a resumed run repeats it."""
+    ids = torch.tensor(list(dict.fromkeys(batch["group_id"].tolist())), dtype=torch.int64)  # in order of appearance
+    parts = min(count, len(ids))
+    for epoch in range(epochs if parts else 0):
+        order = ids
+        if epochs > 1:
+            key = hash((seed, int(ids.min()), epoch)) % 2**63  # a hash of integers is the same in every process
+            order = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(key))]
+        for chosen in torch.tensor_split(order, parts):
+            yield batch if parts == 1 else select(batch, torch.isin(batch["group_id"], chosen))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tandem.algorithms.kl import k1
-from tandem.api.batch import per_token, select
+from tandem.api.batch import per_token, select, trained_tokens
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.roles.samples import samples_of, trained_tokens
+from tandem.roles.credit import samples_of
 
 
 def reward_metrics(batch: TensorDict, *, shaped: bool) -> dict[str, float]:

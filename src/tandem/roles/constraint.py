@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.algorithms.shaping import lagrangian, next_multiplier
-from tandem.api.batch import num_sequences, stage
+from tandem.api.batch import num_sequences, stage, with_fields
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.config.algorithm import MOST_MULTIPLIER, ConstraintConfig
-from tandem.roles.samples import samples_of, with_fields
+from tandem.roles.credit import samples_of
 
 
 class Constraint:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.algorithms.losses import clipped_value_loss, token_mean
-from tandem.api.batch import num_sequences, select, stage, update_stage
+from tandem.api.batch import num_sequences, select, stage, trained_tokens, update_stage, with_fields
 from tandem.api.engines import LossFn, Outputs, TrainEngine
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import StopReason
 from tandem.config.train_engine import ActorConfig, CriticConfig, either
+from tandem.roles.actor import mini_batches
 from tandem.roles.batch_metrics import step_metrics
-from tandem.roles.samples import mini_batches, trained_tokens, with_fields
 
 _KEPT = ("loss", "grad_norm", "lr", "skipped", "clip_fraction")
 

@@ -13,7 +13,17 @@ from tandem.algorithms.preference import (
     PREFERENCE_LOSSES,
     mismatch_baseline,
 )
-from tandem.api.batch import num_sequences, pack, stage, sum_by_sequence, unpack, update_stage
+from tandem.api.batch import (
+    FORWARD,
+    num_sequences,
+    pack,
+    stage,
+    sum_by_sequence,
+    trained_tokens,
+    unpack,
+    update_stage,
+    with_fields,
+)
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
@@ -21,7 +31,6 @@ from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 from tandem.roles.components import choose
 from tandem.roles.reference import Reference
-from tandem.roles.samples import trained_tokens, with_fields
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +161,7 @@ class PreferenceLearner:
 
     @stage(
         "reference",
-        reads=("input_ids", "loss_mask", "temperature"),
+        reads=FORWARD,
         may_add=("reference_logprobs",),
         reads_state=("weights",),
     )
@@ -160,7 +169,7 @@ class PreferenceLearner:
         """Adds ``reference_logprobs [T]`` if the loss needs them."""
         return self._reference.compute_logprobs(batch) if self.needs_reference else batch
 
-    @stage("baseline", reads=("input_ids", "loss_mask", "temperature"), may_add=("baseline",), reads_state=("weights",))
+    @stage("baseline", reads=FORWARD, may_add=("baseline",), reads_state=("weights",))
     def compute_baseline(self, batch: TensorDict) -> TensorDict:
         """Adds ``baseline [N]`` if the loss needs it: KTO's z under the current weights, computed from prompts with other
         rows' completions."""

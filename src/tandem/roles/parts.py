@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algorithms.registry import AGGREGATIONS, FILTERS, TOKEN_FILTERS
-from tandem.api.batch import per_token, sequence_index
+from tandem.algorithms.registry import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    FILTERS,
+    IMPORTANCE_WEIGHTS,
+    KL,
+    POLICY_LOSSES,
+    REJECTIONS,
+    SHAPING,
+    TOKEN_FILTERS,
+)
+from tandem.api.batch import per_token, sequence_index, trained_tokens
 from tandem.api.failures import BatchError
 from tandem.api.lazy_torch import TensorDict, torch
-from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.roles.components import Choice, choose
 from tandem.roles.credit import Credit
 from tandem.roles.objective import Objective
-from tandem.roles.samples import trained_tokens
 
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd 64-bit constants of splitmix64, as signed integers."""
@@ -145,11 +154,33 @@ def choose_parts(algorithm: AlgorithmConfig, max_new_tokens: int | None, seed: i
     Raises:
         ConfigError: a part is unknown, or a required knob is not set.
     """
-    objective = Objective.of(algorithm)
+    filled, objective = {"max_tokens": max_new_tokens}, objective_of(algorithm)
+    credit = Credit(
+        choose(ADVANTAGES, algorithm.advantage, "algorithm.advantage", filled),
+        [choose(SHAPING, shaping, f"algorithm.shaping[{i}]", filled) for i, shaping in enumerate(algorithm.shaping)],
+        algorithm.whitening,
+    )
     return AlgorithmParts(
-        Credit(algorithm, max_new_tokens),
+        credit,
         token_choice(algorithm, seed, objective.policy_loss.preparation),
-        choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", {"max_tokens": max_new_tokens}),
+        choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", filled),
         objective,
         choose(FILTERS, algorithm.filter, "algorithm.filter"),
+    )
+
+
+def objective_of(algorithm: AlgorithmConfig) -> Objective:
+    """Returns the objective that the algorithm names, at version 0. Raises `ConfigError` as `choose_parts`."""
+    correction, kl = algorithm.correction, algorithm.kl
+    bounds = {name: value for name, value in (("low", correction.low), ("high", correction.high)) if value}
+    return Objective(
+        policy_loss=choose(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss"),
+        weight=choose(IMPORTANCE_WEIGHTS, Component(correction.weight, bounds), "algorithm.correction.weight"),
+        rejection=choose(REJECTIONS, correction.reject, "algorithm.correction.reject"),
+        level=correction.level,
+        kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if kl.in_loss else None,
+        kl_coefficient=kl.coefficient,
+        kl_importance=kl.importance,
+        entropy_coefficient=algorithm.entropy_coefficient,
+        version=0,
     )

@@ -9,12 +9,11 @@ from typing import Any
 
 from tandem.algorithms.kl import k3
 from tandem.algorithms.losses import distillation_advantages
-from tandem.api.batch import stage
+from tandem.api.batch import FORWARD, stage, trained_tokens, with_fields
 from tandem.api.engines import TrainEngine
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.config.errors import ConfigError
 from tandem.roles.actor import Actor
-from tandem.roles.samples import trained_tokens, with_fields
 
 
 class Reference:
@@ -66,9 +65,7 @@ class Reference:
             self.engine.load_state_dict(state["engine"])
         self.refreshed = int(state["refreshed"])
 
-    @stage(
-        "reference", reads=("input_ids", "loss_mask", "temperature"), adds=("reference_logprobs",), reads_state=("weights",)
-    )
+    @stage("reference", reads=FORWARD, adds=("reference_logprobs",), reads_state=("weights",))
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:
         """Adds ``reference_logprobs [T]``, computed at each trajectory's temperature."""
         adapter = self.engine.adapter if self.base else None
@@ -82,7 +79,7 @@ class Teacher:
     def __init__(self, engine: TrainEngine):
         self.engine = engine
 
-    @stage("teacher", reads=("input_ids", "loss_mask", "temperature"), adds=("teacher_logprobs",), reads_state=("weights",))
+    @stage("teacher", reads=FORWARD, adds=("teacher_logprobs",), reads_state=("weights",))
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:
         """Adds ``teacher_logprobs [T]``: the teacher's log-probabilities of the student's tokens, at the temperature of
         each trajectory."""
@@ -112,7 +109,7 @@ class Student:
 
     @stage(
         "proximal",
-        reads=("input_ids", "loss_mask", "temperature"),
+        reads=FORWARD,
         adds=("proximal_logprobs", "entropy"),
         reads_state=("weights",),
     )

@@ -14,7 +14,7 @@ from tandem.api.failures import DataFailure, EpisodeFailure, WaitTimeout
 from tandem.api.team import Team
 from tandem.api.workflow import Group, RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
-from tandem.rollout.book import EpisodeBook, GroupFilter, GroupObserver, Row
+from tandem.rollout.book import EpisodeBook, GroupFilter, GroupObserver
 from tandem.rollout.episodes import Episode, EpisodeRunner, finish_groups
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.remote_episodes import OtherRanks, RolloutWorkers
@@ -35,11 +35,7 @@ class Wish:
     episodes: list[Episode] = field(default_factory=list)
     """The episodes chosen for the batch. They are taken once all of them are judged."""
 
-    outcomes: list[Group | DataFailure] = field(default_factory=list)
-    """The scorer's result for each candidate."""
-
     metrics: dict[str, float] = field(default_factory=lambda: {"time/wait_s": 0.0})
-    """Metrics: the waiting time in seconds, and the numbers of running and waiting episodes when the batch was taken."""
 
     @property
     def candidates(self) -> list[Episode]:
@@ -50,8 +46,7 @@ class Wish:
 class EpisodePool:
     """Runs the episodes of a book, on this rank or on all generating ranks, and waits for their groups. Exists on rank 0.
 
-    Used by two threads: the caller's, and the one whose event loop runs the episodes. Public methods are for the caller's
-    thread. ``deterministic``: only the caller starts episodes.
+    Public methods are for the caller's thread; another one has the event loop that runs the episodes.
     """
 
     def __init__(
@@ -69,8 +64,8 @@ class EpisodePool:
         generators: Team | None = None,
         workers: RolloutWorkers | None = None,
     ):
-        """``judges_later``: true while groups wait for rewards of a model. ``generators``: the ranks that run episodes;
-        None: rank 0 only. ``workers``: rollout workers, which run the episodes of their own workflow instead."""
+        """``deterministic``: only the caller's thread starts episodes. ``judges_later``: true while groups wait for rewards
+        of a model. Others: see `Rollout`."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
         self.loop = BackgroundLoop(on_blocked=self.fail)
         self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
@@ -88,12 +83,10 @@ class EpisodePool:
             max_draws=max_draws,
             observer=observer,
             judges_later=judges_later,
-            version=self._version,
+            version=self.version,
             stop=self._stop,
         )
         self.gate, self.ledger = self._book.gate, self._book.ledger
-
-    # ------------------------------------------------------------------ for the caller
 
     @contextmanager
     def locked(self) -> Iterator[EpisodeBook]:
@@ -101,21 +94,20 @@ class EpisodePool:
         with self._changed:
             yield self._book
 
-    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, start: bool = False) -> None:
-        """Queues one episode for each row. ``start``: the gate admits episodes now, not only with the next batch."""
-        with self._changed:
-            self._book.submit(rows, workflow)
-            if start:
-                self._pump()
+    def version(self) -> int:
+        """Returns the version number of the engine's weights."""
+        assert self._engine is not None, "ranks other than 0 have no engine; rank 0 makes the batches"
+        return self._engine.version.number
 
-    def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
-        """Sets the loader whose rows are used when no submitted ones are left."""
-        with self._changed:
-            self._book.draw_from(loader, workflow)
+    def start_admitted(self) -> None:
+        """Starts the episodes that the gate admits, with the lock held. In a deterministic run `_wave` does this."""
+        episodes = [] if self._deterministic else self._book.admit()
+        if episodes:
+            self.loop.call(self._spawn, episodes)
 
-    def judge(self, wish: Wish) -> bool:
-        """Judges the scored candidates. Returns True if too few groups are left, so that more must be generated."""
-        scored = list(zip(wish.candidates, wish.outcomes, strict=True))
+    def judge(self, wish: Wish, outcomes: Sequence[Group | DataFailure]) -> bool:
+        """Judges the candidates by the scorer's outcomes. Returns True if too few groups are left for the batch."""
+        scored = list(zip(wish.candidates, outcomes, strict=True))
         # without the lock, which the loop needs
         judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))
         with self._changed:
@@ -126,27 +118,29 @@ class EpisodePool:
     def collect(self, wish: Wish) -> int:
         """Waits until there are enough groups. If all of them are judged, takes them into the batch. Otherwise takes none,
         and returns the number of groups that are not judged. Other ranks help if every rank collects with the same workflow.
-
-        Raises:
-            WaitTimeout: the wish's patience ended; the message says what was missing.
-            NoBatch: there will never be enough groups.
-            Exception: the cause that broke the pool, such as `EngineDied`.
+        Raises `WaitTimeout`, `NoBatch`, or the cause that broke the pool, such as `EngineDied`.
         """
         began = time.monotonic() - wish.metrics["time/wait_s"]
+        deadline = began + wish.patience_s
         try:
             with waiting(f"{wish.count} groups"), self._others.working(wish.workflow):
-                self._wait(wish, began)
+                with self._changed:
+                    self._book.wanted = wish.count
+                while True:
+                    if self._deterministic:
+                        self._wave(deadline)
+                    with self._changed:
+                        if self._try(wish):
+                            break
+                        if (waited_s := time.monotonic() - began) >= wish.patience_s:
+                            raise WaitTimeout(f"waited {waited_s:.1f} s for {wish.count} groups; {self._book.describe()}")
+                        if self._book.running:  # otherwise the next wave begins
+                            self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
         finally:
             wish.metrics["time/wait_s"] = time.monotonic() - began
             with self._changed:
                 self._book.wanted = 0
         return len(wish.candidates)
-
-    def end_step(self) -> None:
-        """Ends the step: its episodes count as trained, and the gate may start others."""
-        with self._changed:
-            self._book.end_step()
-            self._pump()
 
     def close(self) -> None:
         """Aborts running episodes, whose prompts become pending again. Idempotent."""
@@ -156,23 +150,6 @@ class EpisodePool:
             self._changed.notify_all()
         self._others.detach()
         self.loop.close()
-
-    # ------------------------------------------------------------------ waiting
-
-    def _wait(self, wish: Wish, began: float) -> None:
-        deadline = began + wish.patience_s
-        with self._changed:
-            self._book.wanted = wish.count
-        while True:
-            if self._deterministic:
-                self._wave(deadline)
-            with self._changed:
-                if self._try(wish):
-                    return
-                if (waited_s := time.monotonic() - began) >= wish.patience_s:
-                    raise WaitTimeout(f"waited {waited_s:.1f} s for {wish.count} groups; {self._book.describe()}")
-                if self._book.running:  # otherwise the next wave begins
-                    self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
     def _wave(self, deadline: float) -> None:
         """In deterministic runs: starts all episodes that the gate admits at the same time, while the engine is paused."""
@@ -191,12 +168,12 @@ class EpisodePool:
         book = self._book
         if book.broken is not None:
             raise book.broken
-        self._pump()
+        self.start_admitted()
         chosen = book.choose(wish.count)
         if chosen is None and not book.running:
             if self._deterministic and book.may_start:
                 return False  # the next wave
-            self._pump()  # expired groups have freed places
+            self.start_admitted()  # expired groups have freed places
             if not book.running:
                 chosen = book.give_up(wish.count, partial=wish.partial)
         if chosen is None:
@@ -206,22 +183,11 @@ class EpisodePool:
             wish.metrics |= book.take(chosen)
         return True
 
-    def _pump(self) -> None:
-        """Starts the episodes that the gate admits; in a deterministic run `_wave` does this."""
-        episodes = [] if self._deterministic else self._book.admit()
-        if episodes:
-            self.loop.call(self._spawn, episodes)
-
     def _stop(self, episode: Episode) -> None:
         """Cancels an episode that the book has removed."""
         self._others.cancel(episode)
         if episode.task is not None:
             self.loop.call(episode.task.cancel)
-
-    def _version(self) -> int:
-        """Returns the version number of the engine's weights."""
-        assert self._engine is not None, "ranks other than 0 have no engine; rank 0 makes the batches"
-        return self._engine.version.number
 
     # ------------------------------------------------------------------ on the loop's thread, without the lock
 
@@ -254,7 +220,7 @@ class EpisodePool:
                 if episode.number not in book.running:  # it was aborted while this thread waited for the lock
                     return
                 book.ended(episode, outcome)
-                self._pump()
+                self.start_admitted()
                 # Waking the caller is expensive compared with an episode, so it is woken only if it may be able to continue.
                 full = book.wanted and len(book.waiting) >= book.wanted
                 if full or not book.running or book.broken or self._deterministic or self._config.on_expiry != "mask":

@@ -19,7 +19,6 @@ from tandem.api.workflow import EPISODE, Dropped, Group, RolloutWorkflow, Sample
 from tandem.config.data import SOURCE
 from tandem.config.rollout import RolloutConfig
 from tandem.media.parts import sources_in
-from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine, Wave
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.gate import PromptId
@@ -84,7 +83,7 @@ class Episode:
     def has_expired(self, oldest: int) -> bool:
         """True if the group has a trained token from a version older than ``oldest``."""
         samples = () if self.group is None else self.group.samples
-        return any(bool(expired(t, oldest).any()) for sample in samples for t in sample.trajectories)
+        return any(bool(t.older_than(oldest).any()) for sample in samples for t in sample.trajectories)
 
     def dropped(self, reason: str, words: str) -> Dropped:
         """Returns the record of the dropped episode."""

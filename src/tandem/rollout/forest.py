@@ -22,7 +22,7 @@ from tandem.api.media import MediaTokens, Medium, encode, media_of, prompt_key, 
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.media.parts import read_for
 from tandem.protocol.turns import Message, Reply
-from tandem.rollout.chat import SENTINEL, Tokens
+from tandem.rollout.workflows import SENTINEL, Tokens
 
 LONG = 1 << 16
 """If a message's content has more characters than this, its digest is compared instead. So other threads wait less."""

@@ -13,8 +13,8 @@ from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflo
 from tandem.api.workflow import GeneratesTokens, Group, RolloutWorkflow, Sample, Vote
 from tandem.config.data import EPOCH, INDEX, SOURCE
 from tandem.config.errors import ConfigError
-from tandem.rollout.sample_checks import counted, least_samples
-from tandem.rollout.workflows import described, name_of, one_sample
+from tandem.rollout.sample_checks import counted, described, least_samples, name_of
+from tandem.rollout.workflows import one_sample
 
 QUESTION = ("messages", SOURCE, EPOCH, INDEX)
 """Columns of a row that hold the question. Other columns may reveal the answer."""

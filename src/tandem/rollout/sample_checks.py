@@ -14,10 +14,48 @@ from typing import Any
 
 import torch
 
-from tandem.api.failures import DataFailure, EpisodeFailure, WrongWorkflow
-from tandem.api.workflow import Sample, Trajectory
+from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
+from tandem.api.workflow import Group, RolloutWorkflow, Sample, Trajectory
 
 logger = logging.getLogger("tandem.rollout")
+
+
+def sample_of(result: Any, workflow: RolloutWorkflow) -> Sample:
+    """Returns the sample that a workflow of one sample has returned.
+
+    Raises:
+        DataFailure: the workflow returned None, or a sample with a number that is not finite (see `check_sample`).
+        WrongWorkflow: the workflow returned several samples, or something else.
+    """
+    if result is None:
+        raise DataFailure("workflow_returned_none")
+    if isinstance(result, Group):
+        if len(result.samples) != 1:
+            raise WrongWorkflow(
+                f"{described(workflow)} returned a group of {len(result.samples)} samples, but it runs gconfig.n_samples "
+                "times, for one sample each; if it makes the whole group itself, set its class attribute "
+                "`makes_group = True`"
+            )
+        result = result.samples[0]
+    if not isinstance(result, Sample):
+        raise WrongWorkflow(
+            f"{described(workflow)} must return a Sample, or None to drop the prompt; it returned a "
+            f"{type(result).__name__}. `chat.sample(reward)` makes one"
+        )
+    check_sample(result)
+    return result
+
+
+def failures_of(results: Sequence[object]) -> list[EpisodeFailure]:
+    """Returns the failures among the results of a prompt's samples. Raises the first one of the infrastructure or of the
+    whole workflow."""
+    failures = []
+    for result in results:
+        if isinstance(result, (InfrastructureFailure, WrongWorkflow)):
+            raise result
+        if isinstance(result, BaseException):
+            failures.append(as_failure(result))
+    return failures
 
 
 def check_sample(sample: Any) -> None:
@@ -136,3 +174,13 @@ class FailureLog:
                     failure.reason,
                 )
                 logger.info("cause", exc_info=failure)  # into log.txt only
+
+
+def described(workflow: RolloutWorkflow) -> str:
+    """Returns the workflow's name for errors."""
+    return f"workflow {name_of(workflow)}"
+
+
+def name_of(workflow: RolloutWorkflow) -> str:
+    """Returns the name of the workflow's class or function; a wrapper has the name of the wrapped workflow."""
+    return str(getattr(workflow, "name", type(workflow).__name__))

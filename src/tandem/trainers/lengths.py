@@ -18,7 +18,7 @@ from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.planning.fit import PROMPT_TOKENS
 from tandem.planning.job import Lengths, longest_of
-from tandem.rollout.chat import chat_of
+from tandem.rollout.workflows import chat_of
 
 LOOKED_AT = 64
 """Number of rows whose lengths are measured."""

@@ -55,7 +55,7 @@ from tandem.planning.machine import this_machine
 from tandem.planning.planned_model import NotCounted
 from tandem.rewards.function import WorkerReward
 from tandem.rewards.reward import Reward
-from tandem.rollout.chat import chat_of
+from tandem.rollout.workflows import chat_of
 from tandem.state.existing import run_info
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder, require_writable

@@ -19,12 +19,7 @@ class Passes:
     """Runs the model over tokens and cache rows, without knowledge of requests. Weights are an argument of each call."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        dtype: torch.dtype,
-        compute: torch.dtype,
-        device: torch.device,
-        max_len: int,
+        self, architecture: Architecture, dtype: torch.dtype, compute: torch.dtype, device: torch.device, max_len: int
     ):
         self._device = device
         self.kernel = Kernel.of(architecture, compute, device)
@@ -40,15 +35,15 @@ class Passes:
         token; ``scored`` jobs get log-probabilities. ``shown``: features of the media among the tokens of all pieces."""
         if not jobs:
             return []
-        tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
-        at = [job.at(p.start, p.count) for job, p in zip(jobs, pieces, strict=True)]
+        pairs = list(zip(jobs, pieces, strict=True))
+        tokens = torch.cat([job.tokens[piece.start : piece.start + piece.count] for job, piece in pairs])
+        at = [job.at(piece.start, piece.count) for job, piece in pairs]
         if any(piece.dim() == 2 for piece in at):
             at = [piece if piece.dim() == 2 else piece[:, None].expand(-1, 3) for piece in at]
-        positions = torch.cat(at)
         wanted: list[Prefill] = []
         keep: list[int] = []
         sizes, end = [], 0
-        for job, piece in zip(jobs, pieces, strict=True):
+        for job, piece in pairs:
             job.done += piece.count
             end += piece.count
             count = int(job.done == len(job.tokens)) if job.scored is None else piece.count
@@ -63,7 +58,7 @@ class Passes:
             plan = PackedPrefill(self.kernel, pieces)
         else:
             plan = PrefillPlan(self.kernel, pieces, self.decoder.windows)
-        tokens, positions = upload(tokens, self._device), upload(positions, self._device)
+        tokens, positions = upload(tokens, self._device), upload(torch.cat(at), self._device)
         indices = upload(torch.tensor(keep, dtype=torch.long), self._device)
         hidden = self.decoder.hidden(weights, tokens, positions, plan, indices, shown)
         for job, states in zip(wanted, hidden.split(sizes), strict=True):
@@ -75,22 +70,16 @@ class Passes:
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
         """Returns logits ``[len(hidden), V]`` of states ``[hidden]``. A tensor that occurs twice is computed once."""
-        places: dict[int, int] = {}
-        unique: list[torch.Tensor] = []
-        for state in hidden:
-            if id(state) not in places:
-                places[id(state)] = len(unique)
-                unique.append(state)
-        logits = self.decoder.logits(weights, torch.stack(unique))  # [prompts, V]
+        unique = {id(state): state for state in hidden}
+        logits = self.decoder.logits(weights, torch.stack(list(unique.values())))  # [prompts, V]
         if len(unique) == len(hidden):
             return logits
+        places = {name: place for place, name in enumerate(unique)}
         return logits[upload(torch.tensor([places[id(state)] for state in hidden]), self._device)]
 
     def plan(self, batch: SequenceOf[Sequence], lengths: SequenceOf[int]) -> None:
-        """Plans attention for the sequences of the following `decode` calls, until one joins or leaves.
-
-        ``lengths``: number of tokens of each sequence, the newest included.
-        """
+        """Plans attention for the sequences of the following `decode` calls, until one joins or leaves. ``lengths``: number
+        of tokens of each sequence, the newest included."""
         starts = [sequence.prompt.length if sequence.prompt is not None else 0 for sequence in batch]
         own = [length - start for length, start in zip(lengths, starts, strict=True)]
         rows = [sequence.row for sequence in batch if sequence.row is not None]
@@ -102,18 +91,13 @@ class Passes:
         else:
             self._plan = DecodePlan(self.kernel, rows, prompts, own, starts, self.decoder.windows)
 
-    @property
-    def planned(self) -> bool:
-        return self._plan is not None
-
     def advance(self) -> None:
         """Moves the plan on by one token per sequence."""
         assert self._plan is not None
         self._plan.advance()
 
     def decode(self, weights: FusedWeights, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns logits ``[B, V]`` after the newest tokens ``[B]`` of the planned sequences, which have rotary positions
-        ``positions [B]``; both arguments are on the host."""
+        """Returns logits ``[B, V]`` after the newest tokens ``[B]`` of the planned sequences, at rotary positions."""
         assert self._plan is not None
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         return self.decoder.logits(weights, self.decoder.hidden(weights, tokens, positions, self._plan))

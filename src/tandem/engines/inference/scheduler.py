@@ -1,8 +1,5 @@
-"""Decides which requests run: they are admitted by free memory and free slots.
-
-First come, first served. A request is admitted when its first row fits (`admission.Growth`). When the cache is full, the
-latest request is preempted.
-"""
+"""Decides which requests run. First come, first served: a request is admitted when there is a slot and its first row fits
+(`admission.Growth`). When the cache is full, the latest request is preempted."""
 
 from collections import Counter, deque
 
@@ -29,20 +26,15 @@ class Scheduler:
 
         self.decoding: list[Sequence] = []
         self.changed = True
-        """True if the set of decoding sequences, or the place of a row in the cache, has changed since the last plan."""
+        """True if a sequence has joined or left the decoding ones, or a row has moved, since the last plan."""
 
         self._arrived = 0
-        self._prompts = SharedPrompts(cache)
+        self.prompts = SharedPrompts(cache)
 
     @property
     def num_running(self) -> int:
         """Number of sequences that hold memory."""
         return len(self.sequences) - len(self.waiting)
-
-    @property
-    def shared_tokens(self) -> int:
-        """Number of prompt tokens that were not computed, but read or copied from another sample."""
-        return self._prompts.read_tokens + self.prefill.copied_tokens
 
     def needed(self, sequence: Sequence) -> int:
         """Returns the cache tokens that the sequence needs when it runs alone; its last drawn token is never stored."""
@@ -52,7 +44,7 @@ class Scheduler:
         self.sequences[sequence.request_id] = sequence
         sequence.arrival = self._arrived = self._arrived + 1
         self.waiting.append(sequence)
-        self._prompts.queued(sequence)
+        self.prompts.queued(sequence)
 
     def admit(self) -> None:
         """Admits sequences from the front of the queue while they fit."""
@@ -66,11 +58,11 @@ class Scheduler:
             # By default a sequence joins a prompt that others compute, and needs a row for its own tokens only.
             pool: Pool = "suffix"
             needs = [self.growth.capacity(0, sequence)]
-            if sequence.request.scores_prompt or (sequence.started and not self._prompts.computed(key)):
+            if sequence.request.scores_prompt or (sequence.started and not self.prompts.computed(key)):
                 # its whole prompt is scored, or it was preempted: prompt and drawn tokens share a row
                 pool, needs = "whole", [self.growth.capacity(length, sequence)]
-            elif key not in self._prompts and key not in new_prompts:
-                if self._prompts.wanted(key) > 1:  # the first of several: the prompt needs a row, too
+            elif key not in self.prompts and key not in new_prompts:
+                if self.prompts.wanted(key) > 1:  # the first of several: the prompt needs a row, too
                     needs.append(self.cache.capacity_for(length))
                     new_prompts.add(key)
                 else:  # its prompt is not shared: one row for all its tokens
@@ -82,7 +74,7 @@ class Scheduler:
                 # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one row
                 pool, needs = "whole", [self.needed(sequence)]
             planned += needs
-            self._prompts.left_queue(self.waiting.popleft())
+            self.prompts.left_queue(self.waiting.popleft())
             admitted.append((sequence, pool, needs[0]))
         # Growing a slab copies it, so each slab grows once, by all its new rows, before sequences are placed.
         for (pool, capacity), count in Counter((pool, capacity) for _, pool, capacity in admitted).items():
@@ -95,7 +87,7 @@ class Scheduler:
             self.slots.take(sequence)
         sequence.row = self.cache.allocate(pool, capacity)
         if pool == "suffix":
-            prompt, is_new = self._prompts.join(sequence)
+            prompt, is_new = self.prompts.join(sequence)
             if is_new:
                 self.prefill.add(_whole_prompt(prompt))
             elif prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
@@ -114,13 +106,8 @@ class Scheduler:
         tokens, request = self.slots.drawn(sequence)[:-1].cpu(), sequence.request
         if sequence.prompt is not None:
             return Prefill(tokens, sequence.row, sequence, sequence.prompt)
-        return Prefill(
-            torch.cat((torch.tensor(request.input_ids), tokens)),
-            sequence.row,
-            sequence,
-            media=request.media,
-            positions=sequence.positions,
-        )
+        tokens = torch.cat((torch.tensor(request.input_ids), tokens))
+        return Prefill(tokens, sequence.row, sequence, media=request.media, positions=sequence.positions)
 
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence to the decoding ones. It has its first token, or its row was filled again after a preemption."""
@@ -147,7 +134,7 @@ class Scheduler:
         self._free([sequence])
         self.growth.preempted += 1
         self.waiting.appendleft(sequence)
-        self._prompts.queued(sequence)
+        self.prompts.queued(sequence)
 
     def end(self, ended: list[Sequence]) -> None:
         """Removes these sequences, waiting or running, and frees all that they hold."""
@@ -155,7 +142,7 @@ class Scheduler:
             del self.sequences[sequence.request_id]
             if sequence.row is None:
                 self.waiting.remove(sequence)
-                self._prompts.left_queue(sequence)
+                self.prompts.left_queue(sequence)
         self._free([sequence for sequence in ended if sequence.row is not None])
         for sequence in ended:
             self.growth.learn(sequence)
@@ -175,14 +162,14 @@ class Scheduler:
             assert sequence.row is not None
             self.cache.free(sequence.row)
             self.growth.forget(sequence)
-            owners |= self._prompts.leave(sequence)
+            owners |= self.prompts.leave(sequence)
             sequence.row = None
         self.prefill.drop(owners)
         self.changed = True
 
     def stop_sharing(self) -> None:
         """Keeps later sequences from joining the present prompts, whose keys and values older weights have computed."""
-        self._prompts.stop_sharing()
+        self.prompts.stop_sharing()
         self.prefill.stop_copying()
 
     def recompute_jobs(self) -> tuple[list[Prefill], list[Prefill]]:
@@ -209,12 +196,5 @@ def _whole_prompt(owner: Sequence | SharedPrompt, *, shared: bool = True) -> Pre
     assert owner.row is not None
     scored = owner.extras if isinstance(owner, Sequence) and owner.request.scores_prompt else None
     key = owner.request.key if shared and scored is None else ()
-    return Prefill(
-        torch.tensor(owner.request.input_ids),
-        owner.row,
-        owner,
-        media=owner.request.media,
-        positions=owner.positions,
-        key=key,
-        scored=scored,
-    )
+    tokens, media = torch.tensor(owner.request.input_ids), owner.request.media
+    return Prefill(tokens, owner.row, owner, media=media, positions=owner.positions, key=key, scored=scored)

@@ -1,7 +1,7 @@
 """Running sequences: each has a Python object and a row in tensor tables, so that a draw needs no Python code per row.
 
 The tables are in host memory. A step uploads the parts that it needs and waits for the device once: for its own tokens, or
-on a GPU for those of the step before. A row becomes Python lists once, when its sequence ends.
+on a GPU for those of the step before.
 """
 
 from collections.abc import Iterable
@@ -25,16 +25,15 @@ class SharedPrompt:
     """A prompt whose keys and values several samples read; computed once."""
 
     request: LLMRequest
-    """The first request with this prompt; all other requests with the prompt have the same `key`."""
+    """The first one with this prompt; all others have the same `key`."""
 
     row: Row
     positions: torch.Tensor | None = None
-    """Rotary positions ``[S, 3]`` of the prompt; None if each token's position is its index."""
+    """Rotary positions ``[S, 3]`` of the prompt; None: each token's position is its index."""
 
     members: list["Sequence"] = field(default_factory=list)
     hidden: torch.Tensor | None = None
-    """``[hidden]`` state of the last prompt token, from which each member draws its first token; None until it is computed.
-    """
+    """``[hidden]`` state of the last prompt token, from which each member draws its first token; None: not computed yet."""
 
     @property
     def length(self) -> int:
@@ -53,7 +52,7 @@ class Sequence:
 
     stop_text: StopText | None = None
     positions: torch.Tensor | None = None
-    """Rotary positions ``[S, 3]`` of the sequence's prompt; None if each token's position is its index."""
+    """Rotary positions of its prompt, as in `SharedPrompt`."""
 
     slot: int = -1
     """Row of the sequence in the tables of `Slots`; −1 while it waits."""
@@ -76,8 +75,7 @@ class Sequence:
     """The request's extras beside tokens (grammar, top tokens); None if it has none."""
 
     def last_hidden(self) -> torch.Tensor:
-        """Returns the hidden state ``[hidden]`` of the last prompt token, which must be computed; its own copy is
-        dropped."""
+        """Returns the hidden state ``[hidden]`` of the last prompt token, and drops the sequence's own copy."""
         hidden = (self.prompt or self).hidden
         assert hidden is not None
         self.hidden = None
@@ -108,10 +106,8 @@ class Prefill:
 
     done: int = 0
     media: tuple[int, ...] = ()
-    """Media numbers of the first tokens (all or fewer); the tokens after them are text."""
-
     positions: torch.Tensor | None = None
-    """Rotary positions ``[n, 3]`` of the first tokens (all or fewer)."""
+    """Media numbers and rotary positions ``[n, 3]`` of the first tokens (all or fewer); the tokens after them are text."""
 
     key: tuple[int, ...] = ()
     """Identity of a whole prompt whose beginning other prompts may share (see `LLMRequest.key`); empty for other tokens."""
@@ -141,10 +137,8 @@ class SlotBatch(NamedTuple):
 
     sequences: list[Sequence]
     slots: torch.Tensor
-    """``[B]`` int64 rows in the tables, on the host."""
-
     places: torch.Tensor
-    """``slots`` on the device."""
+    """``[B]`` int64 rows in the tables, on the host and on the device."""
 
     rows: SamplingRows
     watched: Watched | None
@@ -156,10 +150,8 @@ class DrawnTokens:
 
     sequences: list[Sequence]
     slots: torch.Tensor
-    """``[B]`` int64 rows in the tables."""
-
     counts: torch.Tensor
-    """``[B]`` int64: number of tokens that each sequence had drawn before this step."""
+    """``[B]`` int64 each: rows in the tables, and the number of tokens that each sequence had drawn before this step."""
 
     version: int
     downloads: tuple[Download, ...]
@@ -167,13 +159,6 @@ class DrawnTokens:
     exactly."""
 
     top: TopRows | None = None
-
-    def home(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for the tokens and log-probabilities, ``[B]`` each, and returns them on the host."""
-        if len(self.downloads) == 2:
-            return self.downloads[0].wait(), self.downloads[1].wait()
-        both = self.downloads[0].wait()
-        return both[0].long(), both[1].float()
 
 
 class Slots:
@@ -189,17 +174,10 @@ class Slots:
         self.last = torch.zeros(count, dtype=torch.long, device=device)
         """Newest token of each row, not in the cache yet; on the device, where the next step reads it."""
 
-        self.positions = table(torch.long)
-        """Absolute position of the next token to be drawn."""
-
-        self.counts = table(torch.long)
-        """Tokens drawn so far."""
-
-        self._known = table(torch.long)
-        """Drawn tokens that the host has read: `counts` minus the draws in `unread`."""
-
-        self.offsets = table(torch.long)
-        """Rotary position of the next token minus `positions`."""
+        self.positions = table(torch.long)  # absolute position of the next token to be drawn
+        self.offsets = table(torch.long)  # rotary position of that token minus `positions`
+        self.counts = table(torch.long)  # tokens drawn so far
+        self._known = table(torch.long)  # those that the host has read: `counts` minus the draws in `unread`
 
         self._limits, self._streams = table(torch.long), table(torch.long)
         self._sampling = SamplingTable(count, vocab_size, eos, device)
@@ -222,9 +200,8 @@ class Slots:
         key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
         self._streams[slot] = stream_of(key)
         self._sampling.set(slot, request.gconfig)
-        self._tokens = widened(self._tokens, sequence.max_new_tokens, 0)
-        self._versions = widened(self._versions, sequence.max_new_tokens, 0)
-        self._logprobs = widened(self._logprobs, sequence.max_new_tokens, 0)
+        tables = self._tokens, self._versions, self._logprobs
+        self._tokens, self._versions, self._logprobs = (widened(table, sequence.max_new_tokens, 0) for table in tables)
 
     def release(self, sequence: Sequence) -> None:
         self._free.append(sequence.slot)
@@ -268,7 +245,8 @@ class Slots:
             NonFinite: the logits are not numbers.
         """
         drawn = self.unread.pop(0)
-        tokens, logprobs = drawn.home()
+        sent = [download.wait() for download in drawn.downloads]
+        tokens, logprobs = sent if len(sent) == 2 else (sent[0][0].long(), sent[0][1].float())
         batch, slots, counts = drawn.sequences, drawn.slots, drawn.counts
         if drawn.top is not None:
             drawn.top.record(tokens)

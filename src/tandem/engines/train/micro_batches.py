@@ -20,8 +20,6 @@ class PlannedSequence(NamedTuple):
     """Number of the sequence's prompt; a micro-batch computes a prompt once for all sequences with this number."""
 
     prompt_tokens: int
-    """Length of the prompt."""
-
     completion: int
     """Number of tokens after the prompt."""
 
@@ -33,10 +31,7 @@ def micro_batches(
     batch: TensorDict, max_tokens: int, rank: int, ranks: int, chosen: torch.Tensor | None = None
 ) -> list[list[int]]:
     """Returns the indices of the sequences in each micro-batch of this rank, by `plan`. ``chosen [N]`` bool: only these.
-
-    Raises:
-        BatchError: the batch has no sequences.
-    """
+    Raises `BatchError` if the batch has no sequences."""
     count = num_sequences(batch)
     if count == 0:
         raise BatchError("the batch has no sequences")
@@ -76,8 +71,8 @@ def plan(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[
     """Plans the micro-batches of each rank: ``plan[rank][i]`` has the indices of the sequences in micro-batch i.
 
     All ranks get the same number of micro-batches, some of them empty if there are fewer units than ranks. A micro-batch
-    computes at most ``max_tokens``; a longer unit is a micro-batch by itself. Micro-batches have nearly equal numbers of
-    tokens, and most nearly those that run at the same time on different ranks.
+    computes at most ``max_tokens``, or one longer unit. Micro-batches have nearly equal numbers of tokens, and most nearly
+    those that run at the same time on different ranks.
 
     Example: completions of 3, 4, 2, 5 tokens without prompts, 7 tokens, 2 ranks → [[[3, 2]], [[1, 0]]] up to order
     """
@@ -87,8 +82,7 @@ def plan(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[
     count = ranks * max(1, -(-wanted // ranks))
     while True:
         bins = _spread(sized, count)
-        fits = all(tokens <= max_tokens or len(groups) == 1 for tokens, groups in bins)
-        if fits or count >= len(sized):
+        if count >= len(sized) or all(tokens <= max_tokens or len(groups) == 1 for tokens, groups in bins):
             break
         count += ranks
 

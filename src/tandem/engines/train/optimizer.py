@@ -13,29 +13,23 @@ from tandem.config.errors import ConfigError
 from tandem.config.train_engine import OptimizerConfig
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.spread import Ranks, sum_over_ranks
+from tandem.engines.train.step_size import StepSize
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Returns the learning rate of optimizer step ``step`` (from 0) of ``total_steps``.
-
-    The warm-up rises linearly from ``lr / warmup_steps`` at step 0 to the peak at step ``warmup_steps - 1``. Afterwards the
-    schedule falls towards ``min_lr_ratio`` of the peak, which the step after the last one would have.
-    """
+    """Returns the learning rate of optimizer step ``step`` (from 0) of ``total_steps``: a linear warm-up to the peak at step
+    ``warmup_steps - 1``, then a fall towards ``min_lr_ratio`` of the peak, which the step after the last one would have."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    shapes = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
     if config.schedule == "constant":
         return config.lr
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shapes[config.schedule])
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
 MOST_SKIPS = 3
 """The run stops after this many steps in a row whose loss or gradient was not finite."""
-
-MOVED = "actor/update_ratio"
-LOOKED_AT = 4096
-"""About this many weights of each master are sampled to measure the size of a step."""
 
 
 class Optimizer:
@@ -44,17 +38,12 @@ class Optimizer:
     def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, ranks: Ranks):
         """``total_steps``: steps of the run, for the schedule. ``ranks``: the ranks that hold the model."""
         self._holder, self._options, self._total_steps, self._ranks = holder, options, total_steps, ranks
-        matrices: list[torch.Tensor] = []
-        vectors: list[torch.Tensor] = []
-        for name, p in holder.masters.items():
-            (matrices if len(holder.shape(name)) >= 2 else vectors).append(p)
+        matrices = [p for name, p in holder.masters.items() if len(holder.shape(name)) >= 2]
+        vectors = [p for name, p in holder.masters.items() if len(holder.shape(name)) < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
-        self._moved: torch.Tensor | None = None
-        """The result of `_squares` for the last step, ``[2]``; None if the step changed nothing or was not measured."""
-
-        self._step = 0
-        self._skips_in_a_row = 0
+        self.step_size = StepSize(holder, ranks)
+        self._step = self._skips_in_a_row = 0
 
     def zero_grad(self) -> None:
         """Frees the gradients."""
@@ -76,14 +65,13 @@ class Optimizer:
 
     def step(self, loss: float) -> dict[str, float]:
         """Clips the gradients and steps, or skips; returns metrics. All ranks have equal losses and norms, and decide alike.
-
         If the gradient is exactly 0, weights and moments do not change (no weight decay, no momentum).
 
         Raises:
             NonFinite: too many steps in a row had a loss or gradient that was not finite.
         """
         did()
-        self._moved = None
+        self.step_size.forget()
         options, norm = self._options, self._gradient_norm()
         rate = learning_rate(self._step, self._total_steps, options)
         self._step += 1
@@ -104,11 +92,9 @@ class Optimizer:
                     gradient.mul_(options.max_grad_norm / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = rate
-            before = self._looked_at()
-            self.adamw.step()
-            self._holder.publish()
-            if before is not None:
-                self._moved = self._squares(before)
+            with self.step_size.measured():
+                self.adamw.step()
+                self._holder.publish()
         self.adamw.zero_grad()
         return report
 
@@ -118,36 +104,13 @@ class Optimizer:
         return {"step": self._step, "skips_in_a_row": self._skips_in_a_row, "moments": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state with whole moments, of which each rank takes its part. Learning rates are not restored.
-
-        Raises:
-            ConfigError: the state has an unknown master, or this backend cannot load its moments.
-        """
+        """Restores a state with whole moments, of which each rank takes its part. Learning rates are not restored. Raises
+        `ConfigError` if the state has an unknown master, or this backend cannot load its moments."""
         unknown = sorted(set(state["moments"]) - set(self._holder.masters))
         if unknown:
             raise ConfigError(f"the saved optimizer state is of another model, which has {unknown[0]!r}")
         self._step, self._skips_in_a_row = int(state["step"]), int(state["skips_in_a_row"])
         self._holder.take_moments(self.adamw, state["moments"])
-
-    def _looked_at(self) -> torch.Tensor | None:
-        """Returns a fixed sample of the weights of this rank's masters, ``[K]``; None if masters are not float32."""
-        pieces = self._holder.local_masters()
-        if any(x.dtype != torch.float32 for x in pieces):
-            return None
-        return torch.cat([x.detach().flatten()[:: x.numel() // LOOKED_AT + 1] for x in pieces])
-
-    def moved(self) -> dict[str, float]:
-        """Returns `MOVED`: norm of the last step / norm of the weights, over the sampled weights. Empty if the step changed
-        nothing or was not measured."""
-        moved, size = (0.0, 0.0) if self._moved is None else self._moved.tolist()
-        return {MOVED: math.sqrt(moved / size)} if size else {}
-
-    def _squares(self, before: torch.Tensor) -> torch.Tensor:
-        """Returns Σ step² and Σ weight² of the sampled weights over all ranks, ``[2]``, without waiting for the device."""
-        after = self._looked_at()
-        assert after is not None, "masters keep their dtype"
-        sums = torch.stack([(after - before).double().square().sum(), before.double().square().sum()])
-        return sum_over_ranks(sums.to(self._holder.device), self._ranks.group)
 
     def _gradient_norm(self) -> float:
         """Returns the global L2 norm. On a CPU it is summed in float64, so that it does not depend on the sharding."""

@@ -29,8 +29,8 @@ from tandem.config.data import EPOCH, INDEX
 from tandem.config.devices import usable_cores
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import GenerationConfig
-from tandem.rollout.chat import Chat
 from tandem.rollout.episode_engine import CLOSE, RESET, STEP, generated, inside, of_environment
+from tandem.rollout.workflows import Chat
 from tandem.workers.process import Silent, Worker, Workers
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,9 @@ from tandem.config.terms import Term, read_term, spelled
 from tandem.media.parts import shown_parts
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus, Reply
-from tandem.rollout.chat import Chat
 from tandem.rollout.episode_engine import TOOL, left_for_play
 from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure, UnwritableResult, as_text
-from tandem.rollout.workflows import ChatWorkflow
+from tandem.rollout.workflows import Chat, ChatWorkflow
 
 Result = str | Sequence[Mapping[str, Any]]
 """The result of a call: a string or content parts."""
@@ -86,13 +85,7 @@ class ToolChat(Chat):
         if unread:
             turns[-1]["content"] = _with_text(turns[-1]["content"], f"\n{unread}")
         rendered = self._render([*self.messages, *turns])
-        addition = self._after_calls(rendered, len(named))
-        if addition is not None:
-            self._append(self._without_end(addition), turns)
-        else:
-            self._begin_anew(rendered, [*self.messages, *turns])
-        self.messages += turns
-        self._text = rendered
+        self._append(turns, rendered, self._after_calls(rendered, len(named)))
 
     def _after_calls(self, rendered: str, count: int) -> str | None:
         """Returns the text that the template writes behind the reply's calls; None if the template changes earlier text."""
