@@ -75,7 +75,7 @@ def random_plan(seed: int) -> SleepPlan:
     stages = []
     for number in range(draw.randint(3, 5)):
         needs = frozenset(p(name) for name in draw.sample(names, draw.randint(1, 2)))
-        changes = frozenset(part for part in needs if parts[part].leaving and draw.random() < 0.7)
+        changes = frozenset(part for part in sorted(needs) if parts[part].leaving and draw.random() < 0.7)
         stages.append(StageNeeds(f"s{number}", needs, changes))
     plan = SleepPlan(parts, tuple(stages))
     least, most = plan.least(plan.largest), sum(cost.num_bytes for cost in parts.values())
@@ -111,7 +111,7 @@ def in_all(plan: SleepPlan, steps: int) -> int:
 
 def test_every_stage_has_what_it_needs_within_the_limit_at_near_the_fewest_bytes():
     ours = best = 0
-    for seed in range(60):
+    for seed in range(180):
         plan = random_plan(seed)
         for step in plan.steps(count=4):
             for done in step:

@@ -1,14 +1,12 @@
 """Plans which parts of models sleep and wake between stages, under `memory_limit_gib`. Pure arithmetic.
 
 A part sleeps when its memory is freed. Before each stage the parts that it needs wake; if there is no room for them, other
-parts go to sleep first. So the limit must hold only the *largest* stage, not the sum of all models. Several orders in which
-parts are put to sleep are simulated over a few steps; the plan uses the order that moves the fewest bytes.
+parts go to sleep first. So the limit must hold only the *largest* stage, not the sum of all models.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -118,17 +116,6 @@ class SleepState:
     """Parts of which a copy was moved out."""
 
 
-Order = Callable[[int, int, int], tuple[float, ...]]
-"""Maps (stages until a part's next use, bytes moved by its sleep and waking, its bytes) to a sort key. The part with the
-largest key sleeps first."""
-
-ORDERS: tuple[Order, ...] = (
-    lambda distance, cost, size: (float(cost == 0), float(distance), float(size)),  # furthest next use first
-    lambda distance, cost, size: (-cost / size, float(distance), float(size)),  # the cheapest byte first
-    lambda distance, cost, size: (float(-cost), float(distance), float(size)),  # the cheapest part first
-    lambda distance, cost, size: (float(cost == 0), distance * size / max(cost, 1), float(size)),
-)
-
 STEPS = 3
 """Number of steps that are simulated; the last one stands for all later steps."""
 
@@ -215,13 +202,12 @@ class SleepPlan:
         fresh = cost.keeps_copy and part in state.copied and part not in state.changed
         return (0 if fresh else cost.leaving), (0 if anew else cost.coming)
 
-    def moves(self, name: str, state: SleepState, order: Order | None = None) -> Moves:
+    def moves(self, name: str, state: SleepState) -> Moves:
         """Returns the moves before the stage, and updates ``state`` to the end of the stage."""
-        stage, order = self.stage(name), order or self.order
-        again = None
+        stage, again = self.stage(name), None
         if any(self.parts[part].coming and part.what == "weights" for part in stage.awake - state.awake):
-            again = self.moves(AGAIN, state, order)
-        asleep, moved = self._make_room(stage, state, order), 0
+            again = self.moves(AGAIN, state)
+        asleep, moved = self._make_room(stage, state), 0
         for part in asleep:
             moved += self.cost(part, state, name)[0]
             state.awake.discard(part)
@@ -240,25 +226,31 @@ class SleepPlan:
         """Returns the moves before a model is opened; after that the model sleeps until a stage needs it."""
         passing = ((part, self.parts[part].opening),)
         stage = StageNeeds(f"open {part}", frozenset({part}), passing=passing, each_step=False)
-        asleep = self._make_room(stage, state, self.order)
+        asleep = self._make_room(stage, state)
         state.awake -= set(asleep)
         state.copied |= {part for part in (*asleep, part) if self.parts[part].leaving}
         return Moves(asleep)
 
-    def _make_room(self, stage: StageNeeds, state: SleepState, order: Order) -> tuple[Part, ...]:
+    def _make_room(self, stage: StageNeeds, state: SleepState) -> tuple[Part, ...]:
         """Returns the parts that go to sleep so that the stage fits into the limit. Without a limit, returns the awake parts
-        in the stage's ``away``."""
+        in the stage's ``away``.
+
+        The parts that move the fewest bytes sleep first; of equal parts the one that is needed last.
+        """
         if self.limit is None:
             return tuple(sorted(state.awake & stage.away))
         need = self._total(state.awake | stage.awake) + self._beside(stage)
         if need <= self.limit:
             return ()
 
-        def rank(part: Part) -> tuple[float, ...]:
-            cost = self.parts[part]
-            return order(self.next_use(part, stage.name)[0], sum(self.cost(part, state, stage.name)), cost.num_bytes)
+        moved = {part: sum(self.cost(part, state, stage.name)) for part in state.awake - stage.awake}
 
-        candidates = sorted(state.awake - stage.awake, key=lambda part: (rank(part), part), reverse=True)
+        def rank(part: Part) -> tuple[float, int, int, Part]:
+            distance = self.next_use(part, stage.name)[0]
+            # a part that the next stage needs makes other parts sleep at once, so its bytes count twice
+            return moved[part] * (1 + 1 / distance**2), -distance, -self.parts[part].num_bytes, part
+
+        candidates = sorted(moved, key=rank)
         chosen: list[Part] = []
         for part in candidates:
             if need <= self.limit:
@@ -267,23 +259,18 @@ class SleepPlan:
                 chosen.append(part)
                 need -= self.parts[part].num_bytes
         # after a large part was chosen, a smaller one that was chosen before may stay awake
-        for part in sorted(chosen, key=lambda part: -sum(self.cost(part, state, stage.name))):
+        for part in sorted(chosen, key=lambda part: -moved[part]):
             if need + self.parts[part].num_bytes <= self.limit:
                 chosen.remove(part)
                 need += self.parts[part].num_bytes
         return tuple(sorted(chosen))
 
-    @cached_property
-    def order(self) -> Order:
-        """The order of `ORDERS` that moves the fewest bytes in a step."""
-        return min(ORDERS, key=lambda order: moved_bytes(self.steps(order)[-1]))
-
-    def steps(self, order: Order | None = None, count: int = STEPS) -> list[list["Done"]]:
+    def steps(self, count: int = STEPS) -> list[list["Done"]]:
         """Simulates ``count`` steps from the beginning. Returns the stages of each step, with the moves before a stage and
         the parts awake in it. Stages that follow only some steps are put after the last one."""
-        state, order = SleepState(set(self.beginning)), order or self.order
-        steps = [[self._done(stage, state, order) for stage in self.stages if stage.each_step] for _ in range(count)]
-        steps[-1] += [self._done(stage, state, order) for stage in self.stages if stage.now_and_then]
+        state = SleepState(set(self.beginning))
+        steps = [[self._done(stage, state) for stage in self.stages if stage.each_step] for _ in range(count)]
+        steps[-1] += [self._done(stage, state) for stage in self.stages if stage.now_and_then]
         return steps
 
     @property
@@ -291,9 +278,9 @@ class SleepPlan:
         """Parts that are awake before any other model is opened: those of the inference engine."""
         return frozenset(part for part, cost in self.parts.items() if part.what == "weights" or cost.standing)
 
-    def _done(self, stage: StageNeeds, state: SleepState, order: Order) -> "Done":
+    def _done(self, stage: StageNeeds, state: SleepState) -> "Done":
         given = stage.gives & state.awake
-        moves = self.moves(stage.name, state, order)
+        moves = self.moves(stage.name, state)
         old = frozenset(state.awake - (stage.gives - (given - set(moves.sleep))))
         return Done(stage, moves, old, self._total(old) + self._beside(stage))
 
