@@ -42,7 +42,7 @@ def generator(shape=HAND, **changes) -> Generator:
     """A colocated engine in float32."""
     usual = {
         "delivered": "float32", "dtype": "float32", "engines": 1, "own_process": False, "kv_cache_gib": 1.0,
-        "max_running": 64, "prefill_chunk": 1024, "max_len": 64, "sequences": 4,
+        "max_running": 64, "prefill_chunk": 1024, "sequences": 4,
         "weights": engine_bytes(shape, "float32", cpu=True), "lengths": Lengths(8, 4), "sharing": 2,
     }  # fmt: skip
     return Generator(shape=shape, **usual | changes)

@@ -1,35 +1,32 @@
-"""Tells whether a run fits into a machine: the plan, its report, the check before a start, and values for open settings.
+"""Tells whether a run fits into a machine: the plan, the check before a start, and values for open settings.
 
 The check refuses a run only if weights, moments, gradients and servers' shares exceed the device. If the memory is exceeded
-only together with estimates (activations, caches, fragmentation), the check warns. In a report every figure has a unit: in
-the text after the figure, in the data in the key.
+only together with estimates (activations, caches, fragmentation), the check warns.
 """
 
 import bisect
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.train_engine import CHUNK_TOKENS, MICRO_BATCH_TOKENS, TrainEngineConfig
-from tandem.flow.sleep_plan import describe_sleep
 from tandem.models.shape import FLOAT32, Shape, read_shape
-from tandem.planning.job import Job, Lengths, checkpoint_of, job_of, longest_of
+from tandem.planning.job import Job, Lengths, job_of, longest_of
 from tandem.planning.machine import Machine
-from tandem.planning.memory import GIB, HEADINGS, Instant, MemoryItem, instants, kv_needed
-from tandem.planning.planned_model import PlannedModel
+from tandem.planning.memory import GIB, Instant, instants, kv_needed
 
 log = logging.getLogger(__name__)
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves free for the system, a display, or a second process on the GPU."""
 
-GUESSED = ("activations", "logits", "tables", "allocator", "interpreter and libraries")
+GUESSED = ("activations", "logits", "allocator", "interpreter and libraries")
 """Items whose size depends on sequence lengths, or on the behaviour of a library."""
 
 LOGITS_SHARE = 32
@@ -85,17 +82,20 @@ class Plan:
         """The device with the largest memory use at any instant."""
         return max(range(self.devices), key=self.peak_gib)
 
-    def certain(self, instant: Instant, device: int) -> Iterator[MemoryItem]:
-        """Yields a device's items that do not depend on sequence lengths: weights, moments, gradients, servers' shares.
-        Leaves out activations, and the cache of Tandem's own engine, which grows on demand."""
+    def certain(self, device: int) -> tuple[Instant, dict[str, float]]:
+        """Returns (instant, owner → GiB) of a device's memory that does not depend on sequence lengths (weights, moments,
+        gradients, servers' shares), when it is largest. Leaves out the cache of Tandem's engine, which grows on demand."""
         ours = self.job.generator is None or self.job.generator.foreign is None
         guessed = (*GUESSED, "KV cache") if ours else GUESSED
-        return (item for item in instant.items if device in item.devices and item.what not in guessed)
 
-    def certain_at(self, device: int) -> tuple[float, Instant]:
-        """Returns (GiB of the `certain` items, the instant at which they are largest)."""
-        sums = [sum(item.num_bytes for item in self.certain(instant, device)) for instant in self.instants]
-        return max(sums) / GIB, self.instants[sums.index(max(sums))]
+        def held(instant: Instant) -> dict[str, float]:
+            owners = dict[str, float]()
+            for item in instant.items:
+                if device in item.devices and item.what not in guessed:
+                    owners[item.role] = owners.get(item.role, 0.0) + item.num_bytes / GIB
+            return owners
+
+        return max(((instant, held(instant)) for instant in self.instants), key=lambda row: sum(row[1].values()))
 
     @property
     def usable_gib(self) -> float:
@@ -145,14 +145,13 @@ def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape]
         ConfigError: a GPU is too small; the message has the figures and a remedy.
     """
     plan = _plan(config, machine, read)
-    gpu, there, peak = max(range(plan.devices), key=lambda gpu: plan.certain_at(gpu)[0]), machine.memory_gib, plan.fullest
-    certain, instant = plan.certain_at(gpu)
+    rows = [plan.certain(gpu) for gpu in range(plan.devices)]
+    sums = [sum(held.values()) for _, held in rows]
+    certain, there, peak = max(sums), machine.memory_gib, plan.fullest
     if certain > there:
-        held = dict[str, float]()
-        for item in plan.certain(instant, gpu):
-            held[item.role] = held.get(item.role, 0.0) + item.num_bytes / GIB
-        rows = sorted(held.items(), key=lambda row: -row[1])
-        holders = " + ".join(f"{role} {gib:.2f}" for role, gib in rows if gib >= 0.005)
+        instant, held = rows[gpu := sums.index(certain)]
+        owners = sorted(held.items(), key=lambda row: -row[1])
+        holders = " + ".join(f"{role} {gib:.2f}" for role, gib in owners if gib >= SMALL_GIB)
         raise ConfigError(
             f"this run does not fit: GPU {gpu} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
             f"{holders} while {instant.phase}, before any activations. {_remedy(plan, config)}"
@@ -283,155 +282,9 @@ def drawing(plan: Plan) -> Iterator[str]:
         yield plan.machine.name if plan.machine.cpu else f"{gpus}: {use.who}"
         total = tuple(map(sum, zip(*use.residents.values(), strict=True)))
         for role, figures in [*use.residents.items(), (f"all, of {plan.machine.memory_gib:.1f}", total)]:
-            yield row(f"  {role}", _cells(figures)).rstrip()
+            yield row(f"  {role}", cells(figures)).rstrip()
 
 
-def _cells(figures: Sequence[float]) -> list[str]:
+def cells(figures: Sequence[float]) -> list[str]:
+    """Formats figures in GiB; those below `SMALL_GIB` are empty."""
     return ["" if gib < SMALL_GIB else f"{gib:.2f}" for gib in figures]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A plan with the other texts and figures of its report."""
-
-    title: str
-    plan: Plan
-    lengths: str
-    arithmetic: str
-    time: str = ""
-    """Lines about the time of a step."""
-
-    measured: Mapping[str, float] = field(default_factory=dict)
-    """Figures of a measured step; each name ends in its unit."""
-
-    def text(self) -> str:
-        """Returns the report as text."""
-        plan, machine = self.plan, self.plan.machine
-        each = " each" if machine.count > 1 else ""
-        blocks = [
-            [f"{self.title} on {machine.words}, {machine.memory_gib:.1f} GiB{each}", *map(_model, plan.job.models)],
-            [*_memory(plan)],
-            [*drawing(plan)],
-            [describe_sleep(plan.job.sleeping)] if plan.job.sleeping is not None else [],
-            [*_verdict(plan)],
-            [self.time],
-            [*_disk(plan)],
-            [self.arithmetic],
-            ["Assumed:", *(f"  - {line}" for line in self.assumptions())],
-        ]
-        return "\n\n".join("\n".join(lines) for lines in blocks if any(lines))
-
-    def data(self) -> dict[str, Any]:
-        """Returns the report as data for programs; keys of figures with a unit end in the unit."""
-        plan, job = self.plan, self.plan.job
-        checkpoint = checkpoint_of(job.models, job.saves)
-        kinds = {"checkpoint": sum(checkpoint.values())} | checkpoint
-        return {
-            "machine": plan.machine.words,
-            "sources": list(plan.machine.sources),
-            "parameters": job.actor.shape.parameters(job.actor.head),
-            "fits": plan.fits,
-            "problems": list(plan.problems),
-            "advice": "" if plan.fits else plan.advice,
-            "memory": {
-                "available_gib": round(plan.machine.memory_gib, 4),
-                "peak_gib": round(plan.peak_gib(), 4),
-                "host_gib": round(plan.peak_gib(None), 4),
-                "worst": plan.worst().phase,
-                "phases": {instant.phase: _items(instant) for instant in plan.instants},
-                "devices": [_use(plan, use) for use in uses(plan)],
-            },
-            "measured": {name: round(figure, 4) for name, figure in self.measured.items()},
-            "disk": {f"{kind}_gib": round(num_bytes / GIB, 4) for kind, num_bytes in kinds.items()}
-            | {"checkpoints": job.saves.most},
-            "lengths": {"prompt_tokens": job.lengths.prompt, "longest_tokens": job.lengths.longest},
-            "assumptions": list(self.assumptions()),
-        }
-
-    def assumptions(self) -> Iterator[str]:
-        """Yields the assumptions behind the figures, as text."""
-        machine, generator = self.plan.machine, self.plan.job.generator
-        yield self.lengths
-        yield f"memory of the machine: {'; '.join(machine.sources)}"
-        yield f"{RESERVE:.0%} of the memory is left to others"
-        if not machine.cpu:
-            yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
-        if generator is not None and generator.foreign is not None:
-            yield f"{generator.foreign} servers take their share of memory, whatever they need of it"
-        if generator is not None:
-            yield "every sequence has a gradient: groups without spread cost a forward pass only"
-        if any(model.layout.zero is not None for model in self.plan.job.models):
-            yield "DeepSpeed's buffers are those of its code"
-
-
-def _use(plan: Plan, use: DeviceUse) -> dict[str, Any]:
-    phases = [instant.phase for instant in plan.instants]
-    held = {
-        f"{role}_gib": dict(zip(phases, (round(gib, 4) for gib in figures), strict=True))
-        for role, figures in use.residents.items()
-    }
-    return {"devices": list(use.devices), "who": use.who, "residents": held}
-
-
-def _items(instant: Instant) -> dict[str, float]:
-    rows: dict[str, float] = {}
-    for item in instant.items:
-        name = f"{item.role}: {item.what}{'' if item.devices else ' (host)'}_gib"
-        rows[name] = rows.get(name, 0.0) + item.num_bytes / GIB
-    return {name: round(gib, 4) for name, gib in rows.items()} | {"total_gib": round(instant.total() / GIB, 4)}
-
-
-def _model(model: PlannedModel) -> str:
-    shape, rank = model.shape, f"adapters of rank {model.adapters.rank}" if model.adapters is not None else ""
-    if not model.own:
-        return f"{model.role}: the actor's model without its adapters; it takes no memory of its own"
-    kind = "trained" if model.trained else "frozen"
-    if rank:
-        kind = f"frozen with {rank}"
-        if model.trained:
-            kind = f"frozen beside {rank}, {model.masters / 1e6:,.2f} M parameters, trained"
-    said = (
-        f"{model.role}: {model.parameters / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of width "
-        f"{shape.hidden}, {shape.vocab} tokens of vocabulary), {kind}, {model.dtype}, "
-        f"{'1 rank' if model.ranks == 1 else f'{model.ranks} ranks'}"
-    )
-    if model.trunk_of is None:
-        return said
-    own = (model.masters + model.base) / 1e6
-    return (
-        f"{said}; its weights are those of {model.trunk_of}, in memory once, but for {own:,.2f} M of its head and adapters"
-    )
-
-
-def _memory(plan: Plan) -> Iterator[str]:
-    """Yields the lines of a table of GiB by phase and kind of memory; the phase with the largest use has a ``*``."""
-    yield "Memory in GiB, by phase (* the worst instant)"
-    yield f"  {'':<20}" + "".join(f"{head:>13}" for head in (*HEADINGS, "other", "total"))
-    for instant in plan.instants:
-        cells = "".join(cell.rjust(13) for cell in _cells([*instant.columns().values(), instant.total() / GIB]))
-        yield f"{'*' if instant is plan.worst() else ' '} {instant.phase:<20}{cells}"
-
-
-def _verdict(plan: Plan) -> Iterator[str]:
-    there, peak, host = plan.machine.memory_gib, plan.peak_gib(), plan.peak_gib(None)
-    if plan.fits:
-        worst = f"{peak:.2f} GiB at the worst instant ({plan.worst().phase})"
-        yield f"It fits: {worst}, {there - peak:.2f} GiB of {there:.2f} GiB stay free."
-    else:
-        yield f"It does not fit: {'; '.join(plan.problems)}."
-        yield f"{plan.advice}."
-    if host >= SMALL_GIB:
-        yield f"Host memory beside the device: {host:.2f} GiB."
-
-
-def _disk(plan: Plan) -> Iterator[str]:
-    found, most = checkpoint_of(plan.job.models, plan.job.saves), plan.job.saves.most
-    names, each = {"state": "state to resume from"}, sum(found.values()) / GIB
-    shares = ", ".join(f"{names.get(kind, kind)} {size / GIB:.2f} GiB" for kind, size in found.items() if size)
-    yield f"Disk: {each:.2f} GiB for each checkpoint ({shares})."
-    if most is None:
-        yield "All that are made are kept, or many: set total_train_steps, and the plan adds them up."
-    elif most == 0:
-        yield "This run saves nothing."
-    else:
-        yield f"At most {most} checkpoint{'' if most == 1 else 's'} at a time: {most * each:.2f} GiB."

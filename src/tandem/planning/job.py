@@ -119,7 +119,6 @@ class Generator:
     kv_cache_gib: float
     max_running: int
     prefill_chunk: int
-    max_len: int
     sequences: int
     """Largest number of samples at the same time, over all engines."""
 
@@ -292,7 +291,6 @@ def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, lengt
         apart=(ranks > 1 and not machine.cpu) or bool(seats),
         own_process=servers is not None or placement(config) == "decoupled",
         kv_cache_gib=cache,
-        max_len=rollout.engine.max_model_len or shape.context,
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
         lengths=lengths,
         sharing=samples,
@@ -316,34 +314,31 @@ def _writers(
     """Plans the engines of other models that write text: judges, and the partner, to which the workflow talks. Judges with
     the same model share an engine, planned for the judge with the largest load. For the partner one call per sample is
     assumed, with the question and the longest answer as prompt."""
-    writers: dict[str, Generator] = {}
     samples_of_a_step, ranks = config.rollout.batch_size * samples, len(generating_ranks(config))
-    settings = config.rollout.engine
-
-    def add(role: str, requests: int, reads: int, writes: int) -> None:
-        model, before = models[role], writers.get(role)
-        if before is None or requests * (reads + writes) >= before.sequences * before.lengths.total:
-            writers[role] = _engine(
-                model.shape,
-                model.dtype,
-                machine,
-                settings,
-                role=role,
-                engines=ranks,  # each engine judges a part of the samples
-                apart=ranks > 1 and not machine.cpu,
-                own_process=False,
-                max_len=model.shape.context,
-                sequences=requests,
-                kv_cache_gib=cache_gib(settings, "cpu"),  # no share of a GPU is reserved for it
-                lengths=Lengths(reads, writes),
-            )
-
+    whole, settings = lengths.prompt + lengths.longest, config.rollout.engine
+    loads: list[tuple[str, int, Lengths]] = []  # role, requests of a step, lengths of a request
     if config.partner is not None and "partner" in models:
         writes = int(read_term(config.partner, "partner").arguments.get("max_new_tokens", MAX_NEW_TOKENS))
-        add("partner", samples_of_a_step, lengths.prompt + lengths.longest, writes)
+        loads.append(("partner", samples_of_a_step, Lengths(whole, writes)))
     for planned in plan.scores:
         written = planned.score
         if isinstance(written, WritingReward):
             reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * min(written.shown, config.gconfig.n_samples)
-            add(planned.resident, samples_of_a_step * written.requests, reads, written.client.max_tokens)
-    return writers
+            requests = samples_of_a_step * written.requests
+            loads.append((planned.resident, requests, Lengths(reads, written.client.max_tokens)))
+    return {
+        role: _engine(
+            models[role].shape,
+            models[role].dtype,
+            machine,
+            settings,
+            role=role,
+            engines=ranks,  # each engine judges a part of the samples
+            apart=ranks > 1 and not machine.cpu,
+            own_process=False,
+            sequences=requests,
+            kv_cache_gib=cache_gib(settings, "cpu"),  # no share of a GPU is reserved for it
+            lengths=request,
+        )
+        for role, requests, request in sorted(loads, key=lambda load: load[1] * load[2].total)
+    }

@@ -10,10 +10,9 @@ The functions from `states` to `_generation` return bytes by name, for one rank 
 to devices.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tandem.api.engines import InferencePart, TrainPart
 from tandem.flow.sleep_plan import GIB, Part
 from tandem.models.shape import BYTES, FLOAT32, cache_bytes, row_capacity
 from tandem.planning.job import Generator, Job
@@ -32,8 +31,7 @@ HEADINGS = {
     "activations": "activations",
     "logits": "logits",
     "KV cache": "KV cache",
-    "staged": "staged weights; rounded weights; one whole tensor; adapter; weights before; weights to write; "
-    "copy that is saved",
+    "staged": "staged weights; rounded weights; one whole tensor; weights before; weights to write; copy that is saved",
 }
 """Heading of the table → names of the items in its sum; all other items are under `other`."""
 
@@ -226,10 +224,7 @@ def kv_needed(generator: Generator) -> float:
 
 
 def _cache(generator: Generator) -> Bytes:
-    tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
-    rows = 20.0 * generator.max_running * max(16, generator.lengths.longest)
-    tokens = kv_tokens(generator)[1]
-    return {"KV cache": cache_bytes(generator.shape, generator.dtype, tokens), "tables": tables + rows}
+    return {"KV cache": cache_bytes(generator.shape, generator.dtype, kv_tokens(generator)[1])}
 
 
 def _generation(generator: Generator) -> Bytes:
@@ -361,9 +356,7 @@ def _publishing(actor: PlannedModel, generator: Generator) -> Iterator[MemoryIte
     zero = actor.layout.zero  # in stages 1 and 2 each DeepSpeed rank has the whole model, in the dtype of the computation
     if actor.fsdp or actor.layout.tensor > 1 or zero == 3 or (zero is not None and actor.dtype != "float32"):
         yield MemoryItem("publish", "one whole tensor", float(FLOAT32 * actor.shape.embedding))
-    if generator.adapter:
-        yield from _on_engines(generator, {"adapter": float(FLOAT32 * generator.adapter)}, "publish")
-    elif not generator.own_process and generator.delivered != "float32":
+    if not generator.adapter and not generator.own_process and generator.delivered != "float32":
         rounded = {"rounded weights": float(BYTES[generator.delivered] * generator.shape.parameters())}
         yield from _on_engines(generator, rounded, "publish")
 
@@ -378,9 +371,8 @@ def _saving(job: Job, machine: Machine) -> Iterator[MemoryItem]:
             return
 
 
-PARTS: Mapping[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
-ENGINE_PARTS: Mapping[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
-"""Name of an item → the part of the engine to which it belongs in the plan of sleeping parts."""
+PARTS = {"parameters, rounded": "parameters", "KV cache": "kv_cache"}
+"""Name of an item → its part in the plan of sleeping parts, if that has another name."""
 
 
 def _worst(job: Job, machine: Machine, phase: str, steady: Sequence[MemoryItem], coming: Sequence[MemoryItem]) -> Instant:
@@ -398,9 +390,9 @@ def _of_awake(job: Job, machine: Machine, steady: Sequence[MemoryItem], awake: f
     assert job.sleeping is not None
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
-        what = ENGINE_PARTS.get(item.what) if in_engine else PARTS.get(item.what)
-        part = None if what is None else Part(item.role, what)
-        if part is None or part in awake or part not in job.sleeping.parts:
+        what = "weights" if item.role == "engine" and item.what == "parameters" else PARTS.get(item.what, item.what)
+        part = Part(item.role, what)  # type: ignore[arg-type]
+        if part in awake or part not in job.sleeping.parts:
             yield item
         elif not machine.cpu and not in_engine:
             yield replace(item, devices=HOST)
