@@ -40,7 +40,7 @@ def test_every_field_has_one_sentence(cls):
 @pytest.mark.parametrize("cls", [*KINDS.values(), EvaluationConfig], ids=lambda c: c.__name__)
 def test_every_default_lies_within_the_bounds_of_its_key(cls):
     defaults = dict(leaves(cls()))
-    rules = dict(bounds(cls))
+    rules = bounds(cls)
     assert len(rules) >= 20
     assert [key for key, rule in rules.items() if defaults[key] is not None and not rule.allows(defaults[key])] == []
 

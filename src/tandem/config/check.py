@@ -63,7 +63,7 @@ def problems(config: BaseConfig, written: Container[str] = (), *, saved: bool = 
     misleading messages about the same value.
     """
     if wrong := list(out_of_bounds(config, written)):
-        rules = dict(bounds(type(config)))
+        rules = bounds(type(config))
         outside = [words.partition(" ")[0] for words in wrong]
         choices = {key: _allowed(rules[key], config, key) for key in outside}
         tried = [{key: values[number % len(values)] for key, values in choices.items()} for number in range(3)]
@@ -99,7 +99,7 @@ def problems(config: BaseConfig, written: Container[str] = (), *, saved: bool = 
 
 def out_of_bounds(config: object, written: Container[str]) -> Iterator[str]:
     """Yields a message for each value outside its bounds, with its source if ``written`` is key → source."""
-    rules = dict(bounds(type(config)))
+    rules = bounds(type(config))
     for key, value in leaves(config):
         if key in rules and value is not None and not rules[key].allows(value):
             source = f" ({written[key]})" if isinstance(written, Mapping) and key in written else ""

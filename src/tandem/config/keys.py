@@ -157,13 +157,20 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
             yield from all_keys(inner, f"{prefix}{name}.")
 
 
-def bounds(cls: type, prefix: str = "") -> Iterator[tuple[str, KnobRule]]:
-    """Yields (dotted key, allowed values) of every key whose type has bounds."""
+def bounds(cls: type) -> Mapping[str, KnobRule]:
+    """Returns dotted key → allowed values of every key whose type has bounds."""
+    return _bounds(cls)
+
+
+@cache  # which mypy refuses to call with a `type[BaseConfig]`
+def _bounds(cls: type) -> Mapping[str, KnobRule]:
+    rules: dict[str, KnobRule] = {}
     for name, kind in field_types(cls).items():
         if rule := bound(kind):
-            yield prefix + name, rule
+            rules[name] = rule
         elif inner := section(kind):
-            yield from bounds(inner, f"{prefix}{name}.")
+            rules |= {f"{name}.{key}": rule for key, rule in _bounds(inner).items()}
+    return MappingProxyType(rules)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
