@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tandem.api.requests import StopReason
@@ -10,34 +10,23 @@ from tandem.api.workflow import Group, Sample, Trajectory
 from tandem.config.data import EPOCH, INDEX
 from tandem.config.rollout import ReplayConfig
 
-FOR_THE_RECORD = ("messages", "conversations", "words", "timings")
-"""Fields of a sample that are not saved in a checkpoint."""
+NOT_SAVED = ("messages", "conversations", "words", "timings", "failure_words")
+"""Fields of a group and its samples that are for the record only, and not saved in a checkpoint."""
 
 
 def plain_group(group: Group) -> dict[str, Any]:
     """Converts a group to plain data for `group_of`. Only epoch and index of the row are stored, because the data set has
     the rest."""
-    state = _fields(group, ("samples", "data", "failure_words"))
-    state["data"] = {name: group.data[name] for name in (EPOCH, INDEX) if isinstance(group.data.get(name), int)}
-    return state | {"samples": [_plain_sample(sample) for sample in group.samples]}
+    place = {name: group.data[name] for name in (EPOCH, INDEX) if isinstance(group.data.get(name), int)}
+    return _plain(replace(group, data=place))
 
 
 def group_of(state: Mapping[str, Any]) -> Group:
     """Converts the plain data of `plain_group` back to a group, with copies of the tensors."""
-    samples = tuple(_sample(sample) for sample in state["samples"])
+    samples = tuple(
+        Sample(**{**sample, "trajectories": tuple(map(_trajectory, sample["trajectories"]))}) for sample in state["samples"]
+    )
     return Group(**{**state, "samples": samples, "failures": tuple(state["failures"])})
-
-
-def _plain_sample(sample: Sample) -> dict[str, Any]:
-    trajectories = [
-        _fields(trajectory, ("stop_reason",)) | {"stop_reason": int(trajectory.stop_reason)}
-        for trajectory in sample.trajectories
-    ]
-    return _fields(sample, ("trajectories", *FOR_THE_RECORD)) | {"trajectories": trajectories}
-
-
-def _sample(state: Mapping[str, Any]) -> Sample:
-    return Sample(**{**state, "trajectories": tuple(_trajectory(trajectory) for trajectory in state["trajectories"])})
 
 
 def _trajectory(state: Mapping[str, Any]) -> Trajectory:
@@ -45,16 +34,15 @@ def _trajectory(state: Mapping[str, Any]) -> Trajectory:
     return Trajectory(**{**values, "stop_reason": StopReason(state["stop_reason"])})
 
 
-def _fields(value: Any, but: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the fields by name except those in ``but``, with mappings and tuples as dicts and lists."""
-    values = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
-    return {name: _plain(value) for name, value in values.items()}
-
-
 def _plain(value: Any) -> Any:
+    """Converts data classes and mappings to dicts, and tuples to lists."""
+    if isinstance(value, (Group, Sample, Trajectory)):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name not in NOT_SAVED}
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return int(value) if isinstance(value, StopReason) else value
 
 
 @dataclass
