@@ -58,7 +58,7 @@ def root(tmp_path_factory):
                 engine.save,
                 lambda folder: tiny_tokenizer().save_pretrained(folder),
                 CheckpointConfig(keep_last=None),
-                write_state=lambda folder: write_tree(Team(), folder, {"trainer": engine.state_dict()}, writes=True),
+                write_state=lambda folder: write_tree(Team(), folder, {"trainer": engine.state_dict()}),
                 metrics={"eval/accuracy": accuracy},
             )
     with pytest.raises(ValueError, match="bad"), RunFolder.open(root / "runs", "adding", "second", config_text="seed: 1\n"):

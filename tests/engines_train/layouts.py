@@ -186,7 +186,7 @@ def there_and_back(engine: SpreadEngine, folder: Path, layout: str, head: str, o
 
 def gone_on(engine: SpreadEngine, other: SpreadEngine, state: Path) -> SpreadEngine:
     """``other``, with the state of ``engine`` out of a folder that every rank reads."""
-    write_tree(Team(), state, engine.state_dict(), writes=engine.ranks.rank == 0)
+    write_tree(Team(), state, engine.state_dict())
     if dist.is_initialized():
         dist.barrier()
     other.load_state_dict(read_tree(state))

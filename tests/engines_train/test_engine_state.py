@@ -35,7 +35,7 @@ def gone_on(folder, state, ranks, **options):
 def test_the_next_step_is_the_same_to_the_bit(tmp_path, dtype, head):
     folder = tiny_model_folder(tmp_path, "smollm")
     engine = trained(folder, 1, 2, dtype=dtype, head=head)
-    write_tree(Team(), tmp_path / "state", engine.state_dict(), writes=True)
+    write_tree(Team(), tmp_path / "state", engine.state_dict())
     before = weights_of(engine)
     metrics = engine.train_batch(random_batch(BATCH, seed=7), weighted_nll)
     found = gone_on(folder, tmp_path / "state", 1, dtype=dtype, head=head)
@@ -48,7 +48,7 @@ def test_the_next_step_is_the_same_to_the_bit(tmp_path, dtype, head):
 def test_a_state_takes_the_place_of_what_an_engine_had_and_can_be_loaded_again(tmp_path, steps):
     folder = tiny_model_folder(tmp_path, "smollm")
     engine = trained(folder, 1, steps)
-    write_tree(Team(), tmp_path / "state", engine.state_dict(), writes=True)
+    write_tree(Team(), tmp_path / "state", engine.state_dict())
     state, last = read_tree(tmp_path / "state"), random_batch(BATCH, seed=7)
     metrics = engine.train_batch(last, weighted_nll)
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_another_models_state_is_refused_and_nothing_is_copied(tmp_path):
 
 def save_on(folder, out, ranks):
     engine = trained(folder, ranks, 2)
-    write_tree(Team(), out / f"state-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
+    write_tree(Team(), out / f"state-{ranks}", engine.state_dict())
     before = weights_of(engine)
     engine.train_batch(random_batch(BATCH, seed=7), weighted_nll)
     return {"before": before, "weights": weights_of(engine)}
@@ -79,7 +79,7 @@ def load_on(folder, out, ranks):
     found = {str(source): gone_on(folder, out / f"state-{source}", ranks) for source in (1, 2)}
     engine = engine_on(folder, ranks=ranks, **OPTIONS)
     engine.load_state_dict(read_tree(out / "state-2"))
-    write_tree(Team(), out / f"again-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
+    write_tree(Team(), out / f"again-{ranks}", engine.state_dict())
     return found
 
 

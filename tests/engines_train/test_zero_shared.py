@@ -81,7 +81,7 @@ def work(folder, layout, out, ranks):
     found["bytes"] = [counted(engine) for engine in pair]
     states = []
     for number, engine in enumerate(pair):
-        write_tree(Team(), out / f"state-{number}", engine.state_dict(), writes=engine.ranks.rank == 0)
+        write_tree(Team(), out / f"state-{number}", engine.state_dict())
         dist.barrier()
         states.append(read_tree(out / f"state-{number}"))
     found["moments"] = [state["optimizer"]["moments"] for state in states]

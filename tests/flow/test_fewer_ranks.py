@@ -54,7 +54,7 @@ def trained(out, name, knobs, more, ranks):
         steps = [one_step(session) for _ in range(2)]
         parts = parts_of(session, Progress(), None, None, process.device)
         state = {part: parts[part].state_dict() for part in ("reference", "critic")}
-        write_tree(process.team, out / name, state, writes=process.is_main)
+        write_tree(process.team, out / name, state)
         process.team.share(lambda: None)  # the others read what rank 0 has written
         batch = TensorDict(steps[-1][0], batch_size=[])
         before = session.critic.engine.forward(batch).scores

@@ -48,6 +48,14 @@ class Deadly:
             die()
         REAL_FSYNC(descriptor)
 
+    def pwrite(self, descriptor: int, data: memoryview, place: int) -> int:
+        """Dies with half of the tensor written."""
+        dies = self.event()
+        count = REAL_PWRITE(descriptor, data[: len(data) // 2] if dies else data, place)
+        if dies:
+            die()
+        return count
+
     def save_tensors(self, tensors: Any, path: Path) -> None:
         """Rust writes it, which no hook of Python's sees: it dies with half of the file written."""
         save_tensors(tensors, path)
@@ -56,7 +64,7 @@ class Deadly:
             die()
 
 
-REAL_FSYNC = os.fsync
+REAL_FSYNC, REAL_PWRITE = os.fsync, os.pwrite
 
 
 def save(root: str, step: int, nth: int, beside: bool) -> None:
@@ -65,7 +73,7 @@ def save(root: str, step: int, nth: int, beside: bool) -> None:
     deadly = Deadly(nth)
     run = RunFolder.open(root, "exp", "trial", config_text="", examine=_goes_on)
     sys.addaudithook(deadly.audit)
-    os.fsync, tree.save_tensors = deadly.fsync, deadly.save_tensors  # type: ignore[assignment]
+    os.fsync, os.pwrite = deadly.fsync, deadly.pwrite  # type: ignore[assignment]
     deadly.armed = True
     state = state_of(step)
     kept = Snapshots(Team()).take(state) if beside else state
@@ -77,7 +85,7 @@ def save(root: str, step: int, nth: int, beside: bool) -> None:
         lambda folder: deadly.save_tensors({"w": torch.full((64,), float(step))}, folder / "model.safetensors"),
         lambda folder: (folder / "config.json").write_text("{}"),
         CheckpointConfig(keep_last=1),
-        write_state=lambda folder: tree.write_tree(Team(), folder, kept, writes=True),
+        write_state=lambda folder: tree.write_tree(Team(), folder, kept),
         metrics={"loss": 1.0},
     )
     if beside:

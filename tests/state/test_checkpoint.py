@@ -64,7 +64,7 @@ def test_null_keeps_all(run):
 def saved(run, **metrics_by_step):
     """Checkpoints with state, and a metric each."""
     for step, value in metrics_by_step.items():
-        state = {"write_state": lambda folder: write_tree(Team(), folder, {"a": {}}, writes=True)}
+        state = {"write_state": lambda folder: write_tree(Team(), folder, {"a": {}})}
         metrics = {} if value is None else {"eval/accuracy": value}
         save_checkpoint(Team(), run, int(step[1:]), weights(1), tokenizer, ALL, metrics=metrics, **state)
     return run.checkpoints

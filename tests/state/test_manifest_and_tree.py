@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from tandem.api.team import Team
 from tandem.state.checkpoint import (
@@ -34,7 +34,7 @@ PLAIN = st.recursive(
 @given(tree=st.dictionaries(st.text(max_size=5).filter(lambda t: t != MARK), PLAIN, max_size=3))
 def test_plain_data_comes_back_as_it_was(tmp_path_factory, tree):
     folder = tmp_path_factory.mktemp("tree")
-    write_tree(Team(), folder, tree, writes=True)
+    write_tree(Team(), folder, tree)
     assert read_tree(folder) == tree
 
 
@@ -49,7 +49,7 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
         "number": numpy.float32(0.5),
         "empty": torch.zeros(0, 3),
     }
-    write_tree(Team(), tmp_path / "s", tree, writes=True)
+    write_tree(Team(), tmp_path / "s", tree)
     found = read_tree(tmp_path / "s")
 
     assert len(list((tmp_path / "s").glob("tensors-*"))) > 1  # more than one file
@@ -59,6 +59,12 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
     assert found["b"][1]["c"].view(torch.int32).tolist() == tree["b"][1]["c"].view(torch.int32).tolist()
     assert torch.equal(found["bytes"], tree["bytes"]) and found["rounded"].dtype == torch.bfloat16
     assert found["number"] == 0.5 and found["empty"].shape == (0, 3)
+
+
+def test_a_file_of_tensors_has_the_bytes_that_the_library_writes(tmp_path):
+    tensors = {"ä": torch.arange(5), "b": torch.randn(3, 2), "c": torch.ones(3, dtype=torch.bool), "d": torch.ones(2).half()}
+    write_tree(Team(), tmp_path, tensors)
+    assert (tmp_path / "tensors-00001.safetensors").read_bytes() == save(tensors)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,7 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
 )
 def test_what_is_neither_plain_nor_a_tensor_is_refused_by_its_place(tmp_path, tree, words):
     with pytest.raises(TypeError, match=words):
-        write_tree(Team(), tmp_path, tree, writes=True)
+        write_tree(Team(), tmp_path, tree)
 
 
 def test_a_part_without_a_state_or_with_a_strange_one_is_named(tmp_path):
@@ -98,7 +104,7 @@ def checkpoint(root, step, run="exp/trial/1"):
     (folder / "state").mkdir(parents=True)
     save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    write_tree(Team(), folder / "state", {"a": {"x": torch.full((8,), float(step)), "step": step}}, writes=True)
+    write_tree(Team(), folder / "state", {"a": {"x": torch.full((8,), float(step)), "step": step}})
     write_manifest(folder, run, step, {"eval/accuracy": 0.5, "loss": float("nan")})
     return folder
 

@@ -92,6 +92,7 @@ def both_ways(model: Path, root: Path, ranks: int):
     """See `compared`, `failing`, `tolerant`."""
     found = compared(model, root, LAYOUTS[ranks], ranks)
     found = {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
+    found |= {"waited": waited_for(root, model)} if ranks > 1 else {}
     return found | {"poor": poor(root, model, ranks) if ranks > 1 else baseless(root, model)}
 
 
@@ -182,6 +183,33 @@ def tolerant(root: Path, model: Path, ranks: int):
     waited = run.saving.metrics().get("time/save_wait_s", 0.0)
     run.end()
     return run.saved(), waited, run.folder.failed_saves if run.folder else 1
+
+
+def waited_for(root: Path, model: Path):
+    """What each rank hears of a save that is waited for where one has a full disk; then what there is, and what differs
+    where rank 0 writes everything, as over several machines, from a save where each rank writes its part."""
+    run = Run(root, model, "d2 lm", "waited", asynchronous=False)
+    run.step()
+
+    def refuse(descriptor: int, data: memoryview, place: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "pwrite", refuse)
+        with pytest.raises(CheckpointFailed, match=r"step 1 could not be saved: .*No space left") as caught:
+            run.after_step()
+    run.after_step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.state.tree._system", lambda: f"machine {dist.get_rank()}")
+        if dist.get_rank() == 1:
+            patch.setattr(os, "pwrite", refuse)  # this one writes nothing
+        run.progress.step += 1
+        run.after_step()
+    run.end()
+    one, two = (run.files(step) for step in (1, 2))
+    differ = sorted(name for name in one if one[name] != two[name])
+    return str(caught.value), run.saved(), differ
 
 
 def poor(root: Path, model: Path, ranks: int):

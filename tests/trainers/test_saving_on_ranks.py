@@ -41,6 +41,12 @@ def test_a_save_that_failed_is_raised_on_every_rank_and_the_one_before_stays(fou
     assert ranks[1]["failed"][0] == ranks[0]["failed"][0]
 
 
+def test_where_each_rank_writes_its_part_all_hear_of_a_full_disk_of_any(found):
+    (heard, saved, differ), other = (rank["waited"] for rank in found[1])
+    assert "there is no earlier checkpoint" in heard and other == (heard, [], [])
+    assert saved == ["step_1", "step_2"] and differ == ["state/manifest.json", "state/state.json"]  # the step's number
+
+
 def test_every_rank_goes_on_where_it_may_and_waits_where_a_save_is_under_way(found):
     alone, ranks = found
     for each in (alone, *ranks):

@@ -1,6 +1,7 @@
 """The state from which a run can be resumed, and the protocol by which each part of a run saves and restores its state."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,8 +11,8 @@ from torch.distributed.tensor import DTensor
 State = dict[str, Any]
 """Plain data: dicts with text keys, lists, texts, numbers, booleans, None, and tensors at the leaves.
 
-A tensor that is spread over ranks is a `Parted`; the writer of a checkpoint gathers these one at a time. All other values
-are taken from rank 0.
+A tensor that is spread over ranks is a `Parted`, of which each rank writes its part into a checkpoint. All other values are
+taken from rank 0.
 """
 
 
@@ -31,16 +32,34 @@ class TensorPart:
     flat: bool = False
     """True if the block is a range of the flattened tensor; ``start`` is then one number."""
 
+    @property
+    def entries(self) -> tuple[int, ...]:
+        """Shape of the tensor in which ``start`` is an index: the whole tensor, flattened if the block is a range of it."""
+        return (math.prod(self.shape),) if self.flat else self.shape
+
 
 @dataclass(frozen=True)
 class Parted:
     """A tensor that is spread over the ranks."""
 
-    gather: Callable[[], torch.Tensor]
-    """Returns the whole tensor; collective."""
+    name: str
+    """Name of the tensor, for errors."""
 
-    part: Callable[[], TensorPart]
-    """Returns this rank's part, without copying its memory."""
+    parts: Callable[[], Sequence[TensorPart]]
+    """Returns the parts that this process has, without copying their memory: of a model its own, of a copy on rank 0 all."""
+
+    def whole(self) -> torch.Tensor:
+        """Returns the whole tensor. Raises `RuntimeError` if this process does not have all parts."""
+        parts = self.parts()
+        whole = torch.empty(parts[0].shape, dtype=parts[0].values.dtype)
+        missing = whole.numel() - sum(part.values.numel() for part in parts)
+        if missing:
+            raise RuntimeError(f"the parts of {self.name} are {missing} entries short of the whole, {list(whole.shape)}")
+        for part in parts:
+            if part.values.numel():
+                place = tuple(slice(at, at + size) for at, size in zip(part.start, part.values.shape, strict=True))
+                whole.view(part.entries)[place] = part.values
+        return whole
 
 
 def part_of(tensor: torch.Tensor) -> TensorPart:

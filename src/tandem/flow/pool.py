@@ -293,7 +293,7 @@ class PoolMember:
     def write(self, folder: Path) -> None:
         """Writes the state of this pool into an empty folder. Collective."""
         states = {name: part.state_dict() for name, part in self._saved.items()}
-        write_tree(self.team, folder / f"pool-{self.part.pool}", states, writes=self.team.main)
+        write_tree(self.team, folder / f"pool-{self.part.pool}", states)
 
     def load(self, folder: Path, unsaved: Mapping[str, Any]) -> None:
         """Loads the state of a checkpoint, also of one written without workers. Collective. ``unsaved``: default states of

@@ -119,7 +119,7 @@ class Recovery:
             OSError: writing failed.
         """
         tree = self.states() if states is None else states
-        write_tree(team or self.team, folder, tree, writes=self._run is not None)
+        write_tree(team or self.team, folder, tree)
         if self._elsewhere is not None:
             self._elsewhere.write(folder)
 

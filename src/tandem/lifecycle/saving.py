@@ -154,8 +154,9 @@ class Saving:
         present models into a folder; collective. ``late_writer``: see `LateWriter`."""
         self.checkpoint: Path | None = None
         """The newest checkpoint that this process saved or resumed from; on rank 0."""
-        self._rules, self._run, self._steps, self._recovery = rules, run, steps, recovery
-        self._write_models, self._save_tokenizer, self._late_writer = write_models, save_tokenizer, late_writer
+        self._rules, self._steps, self._recovery = rules, steps, recovery
+        self._write_models, self._late_writer = write_models, late_writer
+        self._save = partial(save_if_due, rules=rules, run=run, steps=steps, save_tokenizer=save_tokenizer)
         self._team = recovery.team
         self.snapshots, self._background = Snapshots(self._team), BackgroundSave()
         self._seconds: dict[str, float] = {}
@@ -188,7 +189,14 @@ class Saving:
         if self._hear(wait=True):
             self._count("time/save_wait_s", time.perf_counter() - began)
         if step == self._steps or leaving or not self._began_beside(step, metrics):
-            saved = self._save(self._team, step, self._write_models, self._recovery.write, metrics, leaving)
+            saved = self._save(
+                self._team,
+                step=step,
+                write_model=self._write_models,
+                write_state=self._recovery.write,
+                metrics=metrics,
+                leaving=leaving,
+            )
             self.checkpoint = saved or self.checkpoint
 
     def persist(self, write: Callable[[], None] | None) -> None:
@@ -252,34 +260,12 @@ class Saving:
                 return False
             alone = Team.alone()  # a collective call in the thread would interfere with those of training
             write_state = partial(self._recovery.write, states=copy, team=alone)
-            work = partial(self._save, alone, step, writer, write_state, dict(metrics))
+            work = partial(self._save, alone, step=step, write_model=writer, write_state=write_state, metrics=dict(metrics))
             self._background.start(f"the checkpoint of step {step}", work)
             return True
 
         self._under_way = self._team.share(begin)
         return self._under_way
-
-    def _save(
-        self,
-        team: Team,
-        step: int,
-        write_models: Callable[[Path], None],
-        write_state: Callable[[Path], None],
-        metrics: Mapping[str, float],
-        leaving: bool = False,
-    ) -> Path | None:
-        return save_if_due(
-            team,
-            self._rules,
-            self._run,
-            step,
-            self._steps,
-            write_models,
-            self._save_tokenizer,
-            write_state=write_state,
-            metrics=metrics,
-            leaving=leaving,
-        )
 
     def _hear(self, *, wait: bool) -> bool:
         """Returns True if a background save has ended since the last call; with ``wait`` waits for its end. Every rank

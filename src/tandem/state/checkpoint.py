@@ -233,12 +233,12 @@ def save_checkpoint(
     if temporary is not None:
         try:
             # a failure of one rank ends the others before their next collective call
-            with team.together(), _explained(run, step):
+            with team.together(), _explained(temporary.parent, step):
                 write_model(temporary)
             if write_state is not None:
-                with team.together(), _explained(run, step):
+                with team.together(), _explained(temporary.parent, step):
                     write_state(temporary / STATE)
-            with team.together(), _explained(run, step):
+            with team.together(), _explained(temporary.parent, step):
                 if run is not None:
                     save_tokenizer(temporary)
                     if write_state is not None:
@@ -268,7 +268,7 @@ def _begin(run: RunFolder | None, step: int) -> Path | None:
     folder, temporary = run.checkpoints, run.checkpoints / f".step_{step}.partial"
     if (folder / f"step_{step}").is_dir():
         return None
-    with _explained(run, step):
+    with _explained(folder, step):
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         _check_space(folder)
@@ -288,13 +288,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(run: RunFolder | None, step: int) -> Iterator[None]:
-    """Turns a disk error in the block into `CheckpointFailed`, on rank 0, which has ``run``."""
+def _explained(folder: Path, step: int) -> Iterator[None]:
+    """Turns a disk error in the block into `CheckpointFailed`. ``folder``: that of the checkpoints."""
     try:
         yield
     except Exception as error:  # libraries raise different errors for a full disk
-        if run is not None and _is_disk_error(error):
-            complete = checkpoints(run.checkpoints)
+        if _is_disk_error(error):
+            complete = checkpoints(folder)
             before = f"the newest complete checkpoint is {complete[-1]}" if complete else "there is no earlier checkpoint"
             raise CheckpointFailed(
                 f"the checkpoint of step {step} could not be saved: {error}. Nothing of it was left behind; {before}. "

@@ -4,16 +4,16 @@ import contextlib
 import mmap
 import os
 import secrets
-import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tandem.api.failures import NotWritten
-from tandem.api.state import Parted, State, TensorPart, part_of
+from tandem.api.shared_memory import SharedMemory, tensor_in
+from tandem.api.state import Parted, State, TensorPart
 from tandem.api.team import Team
 from tandem.state.tree import joined, split
 
@@ -24,21 +24,6 @@ process id."""
 ALIGNMENT = 64
 
 
-class Block(NamedTuple):
-    """The place of a copied part in the memory, and its place in the whole tensor."""
-
-    offset: int
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    flat: bool
-
-    def tensor(self, memory: mmap.mmap) -> torch.Tensor:
-        count = torch.Size(self.size).numel()
-        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.size)
-
-
 @dataclass(frozen=True)
 class Offer:
     """A rank's description of its memory, with which another process can map it."""
@@ -46,7 +31,13 @@ class Offer:
     path: str
     mark: bytes
     num_bytes: int
-    blocks: Mapping[str, Block]
+    parts: Mapping[str, tuple[int, TensorPart]]
+    """Name → offset in the memory, and the part, without its values (device ``meta``)."""
+
+    def part(self, name: str, memory: mmap.mmap) -> TensorPart:
+        """Returns a part with its values, which are in ``memory``."""
+        offset, part = self.parts[name]
+        return replace(part, values=tensor_in(memory, part.values.shape, part.values.dtype, offset))
 
 
 class SharedParts:
@@ -55,11 +46,10 @@ class SharedParts:
 
     def __init__(self, team: Team) -> None:
         """``team``: the ranks that have parts; its first rank reads all of them."""
-        self._team = team
-        self._fd: int | None = None
+        self._team, self._file = team, SharedMemory("tandem-checkpoint")
         self._mark = secrets.token_bytes(MARK_BYTES)
         self._memory: mmap.mmap | None = None
-        self._blocks: dict[str, Block] = {}
+        self._parts: dict[str, tuple[int, TensorPart]] = {}
         self._offers: list[Offer] = []
         self._maps: dict[tuple[str, bytes, int], mmap.mmap] = {}
 
@@ -74,41 +64,33 @@ class SharedParts:
         return self.share()
 
     def copy(self, parts: Mapping[str, TensorPart]) -> None:
-        """Copies this rank's parts; call `share` before `whole`.
+        """Copies this rank's parts; call `share` before `parts`.
 
         Raises:
             OSError: the system reports too little memory. Linux may overcommit and then kill a process during a copy;
                 `tandem plan` includes the memory of the copy.
         """
-        if not hasattr(os, "memfd_create"):
-            return  # `share` reports it
-        self._blocks, place = {}, MARK_BYTES
+        self._parts, place = {}, MARK_BYTES
         for name, part in parts.items():
             if part.values.numel():
-                size, dtype = tuple(part.values.shape), part.values.dtype
-                self._blocks[name] = Block(place, size, dtype, part.start, part.shape, part.flat)
+                self._parts[name] = place, replace(part, values=part.values.detach().to("meta"))
                 place += -(-part.values.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._room(place)
-        for name, block in self._blocks.items():
-            block.tensor(memory).copy_(parts[name].values.detach())
+        memory, offer = self._room(place), self.offer()
+        for name in self._parts:
+            offer.part(name, memory).values.copy_(parts[name].values.detach())
 
     def _room(self, num_bytes: int) -> mmap.mmap:
         """Returns memory of this size; the present memory, if its size is right."""
         if self._memory is not None and len(self._memory) == num_bytes:
             return self._memory
-        if self._fd is None:
-            self._fd = os.memfd_create("tandem-checkpoint")
-            weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, num_bytes)
-        os.posix_fallocate(self._fd, 0, num_bytes)  # too little memory is reported here and not during the copy
-        self._memory = mmap.mmap(self._fd, num_bytes)
+        self._file.resize(num_bytes)
+        self._memory = mmap.mmap(self._file.fd, num_bytes)
         self._memory[:MARK_BYTES] = self._mark
         return self._memory
 
     def offer(self) -> Offer:
-        """Returns the description of this rank's memory, for rank 0; with an empty path if there is none."""
-        path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd is not None else ""
-        return Offer(path, self._mark, self.num_bytes, self._blocks)
+        """Returns the description of this rank's memory, for rank 0."""
+        return Offer(self._file.path, self._mark, self.num_bytes, self._parts)
 
     def share(self) -> str | None:
         """Lets rank 0 map the memory of every rank; returns None, or the reason why it cannot. Collective."""
@@ -123,31 +105,17 @@ class SharedParts:
             key = (offer.path, offer.mark, offer.num_bytes)
             memory = self._memory if offer.mark == self._mark else self._maps.get(key) or mapped(offer)
             if memory is None:
-                where = "on another machine, in another container, or not on Linux"
+                where = "on another machine, or in another container"
                 return f"rank 0 cannot read the memory of rank {rank}: is it {where}?"
             maps[key] = memory  # memory stays mapped for the next snapshot
         self._maps = maps
         return None
 
-    def whole(self, name: str) -> torch.Tensor:
-        """Returns a whole tensor, put together from the ranks' parts, on rank 0. It may be called in any thread until the
+    def parts(self, name: str) -> list[TensorPart]:
+        """Returns the ranks' parts of a tensor, on rank 0. It may be called in any thread; the parts are valid until the
         next `copy`."""
-        parts = [
-            (offer.blocks[name], memory)
-            for offer, memory in zip(self._offers, self._maps.values(), strict=True)
-            if name in offer.blocks
-        ]
-        first = parts[0][0]
-        whole = torch.empty(first.shape, dtype=first.dtype)
-        missing = whole.numel()
-        for block, memory in parts:
-            part = block.tensor(memory)
-            place = tuple(slice(at, at + size) for at, size in zip(block.start, block.size, strict=True))
-            (whole.view(-1) if block.flat else whole)[place] = part
-            missing -= part.numel()
-        if missing:
-            raise RuntimeError(f"the parts of {name} are {missing} entries short of the whole, {list(first.shape)}")
-        return whole
+        maps = zip(self._offers, self._maps.values(), strict=True)
+        return [offer.part(name, memory) for offer, memory in maps if name in offer.parts]
 
 
 def mapped(offer: Offer) -> mmap.mmap | None:
@@ -172,7 +140,7 @@ class Snapshots:
 
     Copies of tensors are in host memory, which is kept for the next copy: copying into existing memory takes a fraction of
     the time. Tensors of a GPU are copied into pinned memory. If a tensor is spread over ranks, each rank copies its part
-    (`SharedParts`), and rank 0 puts the parts together when it writes the tensor.
+    (`SharedParts`), and rank 0 writes all parts.
     """
 
     def __init__(self, team: Team) -> None:
@@ -206,7 +174,7 @@ class Snapshots:
             spread = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Parted)}
             if spread:
                 try:
-                    self._shared.copy({name: tensor.part() for name, tensor in spread.items()})
+                    self._shared.copy({name: tensor.parts()[0] for name, tensor in spread.items()})
                 except OSError as error:
                     raise NotWritten(f"there is too little memory for a copy of the state: {error}") from error
             whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Parted)}
@@ -217,7 +185,7 @@ class Snapshots:
         reason = self._shared.share() if spread else None
         if reason is not None:
             raise RuntimeError(reason)
-        copies = self._buffers | {name: self._spread(name) for name in spread}
+        copies = self._buffers | {name: Parted(name, partial(self._shared.parts, name)) for name in spread}
         return joined(plain, copies.__getitem__) if self._team.main else {}
 
     @property
@@ -230,8 +198,3 @@ class Snapshots:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return buffer.copy_(tensor, non_blocking=True)
-
-    def _spread(self, name: str) -> Parted:
-        """Returns the copy of a tensor that is spread over ranks; rank 0 has all of it."""
-        whole = partial(self._shared.whole, name)
-        return Parted(whole, lambda: part_of(whole()))

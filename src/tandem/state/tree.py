@@ -3,21 +3,30 @@
 Every run has one state of its own, that of the global random generators of its processes.
 """
 
+import itertools
 import json
+import math
+import operator
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from tandem.api.activity import did
-from tandem.api.state import Parted, Stateful
+from tandem.api.failures import NotWritten
+from tandem.api.state import Parted, Stateful, TensorPart, part_of
 from tandem.api.team import Team
-from tandem.api.weights import in_groups, save_tensors
+from tandem.api.weights import in_groups
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
@@ -26,7 +35,7 @@ MARK = "$tensor"
 """Key of the JSON object that stands for a tensor; its value is the tensor's name in the tensor files."""
 
 FILE_BYTES = 2**30
-"""Size in bytes at which a tensor file is closed; it also limits how many gathered bytes rank 0 has in memory."""
+"""Size in bytes at which a tensor file is closed."""
 
 MAX_PLAIN_BYTES = 2**31
 """A larger JSON file is refused before it is read; no state comes near this size."""
@@ -36,24 +45,29 @@ class StateDamaged(TandemError, ValueError):
     """Files do not contain a valid state, or not the state of this part."""
 
 
-def write_tree(team: Team, folder: Path, tree: Mapping[str, Any], *, writes: bool) -> None:
-    """Writes a tree of plain data and tensors into an empty folder. Collective if tensors are spread over ranks: every rank
-    of ``team`` passes its tree with the same `Parted` in the same order, and only the rank with ``writes`` writes files.
+def write_tree(team: Team, folder: Path, tree: Mapping[str, Any]) -> None:
+    """Writes a tree of plain data and tensors into an empty folder. Collective: every rank of ``team`` passes its tree, with
+    the same `Parted` in the same order, and writes its own parts of these. The first rank writes everything else.
 
     Raises:
         TypeError: a value in the tree is neither plain data nor a tensor; names its path.
         OSError: writing failed.
+        RuntimeError: the ranks' parts are not the whole tensors.
     """
-    with team.together():  # fails on all ranks before the first collective call, although only rank 0 has some parts
+    with team.together():  # fails on all ranks before the next collective call, although only rank 0 has some parts
         plain, tensors = split(tree)
-    with team.whole(_gathered(tensors, writes=writes)) as stream:
-        if not writes:
-            for _ in stream:
-                pass
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLAIN_FILE).write_text(json.dumps(plain), encoding="utf-8")
-        _write_tensors(folder, stream)
+    places, total = team.share(lambda: _lay_out(folder, plain, tensors))
+    written = 0
+    with team.together(), team.whole(_own_parts(team, tensors)) as stream, ExitStack() as stack:
+        try:
+            files = [stack.enter_context(path.open("r+b", buffering=0)) for path in sorted(folder.glob(TENSOR_FILES))]
+            for name, part in stream:
+                number, start = places[name]
+                written += _write_part(files[number].fileno(), start, part)
+        except OSError as error:
+            raise NotWritten(str(error)) from error  # of any rank, it is a failure of the disk for all
+    if missing := total - sum(team.gather(written)):
+        raise RuntimeError(f"the ranks' parts of the state are {missing} bytes short of the whole")
 
 
 def read_tree(folder: Path) -> dict[str, Any]:
@@ -127,26 +141,81 @@ def joined(plain: Any, tensor: Callable[[str], torch.Tensor | Parted]) -> Any:
     return [joined(item, tensor) for item in plain] if isinstance(plain, list) else plain
 
 
-def _gathered(tensors: Mapping[str, torch.Tensor | Parted], *, writes: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole tensors on the CPU. ``writes``: False on ranks that only take part in gathering."""
+def _parts(tensor: torch.Tensor | Parted) -> Sequence[TensorPart]:
+    return tensor.parts() if isinstance(tensor, Parted) else [part_of(tensor)]
+
+
+Places = dict[str, tuple[int, int]]
+"""Name of a tensor → the number of its file, and the offset of its first byte."""
+
+
+def _lay_out(folder: Path, plain: Any, tensors: Mapping[str, torch.Tensor | Parted]) -> tuple[Places, int]:
+    """Writes plain data, and the headers of the tensor files. Returns the places of the values, which are not written, and
+    their bytes altogether."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PLAIN_FILE).write_text(json.dumps(plain), encoding="utf-8")
+    parts = ((name, _parts(tensor)[0]) for name, tensor in tensors.items())
+    empty = ((name, torch.empty(part.shape, dtype=part.values.dtype, device="meta")) for name, part in parts)
+    places: Places = {}
+    total = 0
+    for number, group in enumerate(in_groups(empty, FILE_BYTES)):
+        entries: dict[str, dict[str, Any]] = {}
+        end = 0
+        for name, tensor in sorted(group.items(), key=lambda item: (-item[1].itemsize, item[0])):  # so that all are aligned
+            begin, end = end, end + tensor.nbytes
+            entries[name] = {"dtype": _name(tensor.dtype), "shape": tensor.shape, "data_offsets": (begin, end)}
+        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        (folder / TENSOR_FILES.replace("*", f"{number + 1:05}")).write_bytes(len(header).to_bytes(8, "little") + header)
+        places |= {name: (number, 8 + len(header) + entry["data_offsets"][0]) for name, entry in entries.items()}
+        total += end
+    return places, total
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype in the headers of safetensors."""
+    return str(json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"])
+
+
+def _own_parts(team: Team, tensors: Mapping[str, torch.Tensor | Parted]) -> Iterator[tuple[str, TensorPart]]:
+    """Yields the parts that this rank writes. If the ranks are on several machines, the first rank writes all: a shared
+    folder may lose what one machine writes next to what another one writes into the same file. Collective."""
+    one_machine = len(set(team.gather(_system()))) == 1
     for name, tensor in tensors.items():
         did("save")
-        if isinstance(tensor, Parted):
-            yield name, tensor.gather().cpu()
-        elif writes:
-            yield name, tensor.cpu()
+        is_spread, parts = isinstance(tensor, Parted), _parts(tensor)
+        if is_spread and not one_machine:  # copied, because pickling a view would send all of its memory
+            copies = [replace(part, values=part.values.detach().to("cpu", copy=True)) for part in parts]
+            parts = [part for rank in team.gather(copies) for part in rank]
+        if team.main or (is_spread and one_machine):
+            yield from ((name, part) for part in parts if part.values.numel())
 
 
-def _write_tensors(folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for number, group in enumerate(in_groups(stream, FILE_BYTES), 1):
-        places: set[int] = set()
-        for name, tensor in group.items():
-            storage = tensor.untyped_storage()
-            if storage.nbytes() != tensor.nbytes or storage.data_ptr() in places or not tensor.is_contiguous():
-                # safetensors needs contiguous tensors that share no memory
-                group[name] = tensor.clone(memory_format=torch.contiguous_format)
-            places.add(storage.data_ptr())
-        save_tensors(group, folder / TENSOR_FILES.replace("*", f"{number:05}"))
+def _system() -> str:
+    """Returns an identifier of the running system; containers of one machine have the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _write_part(file: int, start: int, part: TensorPart) -> int:
+    """Writes a part of the tensor that begins at byte ``start`` of an open file; returns the number of bytes.
+
+    Entries are consecutive in the file from the last divided dimension on; such a *row* is written at once.
+    """
+    values, strides = part.values.detach().cpu(), torch.empty(part.entries, device="meta").stride()
+    divided = max((i for i, size in enumerate(values.shape) if size != part.entries[i]), default=0)
+    before = [range(at, at + size) for at, size in zip(part.start, values.shape[:divided], strict=False)]
+    rows = values.reshape(math.prod(values.shape[:divided]), -1).contiguous().view(torch.uint8).numpy()
+    for index, row in zip(itertools.product(*before), rows, strict=True):
+        first = sum(map(operator.mul, (*index, *part.start[divided:]), strides))
+        place, data = start + first * values.itemsize, memoryview(row)
+        while data:
+            count = os.pwrite(file, data, place)
+            place, data = place + count, data[count:]
+    return values.nbytes
 
 
 def load_part(name: str, part: Stateful, tree: Mapping[str, Any], where: object) -> None:

@@ -131,13 +131,11 @@ class EngineMemory:
         """Returns the measured bytes of each part on the device now."""
         sizes: dict[TrainPart, int] = {}
         for part in ("parameters", "optimizer"):
-            tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
-            kept = sum(tensor.nbytes for _, tensor in tensors if tensor.untyped_storage().nbytes())
-            copies = self._holder.copies() if part == "parameters" else []
-            sizes[part] = kept + sum(tensor.untyped_storage().nbytes() for tensor in copies)
+            kept = sum(tensor.nbytes for _, tensor in self._tensors(part) if tensor.untyped_storage().nbytes())
+            sizes[part] = kept + sum(tensor.untyped_storage().nbytes() for tensor in self._rounded(part))
             if self._device.type != "cpu" and part in self._asleep:
                 sizes[part] = 0
-        sizes["gradients"] = sum(gradient.nbytes for gradient in self._holder.local_gradients())
+        sizes["gradients"] = sum(gradient.nbytes for _, gradient in self._holder.named_local_gradients())
         return sizes
 
     def offload(self, parts: Iterable[TrainPart], scratch: Path | None) -> int:
@@ -154,9 +152,16 @@ class EngineMemory:
                 if part == "parameters":
                     self._leave_mapped_files()
                 self._put_all_away(part, scratch)
-                for tensor in self._holder.copies() if part == "parameters" else []:
+                for tensor in self._rounded(part):
                     tensor.untyped_storage().resize_(0)
         return self._moved
+
+    def _tensors(self, part: TrainPart) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
+
+    def _rounded(self, part: TrainPart) -> list[torch.Tensor]:
+        """Returns the rounded copies of the masters, which belong to the parameters."""
+        return self._holder.copies() if part == "parameters" else []
 
     def onload(self, parts: Iterable[TrainPart]) -> int:
         self._moved = 0
@@ -181,14 +186,13 @@ class EngineMemory:
         (self._holder if part == "parameters" else self._optimizer).move(device)
         if device.type == "cpu":  # return the GPU memory, which torch's allocator would keep for itself
             give_back()
-        copies = self._holder.copies() if part == "parameters" else []
-        self._moved += sum(region.num_bytes for _, region in self._regions(part)) + sum(copy.nbytes for copy in copies)
+        self._moved += sum(region.num_bytes for _, region in self._regions(part))
+        self._moved += sum(copy.nbytes for copy in self._rounded(part))
 
     def _regions(self, part: TrainPart) -> Iterator[tuple[str, _Region]]:
         """Yields each storage of a part once, with the name of one of its tensors."""
-        tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
         seen: set[int] = set()
-        for name, tensor in tensors:
+        for name, tensor in self._tensors(part):
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)

@@ -206,8 +206,8 @@ class Holder(ABC):
         if not tensor.dim() or (pieces is None and not isinstance(tensor, DTensor)):
             return tensor
         if pieces is None:
-            return Parted(lambda: _whole(tensor), lambda: part_of(tensor))
-        return Parted(lambda: pieces.whole(name, _whole(tensor)), lambda: pieces.part(name, part_of(tensor)))
+            return Parted(name, lambda: [part_of(tensor)])
+        return Parted(name, lambda: [pieces.part(name, part_of(tensor))])
 
     def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a whole tensor as a copy, on the device of the master ``name`` and cut like it."""
@@ -304,11 +304,6 @@ class Holder(ABC):
         """Returns this rank's part of each master."""
         return [_local(master) for master in self.masters.values()]
 
-    def local_gradients(self) -> Iterator[torch.Tensor]:
-        """Yields this rank's part of every gradient."""
-        for _, gradient in self.named_local_gradients():
-            yield gradient
-
     def named_local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields this rank's part of every gradient, with the master's name."""
         for name, master in self.masters.items():
@@ -320,29 +315,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers a whole tensor on the device of its mesh. Shards in host memory are first copied to that device."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return _moved(tensor, tensor.device_mesh.device_type).full_tensor()
-
-
 def _divided(value: torch.Tensor, master: DTensor) -> DTensor:
     """Returns a copy of ``value``, which every rank has, sharded and placed like ``master``."""
     mesh = master.device_mesh
     # src_data_rank=None: every rank cuts its part out of its own copy, without communication
     cut = distribute_tensor(value.to(mesh.device_type, copy=True), mesh, master.placements, src_data_rank=None)
-    return _moved(cut, master.to_local().device.type)
-
-
-def _moved(tensor: DTensor, device: str) -> DTensor:
-    """Returns the tensor with its shards on this kind of device, copied if they are elsewhere."""
-    local = tensor.to_local()
-    if local.device.type == device:
-        return tensor
-    shape, stride = tensor.shape, tensor.stride()
-    moved, placements = local.to(device), tensor.placements
-    return DTensor.from_local(moved, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    local = cut.to_local().to(_local(master).device)
+    return DTensor.from_local(local, mesh, master.placements, run_check=False, shape=cut.shape, stride=cut.stride())
 
 
 def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

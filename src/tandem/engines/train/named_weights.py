@@ -233,7 +233,7 @@ class NamedWeights:
 
 def together_of(copied: torch.Tensor | Parted) -> torch.Tensor:
     """Returns the whole tensor of an entry of a state."""
-    return copied.gather() if isinstance(copied, Parted) else copied
+    return copied.whole() if isinstance(copied, Parted) else copied
 
 
 SAMPLED = 4

@@ -88,7 +88,7 @@ class Optimizer:
         self._skips_in_a_row = 0
         if norm > 0:
             if options.max_grad_norm is not None and norm > options.max_grad_norm:
-                for gradient in self._holder.local_gradients():
+                for _, gradient in self._holder.named_local_gradients():
                     gradient.mul_(options.max_grad_norm / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = rate

@@ -15,7 +15,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -307,7 +306,7 @@ class ZeroHolder(Holder):
 
     def state_of(self, name: str, tensor: torch.Tensor) -> Parted:
         """Returns a master in the form that a saved state has, a `Parted`."""
-        return Parted(partial(self._gather, name), partial(self._own_part, name))
+        return Parted(name, lambda: [self._own_part(name)])
 
     def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         parameter, dtype = self.masters[name], dtype or torch.float32
@@ -355,7 +354,7 @@ class ZeroHolder(Holder):
         return {name: {"step": steps} | {what: self._moment(name, what) for what in _MOMENTS} for name in self.masters}
 
     def _moment(self, name: str, what: str) -> Parted:
-        return Parted(partial(self._gather_moment, name, what), partial(self._own_part, name, what))
+        return Parted(name, lambda: [self._own_part(name, what)])
 
     def _own_part(self, name: str, moment: str | None = None) -> TensorPart:
         """Returns this rank's slice of the flattened master, or of its moment ``moment``."""
@@ -371,9 +370,6 @@ class ZeroHolder(Holder):
             start = 0 if fragment is None else fragment.lp_fragment_address.start
             values = torch.empty(0) if fragment is None else fragment.get_hp_fragment(moment)
         return TensorPart(values, (start,), tuple(shape), flat=True)
-
-    def _gather_moment(self, name: str, what: str) -> torch.Tensor:
-        return self._deepspeed.utils.safe_get_full_optimizer_state(self.masters[name], what)
 
     def _link_moments(self) -> None:
         """Makes DeepSpeed map each master's moments to the flat ones, which it otherwise does only at its first step."""
