@@ -12,8 +12,9 @@ from tandem.config.devices import Seat, devices_of, visible
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference import build
-from tandem.engines.inference.build import check_inference_engine, check_options, option_words
+from tandem.engines.inference import check
+from tandem.engines.inference.build import option_words
+from tandem.engines.inference.check import check_inference_engine, check_options
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import own_words
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
@@ -140,7 +141,7 @@ def test_options_of_servers_are_asked_of_their_own_command():
 
 
 def test_a_probe_that_fails_or_hangs_twice_fails_no_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(build, "HELP_S", 0.3)
+    monkeypatch.setattr(check, "HELP_S", 0.3)
     for number, (line, word) in enumerate([("echo no memory >&2; exit 1", "no memory"), ("sleep 5", "timed out")]):
         python = tmp_path / f"python{number}"
         python.write_text(f"#!/bin/sh\necho x >> {tmp_path}/asked\n{line}\n")
@@ -152,12 +153,12 @@ def test_a_probe_that_fails_or_hangs_twice_fails_no_run(tmp_path, monkeypatch, c
 
 
 def test_answers_that_the_context_cannot_hold_are_told_with_both_numbers(tmp_path, caplog):
-    room = build.context_of(EmbeddedEngineConfig(), tiny_model_folder(tmp_path))
-    build.warn_of_cut(room - 10, room, 10)
+    room = check.context_of(EmbeddedEngineConfig(), tiny_model_folder(tmp_path))
+    check.warn_of_cut(room - 10, room, 10)
     assert caplog.text == ""
-    build.warn_of_cut(5000, room, 10)
+    check.warn_of_cut(5000, room, 10)
     assert "max_new_tokens=5000, but the context of 512 tokens leaves at most 502 for an answer" in caplog.text
-    assert build.context_of(EmbeddedEngineConfig(max_model_len=100), tmp_path / "nowhere") == 100
+    assert check.context_of(EmbeddedEngineConfig(max_model_len=100), tmp_path / "nowhere") == 100
 
 
 def test_servers_whose_devices_cannot_share_out_the_heads_are_refused(tmp_path):

@@ -19,7 +19,8 @@ from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig, GenerationConfig, RolloutConfig
-from tandem.engines.inference.build import build_inference_engine, engine_threads
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.check import engine_threads
 from tandem.engines.inference.embedded import ChildStart, Link
 from tandem.engines.inference.engine_calls import Callers
 from tests.tiny import tiny_model_folder

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tandem.api.weights import INDEX, SINGLE, FolderSource, stored_entries
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
-from tandem.engines.inference.build import check_inference_engine
+from tandem.engines.inference.check import check_inference_engine
 from tandem.models.catalog import resolve
 from tandem.models.load import load_causal_lm, load_scalar_model, tensors_of
 from tandem.models.stored import stored_tensors

@@ -161,7 +161,7 @@ def test_a_model_whose_memory_cannot_be_counted_trains_and_its_plan_says_so(tmp_
     tiny_config("llama", hidden_size=72, intermediate_size=136).save_pretrained(folder)  # sizes that no other test counts
     keys = [f"actor.path={folder}", *RL[:1], "gconfig.max_new_tokens=8"]
     config = load_config(TrainConfig, None, keys).config
-    monkeypatch.setattr("tandem.trainers.start.choose_device", lambda _: "cuda:0")
+    monkeypatch.setattr("tandem.trainers.start.choose_device", lambda *_: "cuda:0")
     monkeypatch.setattr("tandem.trainers.start.this_machine", lambda **_: gpus("GPU", 80, 1))
     with caplog.at_level(logging.WARNING):
         assert with_micro_batches(config) is config and check_gpus(config) is None

@@ -4,6 +4,8 @@
 rank, and without ``torch.distributed``, the methods communicate with nobody.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +14,10 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from tandem.api.activity import OTHER_RANKS, waiting
 from tandem.api.failures import RankFailed, survives_pickling
+from tandem.api.lazy_torch import TensorDict
 from tandem.config.errors import TandemError, kind_and_text
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
+from tandem.cli.main import import_object
 from tandem.cli.running import resolve
 from tandem.config.errors import ConfigError
 from tandem.config.load import KINDS
@@ -33,10 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan_run(config)
     slept = ""
     if may_sleep(config):
-        from tandem.flow.sleep_plan import describe_sleep, sleep_plan_here  # noqa: PLC0415 — imports torch
-
-        sleeping = sleep_plan_here(config, plan)
-        slept = "" if sleeping is None else describe_sleep(sleeping)
+        sleep = import_object("tandem.flow.sleep_plan")  # imports torch
+        sleeping = sleep.sleep_plan_here(config, plan)
+        slept = "" if sleeping is None else sleep.describe_sleep(sleeping)
     print(json.dumps(data(plan), indent=2) if arguments.json else mermaid(plan) if arguments.mermaid else text(plan))
     if slept and not (arguments.mermaid or arguments.json):
         print(slept)

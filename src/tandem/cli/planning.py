@@ -19,7 +19,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import KINDS
 from tandem.config.train_engine import parse_layout
-from tandem.engines.inference.build import installed_servers
+from tandem.engines.inference.check import installed_servers
 from tandem.flow.process import backend_line, decided
 from tandem.flow.sleep_plan import describe_sleep
 from tandem.models.shape import read_shape

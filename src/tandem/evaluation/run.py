@@ -29,7 +29,8 @@ from tandem.config.rollout import CACHE_GIB, RolloutConfig
 from tandem.config.services import NAMED, SERVICES
 from tandem.config.terms import read_term
 from tandem.config.train_engine import ActorConfig
-from tandem.engines.inference.build import build_inference_engine, check_inference_engine, context_of, warn_of_cut
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
 from tandem.evaluation.asking import Answer, Ask, AskingTerms, KeptSamples, ask, open_scorer, paths_of
 from tandem.evaluation.folder import RESULTS, SETTINGS, EvaluationFolder, read_settings
 from tandem.evaluation.questions import Questions, make_judges, open_questions, specs_of
@@ -44,13 +45,13 @@ from tandem.evaluation.scores import (
     table,
 )
 from tandem.flow.plan import RunPlan, plan_scores
-from tandem.flow.process import KERNELS, kernels_here, uses_gpu
+from tandem.flow.process import KERNELS, kernels_here
 from tandem.flow.residents import check_models, check_scores
 from tandem.flow.scoring import EpisodeScores
 from tandem.flow.services import asked_columns_of, asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
-from tandem.models.hardware import resolve_dtype
+from tandem.models.hardware import resolve_dtype, uses_gpu
 from tandem.models.tokenizer import check_template_options, check_vocabulary, load_tokenizer
 from tandem.rewards.reward import Reward
 from tandem.rollout.event_loop import BackgroundLoop

@@ -15,12 +15,13 @@ from tandem.api.activity import span
 from tandem.api.engines import InferenceEngine
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
-from tandem.engines.inference.build import engine_threads
+from tandem.engines.inference.check import engine_threads
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import Process, uses_gpu
+from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.stages import Role, Stage
+from tandem.models.hardware import uses_gpu
 
 Around = Callable[[Stage], AbstractContextManager[Any]]
 """A function that returns a context manager, which measures the time of a stage."""

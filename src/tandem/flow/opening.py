@@ -40,7 +40,8 @@ from tandem.data.examples import Reader
 from tandem.data.loader import Curriculum, Loader
 from tandem.data.rows import normalise
 from tandem.data.table import Reading
-from tandem.engines.inference.build import build_inference_engine, context_of, engine_threads
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.check import context_of, engine_threads
 from tandem.engines.inference.remote.launch import Keeping
 from tandem.flow.conductor import EngineMeter, LocalConductor, make_balance
 from tandem.flow.extensions import own_inference_engine

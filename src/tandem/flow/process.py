@@ -3,6 +3,8 @@
 Also forms teams of ranks, and lets all ranks of a run use a model that is on only some of them.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import logging
@@ -21,11 +23,11 @@ import numpy
 import torch
 import torch.distributed
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch.distributed import TCPStore
 
 from tandem.api.activity import activity
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
+from tandem.api.lazy_torch import TensorDict
 from tandem.api.team import Team
 from tandem.config.allocation import BackendMachine, choose_backend
 from tandem.config.arithmetic import folder_of, placement, rollout_here, trainer_ranks
@@ -37,13 +39,13 @@ from tandem.config.load import Resolved
 from tandem.config.preference import DistillConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.train_engine import parse_layout
-from tandem.engines.inference.build import engine_threads, installed_servers, servers_here
+from tandem.engines.inference.check import engine_threads, installed_servers, servers_here
 from tandem.engines.inference.decoder import compute_dtype
 from tandem.engines.inference.kernels import kernels
 from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
 from tandem.models import cpu_attention
 from tandem.models.allocator import keep_freed_memory, return_freed_memory
-from tandem.models.hardware import resolve_dtype
+from tandem.models.hardware import choose_device, resolve_dtype, uses_gpu
 from tandem.state.resuming import value_before
 from tandem.state.run_folder import RunFolder
 
@@ -167,35 +169,6 @@ def training_threads(config: BaseConfig, threads: int) -> int:
     return max(1, threads - engine_threads(rollout, placement="decoupled", threads=threads) * servers_here(rollout))
 
 
-def uses_gpu(device: str) -> bool:
-    """Tells whether ``device`` (`auto`, `cpu` or `cuda`) means a GPU on this machine.
-
-    Raises:
-        ConfigError: ``device`` is `cuda`, and there is no GPU.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
-    return device != "cpu" and torch.cuda.is_available()
-
-
-def choose_device(config: BaseConfig) -> str:
-    """Returns `cpu`, or this rank's GPU as `cuda:<number>`.
-
-    Raises:
-        ConfigError: `device=cuda` without a GPU, or more ranks on this machine than it has GPUs.
-    """
-    if not uses_gpu(config.device):
-        return "cpu"
-    ranks, gpus = parse_layout(config.actor.backend).ranks, torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if here > gpus:
-        raise ConfigError(
-            f"actor.backend={config.actor.backend} has {here} ranks on this machine, each with a GPU of its own, and torch "
-            f"sees {gpus}; use fewer ranks, or device=cpu"
-        )
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
-
-
 def devices_here(config: TrainConfig) -> DeviceMap | None:
     """Assigns the GPUs of this machine to the ranks and servers of a run; None on a CPU.
 
@@ -217,7 +190,7 @@ def start_process(config: BaseConfig) -> Process:
     """
     if config.deterministic:  # before the first CUDA matmul; otherwise cuBLAS may sum in another order each time
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = choose_device(config)
+    device = choose_device(config.device, config.actor.backend)
     cuda = device != "cpu"
     if cuda and isinstance(config, TrainConfig) and config.rollout.weights.terms.on_gpu:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # they have no CUDA IPC handle

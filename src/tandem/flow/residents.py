@@ -24,13 +24,13 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import INSIDE
 from tandem.config.train_engine import TrainEngineConfig, parse_layout
-from tandem.engines.inference.build import check_inference_engine
+from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.spread import check_train_engine
 from tandem.flow.extensions import own_train_engine, own_weight_channel
 from tandem.flow.plan import RunPlan
 from tandem.flow.planned_models import Resident
-from tandem.flow.process import Process, TeamEngine, choose_device, form_team
+from tandem.flow.process import Process, TeamEngine, form_team
 from tandem.flow.residency import Residency
 from tandem.flow.scoring import ModelReader, ScoreRole
 from tandem.flow.services import reads_reward
@@ -40,7 +40,7 @@ from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.families import use_family
 from tandem.models.foreign import read_hf_config
-from tandem.models.hardware import resolve_dtype
+from tandem.models.hardware import choose_device, resolve_dtype
 from tandem.models.load import is_classifier
 from tandem.models.media.families import text_config
 from tandem.models.shape import adapters_of, read_shape
@@ -334,7 +334,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
             )
         if resident.head == "text":
             embedded = replace(config.rollout, backend="embedded")
-            check_inference_engine(embedded, describing(path), choose_device(config))
+            check_inference_engine(embedded, describing(path), choose_device(config.device, config.actor.backend))
         reader = open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
         shows_media = getattr(getattr(planned.score, "reward", None), "show_media", False)
         if shows_media and reader_of(reader.tokenizer) is None:

@@ -22,7 +22,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.recipes import sums_of
 from tandem.config.rollout import GenerationConfig
 from tandem.config.services import GIVEN, NAMED
-from tandem.engines.inference.build import context_of
+from tandem.engines.inference.check import context_of
 from tandem.flow.plan import RunPlan
 from tandem.flow.scoring import EpisodeScores
 from tandem.models.catalog import describing

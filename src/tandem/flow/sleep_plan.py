@@ -23,8 +23,7 @@ from tandem.config.rollout import cache_gib, places
 from tandem.config.train_engine import TrainEngineConfig, parse_layout
 from tandem.flow.plan import RunPlan, Stage
 from tandem.flow.planned_models import Resident
-from tandem.flow.process import choose_device
-from tandem.models.hardware import Hardware, hardware
+from tandem.models.hardware import Hardware, choose_device, hardware
 from tandem.models.shape import BYTES, Footprint, Shape, adapters_of, cache_bytes, engine_bytes, read_shape, row_capacity
 from tandem.weights.cuda_ipc import staged_bytes
 
@@ -418,7 +417,9 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     Raises:
         ConfigError: see `sleep_plan`.
     """
-    return sleep_plan(config, plan, hardware(choose_device(config))) if may_sleep(config) else None
+    return (
+        sleep_plan(config, plan, hardware(choose_device(config.device, config.actor.backend))) if may_sleep(config) else None
+    )
 
 
 def _parts(resident: Resident, sizes: Footprint, where: Hardware, ranks: int) -> dict[Part, PartCost]:

@@ -189,8 +189,6 @@ def _ropes(config: Any, head_dim: int) -> tuple[Rope | None, ...]:
 
 
 def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: str | None) -> Rope:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import
-
     kind = parameters.get("rope_type", "default")
     if kind not in _STATIC_ROPE:
         raise ConfigError(
@@ -204,6 +202,8 @@ def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: st
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         return Rope(1.0 / parameters["rope_theta"] ** exponents, axes=_axes(config, parameters))
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import
+
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
     return Rope(inv_freq.float(), float(scaling), _axes(config, parameters))

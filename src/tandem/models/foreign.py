@@ -21,7 +21,6 @@ from transformers.utils import logging as their_logging
 from tandem.api.weights import INDEX
 from tandem.api.weights import UNREADABLE as FEWER
 from tandem.config.errors import ConfigError, kind_and_text
-from tandem.models.attention import NAME
 from tandem.models.families import load_family
 
 log = logging.getLogger(__name__)
@@ -130,12 +129,12 @@ def read_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     device: str | torch.device,
+    attention: str | dict[str, str],
     may_miss: Iterable[str] = (),
-    attention: str | dict[str, str] = NAME,
 ) -> Any:
     """Opens a transformers model with packed attention, on the CPU; for the device ``meta`` only the headers of its files
-    are read. ``kind``: the transformers class. ``may_miss``: tensors that may be missing in the folder; transformers then
-    fills them with random numbers. ``attention``: transformers' ``attn_implementation``.
+    are read. ``kind``: the transformers class. ``attention``: transformers' ``attn_implementation``. ``may_miss``: tensors
+    that may be missing in the folder; transformers then fills them with random numbers.
 
     Raises:
         ConfigError: weights cannot be read, are missing, or have wrong shapes; the message names the first.

@@ -1,12 +1,15 @@
-"""The device of a run: the dtype in which it should compute, and copies between host and device that the host does not wait
-for."""
+"""The device of a run: which one it is, the dtype in which it should compute, and copies between host and device for which
+the host does not wait."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from tandem.api.lazy_torch import TensorDict, torch
+from tandem.config.errors import ConfigError
+from tandem.config.train_engine import parse_layout
 
 DTYPES = ("bfloat16", "float32")
 
@@ -30,6 +33,35 @@ def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
         raise ValueError(f"dtype must be auto or one of {sorted(DTYPES)}, got {name!r}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def uses_gpu(device: str) -> bool:
+    """Tells whether ``device`` (`auto`, `cpu` or `cuda`) means a GPU on this machine.
+
+    Raises:
+        ConfigError: ``device`` is `cuda`, and there is no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def choose_device(device: str, backend: str) -> str:
+    """Returns `cpu`, or this rank's GPU as `cuda:<number>`. ``device``, ``backend``: the run's `device` and `actor.backend`.
+
+    Raises:
+        ConfigError: `device=cuda` without a GPU, or more ranks on this machine than it has GPUs.
+    """
+    if not uses_gpu(device):
+        return "cpu"
+    ranks, gpus = parse_layout(backend).ranks, torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if here > gpus:
+        raise ConfigError(
+            f"actor.backend={backend} has {here} ranks on this machine, each with a GPU of its own, and torch "
+            f"sees {gpus}; use fewer ranks, or device=cpu"
+        )
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
 
 
 @dataclass(frozen=True, kw_only=True)

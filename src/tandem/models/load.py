@@ -95,7 +95,7 @@ def read_classifier(
     config.num_labels = labels if tokens or chosen is not None else 1
     family = family_of(folder, config)
     kind, attention = AutoModelForTokenClassification if tokens else classifier_class(config), opener(family)[1]
-    model = read_weights(kind, folder, config, dtype, device, () if brings_head else (HEAD,), attention)
+    model = read_weights(kind, folder, config, dtype, device, attention, () if brings_head else (HEAD,))
     if tokens and chosen is None:
         model.score = _log_odds(model.score)
     if not brings_head:
@@ -230,7 +230,7 @@ def load_causal_lm(
     refuse_classifier(folder, config)
     family = family_of(folder, config)
     kind, attention = opener(family)
-    model = read_weights(kind, folder, config, dtype, device, attention=attention)
+    model = read_weights(kind, folder, config, dtype, device, attention)
     set_stop_ids(model, folder)
     model.to(device)
     wrapper = PackedActorCritic if value_head else PackedCausalLM

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +23,12 @@ from torch.nn.functional import dropout, linear
 
 from tandem.api.weights import save_tensors
 from tandem.config.errors import ConfigError, kind_and_text
-from tandem.config.train_engine import ALL_LINEAR, LoRAConfig
+from tandem.config.train_engine import LoRAConfig
 from tandem.models.catalog import ADAPTER_SETTINGS, ADAPTER_WEIGHTS, BUILT_IN, MODULES, TOWERS, digest_of_base, resolve
 from tandem.models.load import tensors_of
 from tandem.models.media.family import tower_matrices
 from tandem.models.packed import PackedModel
+from tandem.models.shape import refuse_unknown_targets, targets
 
 A, B = "lora_A", "lora_B"
 HEADS = ("model.score.weight", "value.weight")
@@ -72,29 +73,6 @@ class Drawn:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         bound = 1 / math.sqrt(self.shape[1])
         return torch.empty(self.shape).uniform_(-bound, bound, generator=generator)[part]
-
-
-def targets(lora: LoRAConfig, module: str) -> list[str]:
-    """Returns the entries of ``lora.target_modules`` that match ``module``, a matrix of a layer such as
-    ``self_attn.q_proj``."""
-    return [name for name in lora.target_modules if name == ALL_LINEAR or f".{module}".endswith(f".{name}")]
-
-
-def refuse_unknown_targets(lora: LoRAConfig, modules: Iterable[str]) -> None:
-    """Checks that each entry of ``lora.target_modules`` matches one of ``modules``, the matrices of a layer.
-
-    Raises:
-        ConfigError: an entry matches none; the message lists the matrices.
-    """
-    matrices = sorted(modules)
-    named = {name for module in matrices for name in targets(lora, module)}
-    shown = sorted({".".join(module.split(".")[-2:]) for module in matrices})
-    for name in lora.target_modules:
-        if name not in named:
-            raise ConfigError(
-                f"lora.target_modules has {name!r}, which no matrix of this model's layers ends with; there are "
-                f"{', '.join(shown)}, and {ALL_LINEAR}"
-            )
 
 
 def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed: int) -> dict[str, Drawn]:

@@ -4,23 +4,32 @@ Also computes the bytes that a model occupies for as long as it is loaded: by pa
 engine. The planner adds temporary memory such as activations; the plan of sleeping parts decides by these bytes what sleeps.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tandem.config.errors import ConfigError
-from tandem.config.train_engine import Layout, LoRAConfig
+from tandem.config.train_engine import ALL_LINEAR, Layout, LoRAConfig
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.foreign import read_hf_config
-from tandem.models.lora import refuse_unknown_targets, targets
-from tandem.models.media.families import TowerSize, tower_sizes
 
 Head = Literal["lm", "scalar", "both"]
 Dtype = Literal["float32", "bfloat16"]
 
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+
+class TowerSize(NamedTuple):
+    """The size of one part of a media model outside its language model: a tower or a connector."""
+
+    name: str
+    """The part's name in ``actor.freeze``."""
+
+    parameters: int
+    matrices: tuple[tuple[str, int, int], ...]
+    """Path, number of inputs and number of outputs of each matrix that can have an adapter."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +192,13 @@ def read_shape(path: str) -> Shape:
         raise ConfigError(
             f"{error}. Give a folder that holds one (no weights are needed), or a built-in model: {', '.join(BUILT_IN)}"
         ) from error
+    towers: tuple[TowerSize, ...] = ()
+    if config.get_text_config() is not config:
+        from tandem.models.media.families import tower_sizes  # noqa: PLC0415 — transformers' model classes take a second
+
+        towers = tower_sizes(config)
     stored = 2 if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("bfloat16", "float16") else 4
-    return replace(Shape.of(Architecture.from_config(config)), stored=stored, towers=tower_sizes(config))
+    return replace(Shape.of(Architecture.from_config(config)), stored=stored, towers=towers)
 
 
 FLOAT32 = 4
@@ -219,6 +233,29 @@ class Adapters:
     def has(self, *names: str) -> bool:
         """True if a matrix with an adapter has a name whose last part (after the last dot) is one of ``names``."""
         return any(module.endswith(f".{name}") for module in self.modules for name in names)
+
+
+def targets(lora: LoRAConfig, module: str) -> list[str]:
+    """Returns the entries of ``lora.target_modules`` that match ``module``, a matrix of a layer such as
+    ``self_attn.q_proj``."""
+    return [name for name in lora.target_modules if name == ALL_LINEAR or f".{module}".endswith(f".{name}")]
+
+
+def refuse_unknown_targets(lora: LoRAConfig, modules: Iterable[str]) -> None:
+    """Checks that each entry of ``lora.target_modules`` matches one of ``modules``, the matrices of a layer.
+
+    Raises:
+        ConfigError: an entry matches none; the message lists the matrices.
+    """
+    matrices = sorted(modules)
+    named = {name for module in matrices for name in targets(lora, module)}
+    shown = sorted({".".join(module.split(".")[-2:]) for module in matrices})
+    for name in lora.target_modules:
+        if name not in named:
+            raise ConfigError(
+                f"lora.target_modules has {name!r}, which no matrix of this model's layers ends with; there are "
+                f"{', '.join(shown)}, and {ALL_LINEAR}"
+            )
 
 
 def adapters_of(lora: LoRAConfig, shape: Shape) -> Adapters | None:

@@ -15,7 +15,7 @@ from tandem.config.preference import DistillConfig, training_config
 from tandem.config.rollout import EmbeddedEngineConfig, cache_gib, chunk_tokens, places
 from tandem.config.terms import read_term
 from tandem.config.train_engine import parse_layout
-from tandem.engines.inference.build import check_tensor_parallel
+from tandem.engines.inference.check import check_tensor_parallel
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.sleep_plan import GIB, Part, SleepPlan, sleep_plan
 from tandem.models.shape import BYTES, FLOAT32, Dtype, Shape, engine_bytes

@@ -38,17 +38,18 @@ from tandem.config.fleet import kinds_of
 from tandem.config.load import COMMANDS, plain_data, to_yaml
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
-from tandem.engines.inference.build import check_inference_engine, context_of, warn_of_cut
+from tandem.engines.inference.check import check_inference_engine, context_of, warn_of_cut
 from tandem.evaluation.reward_check import Asker, RewardCall, unfit_rows
 from tandem.flow.opening import Rows, open_rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import Process, choose_device, devices_here, keep_kernels, start_process
+from tandem.flow.process import Process, devices_here, keep_kernels, start_process
 from tandem.flow.residents import check_models, check_scores, weights_folder
 from tandem.flow.services import EpisodeParts, asked_columns_of, asks_for_reward, check_names, check_rows, make_parts
 from tandem.flow.session import Lasting, Models, TrainingSession
 from tandem.launch.rank import failed_elsewhere
 from tandem.lifecycle.saving import save_if_due
 from tandem.models.catalog import describing, resolve
+from tandem.models.hardware import choose_device
 from tandem.models.tokenizer import check_template_options, load_tokenizer
 from tandem.planning.fit import Plan, check_fit, fitting
 from tandem.planning.machine import this_machine
@@ -135,7 +136,11 @@ def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeP
         ConfigError: any fault of the rows, the device, the models, the engine or the user's functions.
     """
     check_names(config, plan)
-    rows, device, folder = open_rows(config), choose_device(config), describing(config.actor.path)
+    rows, device, folder = (
+        open_rows(config),
+        choose_device(config.device, config.actor.backend),
+        describing(config.actor.path),
+    )
     tokenizer = load_tokenizer(folder, chats=True)
     both = [*rows.train.rows, *rows.valid]
     check_models(plan, device, tokenizer, both)
@@ -163,7 +168,7 @@ def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeP
 def with_micro_batches(config: C) -> C:
     """Returns the configuration with micro-batches and `gradient_sync` that fit the GPUs of this machine, see `fitting`. If
     the memory of a model cannot be counted, warns and returns the configuration unchanged."""
-    device = choose_device(config)
+    device = choose_device(config.device, config.actor.backend)
     if device == "cpu":
         return config
     try:
@@ -177,7 +182,7 @@ def with_micro_batches(config: C) -> C:
 def check_gpus(config: BaseConfig) -> Plan | None:
     """Runs `check_fit` for the GPUs of this machine. Returns None without a check on a CPU, because the system may swap
     memory to disk, and with a warning if the memory of a model cannot be counted."""
-    device = choose_device(config)
+    device = choose_device(config.device, config.actor.backend)
     if device == "cpu":
         return None
     try:

@@ -29,10 +29,10 @@ from tandem.data.loader import Loader
 from tandem.flow.conductor import LocalConductor
 from tandem.flow.opening import Rows, make_residency, open_rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import choose_device
 from tandem.flow.residents import check_models, open_reference
 from tandem.flow.session import Models, TrainingSession
 from tandem.models.catalog import describing
+from tandem.models.hardware import choose_device
 from tandem.models.tokenizer import check_chat_template, check_template_options, load_tokenizer
 from tandem.roles.reference import Reference
 from tandem.tracking.statistics import PhaseTimer
@@ -285,7 +285,7 @@ def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[R
     if len(labels) == 1 and labels != {None}:
         log.warning("every label of train_dataset is %s; this loss learns from rows of both kinds", str(*labels).lower())
     steps = total_steps(config, len(rows.train))
-    device = choose_device(config)
+    device = choose_device(config.device, config.actor.backend)
     tokenizer = load_tokenizer(describing(config.actor.path), chats=True)
     check_models(plan, device, tokenizer, [*rows.train.rows, *rows.valid])
     check_template_options(tokenizer, [*rows.train.rows, *rows.valid], config.system_prompt, config.chat_template_kwargs)

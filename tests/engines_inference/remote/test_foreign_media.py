@@ -14,7 +14,7 @@ from tandem.api.media import encode, media_of
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import check_inference_engine
+from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer

@@ -14,7 +14,8 @@ import pytest
 from tandem.config.devices import Seat
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.build import OURS_ALONE, check_options, option_words
+from tandem.engines.inference.build import option_words
+from tandem.engines.inference.check import OURS_ALONE, check_options
 from tandem.engines.inference.remote.foreign.in_server.tandem_sglang import own_words
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer

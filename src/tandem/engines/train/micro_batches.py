@@ -1,15 +1,17 @@
 """Divides the sequences of a batch into micro-batches (forward passes) for each rank."""
 
+from __future__ import annotations
+
 import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDict
 
 from tandem.api.batch import lengths, num_sequences, sum_by_sequence
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict
 from tandem.models.attention import number_prompts, prompt_keys
 
 

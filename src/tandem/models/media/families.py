@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from tandem.models.media.idefics3 import Idefics3
 from tandem.models.media.llava import Llava
 from tandem.models.media.qwen_audio import QwenAudio
 from tandem.models.media.qwen_vl import Qwen3VL, QwenVL
+from tandem.models.shape import TowerSize
 
 FAMILIES: tuple[type[MediaFamily], ...] = (Idefics3, Llava, QwenVL, Qwen3VL, QwenAudio)
 
@@ -39,17 +40,6 @@ def family_of(folder: Path, config: Any = None) -> MediaFamily | None:
     config = config or read_hf_config(folder)
     kind = family_class(config)
     return None if kind is None else kind(folder, config)
-
-
-class TowerSize(NamedTuple):
-    """The size of one part of a media model outside its language model: a tower or a connector."""
-
-    name: str
-    """The part's name in ``actor.freeze``."""
-
-    parameters: int
-    matrices: tuple[tuple[str, int, int], ...]
-    """Path, number of inputs and number of outputs of each matrix that can have an adapter."""
 
 
 def tower_sizes(config: Any) -> tuple[TowerSize, ...]:
