@@ -8,8 +8,7 @@ import os
 import sys
 import traceback
 
-from tandem.cli.main import main
-from tandem.launch.rank import has_launcher
+from tandem.cli import command, leave_when_interrupted
 
 
 def _end_once_closed(status: list[int]) -> None:
@@ -31,18 +30,21 @@ def _end_once_closed(status: list[int]) -> None:
 def _rank() -> int:
     """Runs the command and returns its exit status, also if the command raises an error."""
     try:
-        return main()
+        return command()
     except SystemExit as left:  # of the parser of arguments
         return left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:  # the worker boundary: what `main` lets through is a fault of ours, or `--debug`
+    except BaseException:  # the worker boundary: what `command` lets through is a fault of ours, or `--debug`
         traceback.print_exc()
         return 1
 
 
 if __name__ == "__main__":
+    leave_when_interrupted()
+    from tandem.launch.rank import has_launcher  # imported once Ctrl-C is handled
+
     if has_launcher():
         ended = [1]
         _end_once_closed(ended)
         ended[0] = _rank()
         sys.exit(ended[0])
-    sys.exit(main())
+    sys.exit(command())

@@ -244,7 +244,8 @@ def test_all_problems_are_told_at_once():
             "train_dataset.path: addition\ngconfig:\n  top_p: 3\n",
             ["gconfig.top_p must be a number, above 0", "got 3.0 (run.yaml:3)"],
         ),
-        ("seed: [1\n", ["not valid YAML", "line"]),
+        ("seed: [1\n", ["run.yaml is not valid YAML: while parsing a flow sequence in line 1, column 7"]),
+        ("actor:\n\tpath: x\n", ["in line 2, column 1", "YAML is indented with spaces, not with tabs"]),
         (
             "actor:\n  optimizer.lr: 1\n  optimizer:\n    lr: 2\n",
             ["actor.optimizer.lr is given twice", "run.yaml:2", "run.yaml:4"],
@@ -262,7 +263,14 @@ def test_problems_of_a_file_name_its_line(tmp_path, text, words):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no configuration file .*missing\.yaml"):
         load(file=tmp_path / "missing.yaml")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl is a data file and no configuration.*train_dataset\.path=.*rows\.jsonl"
+    ):
+        load(file=tmp_path / "rows.jsonl")
     (tmp_path / "config.yaml").write_text("seed: 1")
+    with pytest.raises(ConfigError, match=rf"no configuration file .*did you mean {tmp_path}/config\.yaml\?$"):
+        load(file=tmp_path / "confg.yaml")
     with pytest.raises(ConfigError, match=rf"{tmp_path} is a folder; give a YAML file, such as {tmp_path}/config\.yaml$"):
         load(file=tmp_path)
 

@@ -88,6 +88,13 @@ def test_columns_can_be_named_and_the_suffix_stands_behind_the_question(tmp_path
     assert row["answer"] == "2"
 
 
+@pytest.mark.parametrize(("column", "words"), [("answer", "answer (empty"), ("gold", "gold (the answer, empty")])
+def test_empty_answers_are_told_with_column_number_and_first_row(tmp_path, column, words):
+    file = jsonl(tmp_path, [{"question": "x", column: answer} for answer in ("1", None, "3", " ")])
+    (reading,) = load(file, answer_column=column).readings
+    assert f"{words} in 2 of 4 rows, first {file}:2)" in reading.describe()
+
+
 def test_a_mapped_column_is_read_before_others_and_refused_where_it_would_not_be(tmp_path):
     file = jsonl(tmp_path, [{"q": "1 + 1?", "gold": "2", "prompt": "other", "answer": "3"}])
     row = load(file, columns={"question": "q", "answer": "gold"})[0]
@@ -155,6 +162,14 @@ def test_max_rows_keeps_the_first():
         (['{"question": "x", "answer": -Infinity}\n'], ["train.jsonl:1", "must be text or a number"]),
         ([ROWS[0], '{"answer": ' + "9" * 5000 + "}\n"], ["train.jsonl:2", "mend or remove the line"]),
         ([ROWS[0], r'{"question": "\ud83d", "answer": "x"}' + "\n"], ["train.jsonl:2", r"half a character, '\ud83d'"]),
+        (
+            [ROWS[0], '{"question": "x", "answer": 1, "answer": "2"}\n'],
+            ["train.jsonl:2", "'answer' comes twice", "1 and with '2'"],
+        ),
+        (
+            ['{"messages": [{"role": "user", "role": "x", "content": ""}]}\n'],
+            ["train.jsonl:1", "the key 'role' comes twice"],
+        ),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line(tmp_path, rows, words):
@@ -209,6 +224,8 @@ def test_an_empty_folder_a_strange_file_and_a_split_of_a_file_are_refused(tmp_pa
     assert "e.json, row 1: holds half a character" in error_of(tmp_path / "e.json")
     (tmp_path / "f.json").write_text(f'[{{"question": {"9" * 5000}}}]')
     assert "f.json" in error_of(tmp_path / "f.json")
+    (tmp_path / "i.json").write_text('[{"question": "x", "question": "y"}]')
+    assert "i.json: the key 'question' comes twice in one object, with 'x' and with 'y'" in error_of(tmp_path / "i.json")
 
 
 def test_characters_of_two_halves_are_fine(tmp_path):

@@ -109,6 +109,11 @@ def test_columns_of_other_names_are_mapped(tmp_path):
     assert (found["messages"], found["chosen"], found["rejected"]) == ([USER], [GOOD], [BAD])
 
 
+def test_no_column_is_suggested_whose_name_is_not_near(tmp_path):
+    with pytest.raises(ConfigError, match=r"'chosen' is missing; there are: loser, prompt, winner\. If it has another name"):
+        read(tmp_path, pairs, {"prompt": "2 + 2?", "winner": "4", "loser": "5"})
+
+
 @pytest.mark.parametrize(("value", "expected"), [(True, True), ("False", False), (1, True), (0.0, False), ("yes", True)])
 def test_a_label_is_told_in_several_ways(value, expected):
     assert truth(value, "label", "rows.jsonl:1") is expected

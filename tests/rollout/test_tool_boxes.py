@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -189,6 +190,22 @@ def test_a_server_that_dies_in_a_call_or_between_two_is_started_again(server):
     )
     assert first != second and third == "5" and failed == "Error: 2"
     assert "ended during the call" in died and "exit code 3" in died
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the loop that is closed too early
+def test_a_server_whose_loop_was_closed_without_a_word_leaves_no_descriptor_open(server):
+    async def pid(box):
+        async with box.open({}) as tools:
+            return int(await {tool.name: tool for tool in tools}["pid"].run({}))
+
+    before = len(os.listdir("/proc/self/fd"))
+    box, loop = McpBox(command=server), asyncio.new_event_loop()
+    number = loop.run_until_complete(pid(box))
+    loop.close()
+    box.close()
+    assert len(os.listdir("/proc/self/fd")) == before and gone(number, 10)
+    del box, loop
+    gc.collect()  # the warnings belong to this test
 
 
 def test_a_call_that_hangs_is_cut_off_and_disturbs_no_other(server):

@@ -85,11 +85,13 @@ def test_the_page_and_the_readme_train_as_they_stand(overrides, capsys):
     assert "step 1/1" in capsys.readouterr().out
 
 
-def test_a_trainer_without_reward_funcs_says_which_reward_it_takes(overrides, capsys):
+def test_a_trainer_without_reward_funcs_says_once_which_reward_it_takes(overrides, capsys):
     keys = {key: value for key, value in options(overrides).items() if not key.startswith("reward")}
-    with pytest.raises(ConfigError, match=r"none of 1 rows .* can be judged"):
-        tandem.GRPOTrainer(train_dataset=[{"question": "1 + 1?"}], options=keys, trial_name="default").train()
-    assert "No reward_funcs: the reward is 'math', the default" in capsys.readouterr().out
+    trainer = tandem.GRPOTrainer(train_dataset=[{"question": "1 + 1?"}], options=keys, trial_name="default")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"none of 1 rows .* can be judged"):
+            trainer.train()
+    assert capsys.readouterr().out.count("No reward_funcs: the reward is 'math', the default") == 1
 
 
 def test_a_function_that_was_changed_in_the_notebook_is_the_one_that_judges(overrides):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.api.failures import RankFailed
+from tandem.cli import leave
 from tandem.cli.output import ReaderGone, command_output, survive_lost_output
 from tandem.config.coming_from import hint
 from tandem.config.errors import ConfigError, TandemError, kind_and_text, nearest_keys, nearest_names
@@ -166,7 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.command_line = argv
 
     def start(arguments: argparse.Namespace) -> int:
-        code: int = (import_object(f"tandem.cli.{command.runs}") if command.runs else module.run)(arguments)
+        function = import_object(f"tandem.cli.{command.runs}") if command.runs else module.run
+        if signal.getsignal(signal.SIGINT) is leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code: int = function(arguments)
         return code
 
     return run(start, arguments, getattr(module, "interrupted", None))

@@ -287,12 +287,8 @@ class GRPOTrainer(Trainer):
         if terms:
             self.options["reward"] = " + ".join(terms)
             read_terms(self.options["reward"])
-
-    def train(self, *, override: bool = False, until: int | None = None) -> Summary:
-        """Says which reward is taken if none was given, and trains; see `Trainer.train`."""
-        if not any(key.partition(".")[0] == "reward" for key in self.options):
+        elif not any(key.partition(".")[0] == "reward" for key in self.options):
             print(f"No reward_funcs: the reward is {TrainConfig().reward!r}, the default, unless a data set brings its own.")
-        return super().train(override=override, until=until)
 
 
 class SFTTrainer(Trainer):

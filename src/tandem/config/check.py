@@ -66,9 +66,13 @@ def problems(config: BaseConfig, written: Container[str] = (), *, saved: bool = 
         rules = bounds(type(config))
         outside = [words.partition(" ")[0] for words in wrong]
         choices = {key: _allowed(rules[key], config, key) for key in outside}
-        tried = [{key: values[number % len(values)] for key, values in choices.items()} for number in range(3)]
-        first, *others = (problems(_with(config, values), written, saved=saved) for values in tried)
-        lasting = [words for words in first if all(words in other for other in others)]
+        lasting: list[str] = []
+        for number in range(3):
+            tried = {key: values[number % len(values)] for key, values in choices.items()}
+            others = problems(_with(config, tried), written, saved=saved)
+            lasting = [words for words in lasting if words in others] if number else others
+            if not lasting:  # as usual; the other values need no try
+                break
         return wrong + [words for words in lasting if not any(key in words for key in outside)]
     wrong = [*_texts(config), *_common(config), *unused(config, written, saved=saved)]
     wrong += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))

@@ -59,7 +59,7 @@ def nearest_names(name: str, names: Iterable[str]) -> str:
     semicolon."""
     names = sorted(names)
     begins = [other for other in names if other.startswith(name)]
-    close = begins or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = begins or difflib.get_close_matches(name, names, n=3)
     close.sort(key=lambda other: sorted(other) != sorted(name))  # names with the same letters (swapped ones) come first
     return (f"did you mean {close[0]!r}? There" if close else "there") + f" are: {', '.join(names) or 'none'}"
 

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,17 @@ def read_file(file: Path) -> list[Assignment]:
         if os.path.isdir(file):
             inside = f", such as {file / 'config.yaml'}" if os.path.isfile(file / "config.yaml") else ""
             raise ConfigError(f"{file} is a folder; give a YAML file{inside}")
-        raise ConfigError(f"there is no configuration file {file}; give a YAML file, or only key=value")
+        beside = [other.name for other in file.parent.glob("*.y*ml")] if os.path.isdir(file.parent) else []
+        near = "".join(f"did you mean {file.parent / name}? " for name in get_close_matches(file.name, beside, n=1))
+        raise ConfigError(f"there is no configuration file {file}; {near or 'give a YAML file, or only key=value'}".rstrip())
+    if file.suffix in (".jsonl", ".csv", ".parquet"):
+        raise ConfigError(f"{file} is a data file and no configuration; rows to train on are train_dataset.path={file}")
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
         if isinstance(node, yaml.MappingNode):
             return _once(_walk(node, (), file.name))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{file} is not valid YAML: {_words(error)}") from error
     except RecursionError:
         raise ConfigError(f"{file} is nested too deeply, or holds an alias of itself; write it flat") from None
     except OSError as error:
@@ -99,6 +104,12 @@ def read_file(file: Path) -> list[Assignment]:
         return []
     what = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
     raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; it holds {what}")
+
+
+def _words(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """Returns the message of an error on one line."""
+    tab = "; YAML is indented with spaces, not with tabs" if r"'\t'" in str(error) else ""
+    return " ".join(str(error).replace('"<unicode string>", ', "").split()) + tab
 
 
 def _once(assignments: Iterator[Assignment]) -> list[Assignment]:
@@ -141,7 +152,7 @@ def read_override(text: str) -> list[Assignment]:
         parsed = _value(node)
     except yaml.YAMLError as error:
         if flow:
-            raise ConfigError(f"{key}={value}: the value is not valid YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{key}={value}: the value is not valid YAML: {_words(error)}") from error
         return as_text
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deeply, or holds an alias of itself") from None

@@ -47,7 +47,12 @@ def normalise(table: Table, *, source: str, reward: str | None = None) -> list[R
         table.column(column, "" if column == "answer" else "the answer")
     if table.has("tools"):
         table.column("tools")
-    return [_row(table, row, prompt, column, source, reward) for row in table.rows]
+    rows = [_row(table, row, prompt, column, source, reward) for row in table.rows]
+    empty = [row[WHERE] for row in rows if not (row["answer"] or "").strip()]
+    if column is not None and empty:
+        words = f"empty in {len(empty)} of {len(rows)} rows, first {empty[0]}"
+        table.column(column, ", ".join(filter(None, (table.reads[column], words))))
+    return rows
 
 
 def prompt_of(table: Table) -> "Prompt":

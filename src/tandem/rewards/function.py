@@ -103,11 +103,12 @@ class WorkerPool(Workers[Worker]):
 def require_answer(row: Mapping[str, Any], name: str) -> None:
     """Raises ConfigError if a row has no answer to compare with."""
     if row.get("answer") is None or not str(row["answer"]).strip():
-        columns = ", ".join(column for column in row if column not in ("messages", "answer", *OURS))
+        columns = (column for column in row if column not in ("messages", "answer", *OURS))
+        shown = ", ".join(f"{column} (empty)" if row[column] is None else column for column in columns)
         raise ConfigError(
-            f"reward {name!r} compares with the row's answer, and "
-            f"there is none; name its column by answer_column (of train_dataset, valid_dataset or an evaluation's data). "
-            f"Columns there: {columns}"
+            f"reward {name!r} compares with the row's answer, and there is none: the answer's column is empty in this row, "
+            "or has another name, to be given as answer_column (of train_dataset, valid_dataset or an evaluation's data). "
+            f"Columns there: {shown}"
         )
 
 

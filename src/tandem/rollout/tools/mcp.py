@@ -14,7 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import anyio
 import httpx2
@@ -160,9 +160,9 @@ class McpServer:
             self._connection.kill()
 
 
-async def _start(argv: list[str]) -> tuple[Any, int]:
-    """Starts a server with a keeper. Returns the keeper's process, whose pipes are the server's, and the descriptor of the
-    pipe that ends both when it closes. This is not a `Child`, because the event loop waits for its output and its end."""
+async def _start(argv: list[str]) -> tuple[Any, IO[bytes]]:
+    """Starts a server with a keeper. Returns the keeper's process, whose pipes are the server's, and the pipe that ends both
+    when it closes. This is not a `Child`, because the event loop waits for its output and its end."""
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     pipe = asyncio.subprocess.PIPE
     ended, owner = os.pipe()
@@ -182,7 +182,7 @@ async def _start(argv: list[str]) -> tuple[Any, int]:
         raise
     finally:
         os.close(ended)
-    return process, owner
+    return process, os.fdopen(owner, "wb")
 
 
 class Connection:
@@ -197,6 +197,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[mcp.Client] = self._loop.create_future()
         self._keeper: Any = None
+        self._owner: IO[bytes] | None = None
         self.task = asyncio.create_task(self._serve(self._post(url) if url else self._pipe(argv), start_s))
 
     async def _serve(self, transport: Any, start_s: float) -> None:
@@ -236,7 +237,7 @@ class Connection:
         """Starts the server as a program and yields the streams: one message a line on stdin and stdout. Kills it and its
         descendants at the end; they also end with this process."""
         process, owner = await _start(argv)
-        self._keeper = process
+        self._keeper, self._owner = process, owner
         from_server, reading = anyio.create_memory_object_stream[Any](0)
         writing, to_server = anyio.create_memory_object_stream[Any](0)
         errors = bytearray()
@@ -285,7 +286,7 @@ class Connection:
                     os.killpg(process.pid, signal.SIGKILL)
             await asyncio.wait([words], timeout=WORDS_S)
             words.cancel()
-            os.close(owner)
+            owner.close()
             self.why = f"exit code {process.returncode}; {errors.decode(errors='replace').strip()}".removesuffix("; ")
 
     def kill(self) -> None:
@@ -296,3 +297,7 @@ class Connection:
                 self._loop.call_soon_threadsafe(self.task.cancel)
             elif self._keeper.returncode is None:
                 os.kill(self._keeper.pid, signal.SIGTERM)  # it kills the server with its descendants; the task ends with it
+        if self._owner is not None and self._loop.is_closed():  # the task never ends, so its descriptors are closed here
+            self._owner.close()
+            for end in filter(None, map(self._keeper._transport.get_pipe_transport, range(3))):
+                end.get_extra_info("pipe").close()
