@@ -1,7 +1,5 @@
 """Divides the sequences of a batch into micro-batches (forward passes) for each rank."""
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -30,7 +28,7 @@ class PlannedSequence(NamedTuple):
 
 
 def micro_batches(
-    batch: TensorDict, max_tokens: int, rank: int, ranks: int, chosen: torch.Tensor | None = None
+    batch: "TensorDict", max_tokens: int, rank: int, ranks: int, chosen: torch.Tensor | None = None
 ) -> list[list[int]]:
     """Returns the indices of the sequences in each micro-batch of this rank, by `plan`. ``chosen [N]`` bool: only these.
     Raises `BatchError` if the batch has no sequences."""
@@ -48,7 +46,7 @@ def micro_batches(
     return [[index[i] for i in micro_batch] for micro_batch in planned]
 
 
-def has_weight(batch: TensorDict) -> torch.Tensor:
+def has_weight(batch: "TensorDict") -> torch.Tensor:
     """Returns ``[N]`` bool: True where the sequence's unit has a weight other than 0, for a loss may read its whole unit."""
     weighted = (batch["loss_weights"] != 0).float()
     if len(weighted) != num_sequences(batch):
@@ -59,7 +57,7 @@ def has_weight(batch: TensorDict) -> torch.Tensor:
     return weighted > 0
 
 
-def filler() -> TensorDict:
+def filler() -> "TensorDict":
     """Returns a batch of two tokens, for a rank without a micro-batch that must take part in communication."""
     columns = {
         "input_ids": torch.zeros(2, dtype=torch.int64),
