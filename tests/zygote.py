@@ -75,7 +75,7 @@ class Zygote:
 
 
 def serve(modules: Sequence[str]) -> None:
-    """The process itself: a line with a call in, a line with an exit status out. It adopts what a killed call leaves behind."""
+    """The process itself: a line with a call in, a line with an exit status out. It adopts what a killed call leaves."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     __import__("warnings").simplefilter("ignore")
     for module in modules:
