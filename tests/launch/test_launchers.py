@@ -1,10 +1,7 @@
 """`tandem launch`: the batch script as text, and the supervisor on plain processes."""
 
 import stat
-import sys
-import time
 
-import psutil
 import pytest
 
 from tandem.cli.main import main
@@ -47,38 +44,3 @@ def test_a_script_that_fails_on_one_rank_ends_all_and_is_quoted(tmp_path, capfd)
     assert "rank 1 failed first" in said and "no gradient" in said
     (log,) = tmp_path.glob("tandem/trial/launch/attempt-1/rank-0.log")
     assert stat.S_IMODE(log.parent.stat().st_mode) == 0o700
-
-
-SAVING = """
-import os, pathlib, signal, sys, time
-from tandem.launch.rank import follow_launcher
-follow_launcher()
-name = f"{sys.argv[-1].partition('=')[2]}/rank-{os.environ['RANK']}"
-def save(*_):
-    time.sleep(2)
-    pathlib.Path(name).write_text("saved")
-    sys.exit(130)
-signal.signal(signal.SIGTERM, save)
-pathlib.Path(name).write_text("up")
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("victim", ["launcher", "keeper", "supervisor"])
-def test_the_ranks_of_a_launcher_that_is_killed_save_and_end(victim, tmp_path):
-    script = tmp_path / "mine.py"
-    script.write_text(SAVING)
-    words = ["actor.backend=fsdp:d2", "train_dataset.path=addition", f"run.root={tmp_path}"]
-    launcher = psutil.Popen([sys.executable, "-m", "tandem", "launch", "local", str(script), *words])
-    ranks = [tmp_path / f"rank-{rank}" for rank in (0, 1)]
-    while not all(rank.exists() for rank in ranks):
-        assert launcher.poll() is None
-        time.sleep(0.1)
-    (keeper,) = launcher.children()
-    (supervisor,) = keeper.children()
-    below = [keeper, *keeper.children(recursive=True)]
-    {"launcher": launcher, "keeper": keeper, "supervisor": supervisor}[victim].kill()
-    if victim == "supervisor":
-        assert launcher.wait(60) and not any(process.is_running() for process in below)
-    _, left = psutil.wait_procs([launcher, *below], timeout=60)
-    assert not left and [rank.read_text() for rank in ranks] == ["saved", "saved"]

@@ -14,7 +14,9 @@ examples:
 import argparse
 import os
 import shlex
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ from tandem.launch.launchers import (
     ATTEMPT,
     EXIT_INTERRUPTED,
     FOLDER,
+    HELD,
     Launcher,
     LaunchJob,
     launcher_class,
@@ -132,6 +135,8 @@ def _config(command: str, words: Sequence[str]) -> Resolved[BaseConfig]:
 def _ranks(arguments: argparse.Namespace) -> int:
     """Runs one group of ranks, writes how it ended, and returns its exit status. A group that ended on request returns 0,
     because the launcher would take any other status for a failure and end all other groups at once."""
+    if os.environ.get(HELD):
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
     place, attempt, failures = place_of(os.environ), os.environ.get(ATTEMPT), []
 
     def record(ended: LaunchEnd, restart: int | None) -> None:
@@ -155,3 +160,10 @@ def _ranks(arguments: argparse.Namespace) -> int:
             refused = LaunchEnd(code, rank=group, at=time.time()) if code == EXIT_CONFIG and not failures else None
             write_end(Path(attempt), group, code, failures[-1] if failures and code else refused)
     return 0 if code == EXIT_INTERRUPTED else code
+
+
+def _end_with_launcher() -> None:
+    """Sends SIGTERM to this process at the end of standard input, which closes however the launcher ends."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -250,10 +250,8 @@ def main() -> int:
     watch(process, pipe, woken, owner, (int(end_of_all), file) if file else None, signals)
     if file:
         forget(file, int(end_of_all))
-    # After a command that ended by itself, wait only briefly for its children: the owner waits for the keeper's exit. The
-    # children of a command that was killed before it could end them notice its death, and may need their time.
-    killed = process.poll() is None or (process.returncode < 0 and whom == "command")
-    end(process, grace_s if killed else min(grace_s, ORPHANS_S), whom)
+    # After a server that ended by itself, wait only briefly for its children: the owner waits for the keeper's exit.
+    end(process, grace_s if process.poll() is None else min(grace_s, ORPHANS_S), whom)
     status = process.returncode
     return 1 if status is None else 128 - status if status < 0 else status
 

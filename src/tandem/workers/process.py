@@ -309,12 +309,6 @@ class Child:
                 return [keeper, *keeper.children(recursive=True)]
         return []
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to the command, if it runs."""
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
     def terminate(self) -> None:
         """Asks the keeper to end a kept server; does not wait."""
         self._keeper.terminate()

@@ -14,6 +14,7 @@ import os
 import pkgutil
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -23,9 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tandem.config.errors import ConfigError
-from tandem.launch.local import EXIT_INTERRUPTED, INTERRUPT_S, each_request_once
+from tandem.launch.local import EXIT_INTERRUPTED, each_request_once
 from tandem.launch.watch import LaunchEnd
-from tandem.workers.process import Child
 
 FOLDER = "launch"
 """Name of the folder in the run's folder that has a folder for each attempt."""
@@ -34,8 +34,8 @@ LOG, END = "rank-{rank}.log", "end-{rank}.json"
 ATTEMPT = "TANDEM_ATTEMPT"
 """Environment variable with the folder of the attempt."""
 
-GRACE_S = 60.0
-"""Seconds in which a group that has lost its launcher may end its ranks and servers, beyond their own time to close."""
+HELD = "TANDEM_HELD"
+"""Environment variable that tells a group to end when its standard input is closed, because then its launcher has ended."""
 
 SHOWN_LINES = 40
 LOOK_S = 0.2
@@ -57,11 +57,11 @@ class LaunchJob:
     max_restarts: int = 0
     prefix: tuple[str, ...] = ()
     """A program with arguments that starts each group, such as ``("nice", "-n", "5")``. It must replace itself by the
-    group's command, as `exec` does, or pass on signals."""
+    group's command, as `exec` does, or pass on signals and standard input."""
 
-    def command(self) -> list[str]:
-        """Returns the command of one group."""
-        return [*self.prefix, sys.executable, "-P", "-m", "tandem", "launch", "ranks", *self.words]
+    def command(self, python: str = sys.executable) -> list[str]:
+        """Returns the command of one group. ``python``: the interpreter."""
+        return [*self.prefix, python, "-P", "-m", "tandem", "launch", "ranks", *self.words]
 
 
 class Launcher(ABC):
@@ -118,23 +118,23 @@ def launcher_class(name: str) -> type[Launcher]:
     return importlib.import_module(f"{__name__}.{name}").LAUNCHER
 
 
-def start_group(job: LaunchJob, attempt: Path, first: int, variables: Mapping[str, str]) -> Child:
-    """Starts a group of ranks on this machine, which ends with this process.
+def start_group(command: list[str], attempt: Path, first: int, variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Starts a group of ranks on this machine; the group ends when its standard input is closed.
 
     Args:
-        job: the job of the group.
+        command: the command of the group.
         attempt: the folder of the attempt, which gets the group's log.
         first: number of the group's first rank.
         variables: further environment variables for the group.
     """
-    program, *words = job.command()
     with (attempt / LOG.format(rank=first)).open("wb") as log:
-        return Child.start(
-            [needed(program, "it starts each group of ranks"), *words],
-            output=log.fileno(),
-            environment=os.environ | variables | {ATTEMPT: str(attempt), "PYTHONUNBUFFERED": "1"},
-            grace_s=job.grace_s + INTERRUPT_S + GRACE_S,
-            orderly=True,  # ranks need their servers until they have saved
+        return subprocess.Popen(
+            command,
+            env=os.environ | variables | {ATTEMPT: str(attempt), HELD: "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the group only through this process, once
         )
 
 

@@ -3,8 +3,8 @@
 import argparse
 import json
 import re
-import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any
 from tandem.config.errors import ConfigError
 from tandem.launch.launchers import Launcher, LaunchJob, new_attempt, outcome, start_group
 from tandem.launch.place import Place
-from tandem.workers.process import Child
+
+END_S = 40.0
+"""Seconds that a group has to end after its launcher has closed its standard input."""
 
 
 class LocalGroup(Launcher):
@@ -23,7 +25,7 @@ class LocalGroup(Launcher):
         super().__init__(jobs, options)
         (self._job,) = jobs
         self._place = self._placed()
-        self._process: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._attempt: Path | None = None
 
     @staticmethod
@@ -68,7 +70,7 @@ class LocalGroup(Launcher):
         variables = self._place.variables() if self._place else {}
         if self._place is not None and self._place.first:
             print(f"Rank 0 prints on {self._place.address}. Logs of the ranks here: {self._attempt}", file=sys.stderr)
-        self._process = start_group(self._job, self._attempt, self._place.first if self._place else 0, variables)
+        self._process = start_group(self._job.command(), self._attempt, self._place.first if self._place else 0, variables)
 
     def poll(self) -> int | None:
         code = self._process.poll() if self._process else 0
@@ -76,7 +78,7 @@ class LocalGroup(Launcher):
 
     def signal(self, number: int) -> None:
         if self._process is not None:
-            self._process.signal(number)
+            self._process.send_signal(number)
 
     def groups(self, job: LaunchJob) -> Sequence[int]:
         return [self._place.first if self._place else 0]
@@ -85,11 +87,12 @@ class LocalGroup(Launcher):
         return self._attempt
 
     def close(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
             try:
-                self._process.close()
-            except KeyboardInterrupt:
-                self._process.signal(signal.SIGKILL)
+                self._process.wait(END_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.kill()
 
 
 LAUNCHER = LocalGroup

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from typing import Any
 from tandem.config.errors import ConfigError, TandemError, kind_and_text
 from tandem.launch.launchers import Launcher, LaunchJob, new_attempt, outcome, start_group
 from tandem.launch.place import Place, free_port
-from tandem.workers.process import Child
 
 READY_S = 600.0
 """Longest time until the cluster provides the devices, in seconds."""
@@ -39,7 +39,7 @@ class RankGroup:
     """A Ray actor that runs a group of one rank. The rank ends when the actor ends for any reason."""
 
     def __init__(self) -> None:
-        self._process: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def machine(self) -> tuple[str, str, int]:
         """Returns (the node's id in Ray, its address, a free port)."""
@@ -52,14 +52,14 @@ class RankGroup:
         environment = place.variables()
         if joins:
             environment["RAY_ADDRESS"] = _ray().get_runtime_context().gcs_address
-        self._process = start_group(job, attempt, place.first, environment)
+        self._process = start_group(job.command(sys.executable), attempt, place.first, environment)
 
     def poll(self) -> int | None:
         return self._process.poll() if self._process else None
 
     def signal(self, number: int) -> None:
         if self._process is not None:
-            self._process.signal(number)
+            self._process.send_signal(number)
 
 
 class RayJob(Launcher):
