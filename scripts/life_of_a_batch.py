@@ -120,7 +120,6 @@ BESIDE = {
     ),
     "to check, or when something failed": (
         "engines/inference/engine_calls",
-        "roles/batch_checks",
         "rollout/sample_checks",
     ),
     "for metrics": ("roles/batch_metrics", "rollout/batch_statistics"),

@@ -323,6 +323,26 @@ StageKind = Literal["collect", "score", "check", "pass", "update", "deliver", "k
 `deliver` copies weights to another model; `keep` follows a step; `score` runs inside of `collect`."""
 
 
+def require(batch: TensorDict, field: str, remedy: str) -> None:
+    """Raises `BatchError` if the batch lacks a field that the algorithm needs. ``remedy``: the call that adds it."""
+    if field not in batch.keys():
+        raise BatchError(f"the batch has no {field}, which this algorithm needs; call {remedy} before")
+
+
+def check_age(batch: TensorDict, version: int, bound: int) -> None:
+    """Raises `BatchError` if a token in the loss is more than ``bound`` versions older than ``version``. The rollout marks
+    such tokens as expired when it makes a batch, so this is the last guard."""
+    if "versions" not in batch.keys():
+        return
+    trained = trained_tokens(batch) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
+    age = version - int(batch["versions"][trained].min()) if bool(trained.any()) else 0
+    if age > bound:
+        raise BatchError(
+            f"a trained token is {age} versions old, and max_head_offpolicyness is {bound}; publish weights after each "
+            "ppo_update, or mark older tokens in the field 'expired'"
+        )
+
+
 @dataclass(frozen=True)
 class Declaration:
     """The fields and state that a stage reads and writes.

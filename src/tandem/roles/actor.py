@@ -12,7 +12,9 @@ from tandem.api.batch import (
     BEFORE_UPDATE,
     FORWARD,
     GROUPED,
+    check_age,
     per_token,
+    require,
     select,
     stage,
     trained_tokens,
@@ -24,7 +26,6 @@ from tandem.api.lazy_torch import TensorDict, torch
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import ActorConfig
-from tandem.roles.batch_checks import check_age, require
 from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl, step_metrics
 from tandem.roles.credit import samples_of
 from tandem.roles.parts import AlgorithmParts, choose_parts
@@ -100,19 +101,8 @@ class Actor:
         "advantages",
         reads=("loss_mask", "reward", "group_id", "sample_id", "stop_reason", "in_statistics"),
         adds=("advantages", "dropped", "shaped_reward"),
-        may_read=(
-            "input_ids",
-            "accuracy",
-            "expired",
-            "in_loss",
-            "greedy",
-            "rewards/",
-            "token_rewards",
-            "values",
-            "bootstrap_value",
-            "rollout_logprobs",
-            *BEFORE_UPDATE,
-        ),
+        may_read=("input_ids", "accuracy", "expired", "in_loss", "greedy", "rewards/", "token_rewards", "values")
+        + ("bootstrap_value", "rollout_logprobs", *BEFORE_UPDATE),
         may_add=("returns", "prepared"),
     )
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
