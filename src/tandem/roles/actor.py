@@ -101,8 +101,10 @@ class Actor:
         "advantages",
         reads=("loss_mask", "reward", "group_id", "sample_id", "stop_reason", "in_statistics"),
         adds=("advantages", "dropped", "shaped_reward"),
-        may_read=("input_ids", "accuracy", "expired", "in_loss", "greedy", "rewards/", "token_rewards", "values")
-        + ("bootstrap_value", "rollout_logprobs", *BEFORE_UPDATE),
+        may_read=(
+            *("input_ids", "accuracy", "expired", "in_loss", "greedy", "rewards/", "token_rewards"),
+            *("values", "bootstrap_value", "rollout_logprobs", *BEFORE_UPDATE),
+        ),
         may_add=("returns", "prepared"),
     )
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
