@@ -231,14 +231,15 @@ def save_checkpoint(
     """
     temporary = team.share(lambda: _begin(run, step))
     if temporary is not None:
+        mine = None if run is None else run.checkpoints  # other ranks write nothing but their part of the state
         try:
             # a failure of one rank ends the others before their next collective call
-            with team.together(), _explained(temporary.parent, step):
+            with team.together(), _explained(mine, step):
                 write_model(temporary)
             if write_state is not None:
                 with team.together(), _explained(temporary.parent, step):
                     write_state(temporary / STATE)
-            with team.together(), _explained(temporary.parent, step):
+            with team.together(), _explained(mine, step):
                 if run is not None:
                     save_tokenizer(temporary)
                     if write_state is not None:
@@ -288,12 +289,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path, step: int) -> Iterator[None]:
-    """Turns a disk error in the block into `CheckpointFailed`. ``folder``: that of the checkpoints."""
+def _explained(folder: Path | None, step: int) -> Iterator[None]:
+    """Turns a disk error in the block into `CheckpointFailed`. ``folder``: that of the checkpoints; None: this rank writes
+    nothing, so that an error is none of the checkpoint's disk."""
     try:
         yield
     except Exception as error:  # libraries raise different errors for a full disk
-        if _is_disk_error(error):
+        if folder is not None and _is_disk_error(error):
             complete = checkpoints(folder)
             before = f"the newest complete checkpoint is {complete[-1]}" if complete else "there is no earlier checkpoint"
             raise CheckpointFailed(
