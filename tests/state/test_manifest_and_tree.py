@@ -48,13 +48,15 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
         "rounded": torch.randn(3).bfloat16(),
         "number": numpy.float32(0.5),
         "empty": torch.zeros(0, 3),
+        "strides": {"row": torch.rand(4, 4)[:1, 0], "turned": torch.rand(1, 5).t(), "column": torch.rand(3, 4)[:, 3:]},
     }
     write_tree(Team(), tmp_path / "s", tree)
     found = read_tree(tmp_path / "s")
 
     assert len(list((tmp_path / "s").glob("tensors-*"))) > 1  # more than one file
-    for name in tree["a"]:
-        assert torch.equal(found["a"][name], tree["a"][name]), name
+    for part in ("a", "strides"):
+        for name in tree[part]:
+            assert torch.equal(found[part][name], tree[part][name]), name
     assert torch.equal(found["b"][0], torch.arange(5))
     assert found["b"][1]["c"].view(torch.int32).tolist() == tree["b"][1]["c"].view(torch.int32).tolist()
     assert torch.equal(found["bytes"], tree["bytes"]) and found["rounded"].dtype == torch.bfloat16

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tandem.api.failures import RankFailed
+from tandem.api.state import Parted, TensorPart
 from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
@@ -21,6 +23,7 @@ from tandem.lifecycle.saving import Saving
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import MARK_BYTES
+from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.layouts import batch_of_prompts, engine_on
 from tests.trainers.killing import train
 
@@ -92,7 +95,7 @@ def both_ways(model: Path, root: Path, ranks: int):
     """See `compared`, `failing`, `tolerant`."""
     found = compared(model, root, LAYOUTS[ranks], ranks)
     found = {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
-    found |= {"waited": waited_for(root, model)} if ranks > 1 else {}
+    found |= {"waited": waited_for(root, model), "unlike": unlike(root)} if ranks > 1 else {}
     return found | {"poor": poor(root, model, ranks) if ranks > 1 else baseless(root, model)}
 
 
@@ -201,7 +204,7 @@ def waited_for(root: Path, model: Path):
             run.after_step()
     run.after_step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandem.state.tree._system", lambda: f"machine {dist.get_rank()}")
+        patch.setattr("tandem.state.tree._seen_from_here", lambda file: f"machine {dist.get_rank()}")
         if dist.get_rank() == 1:
             patch.setattr(os, "pwrite", refuse)  # this one writes nothing
         run.progress.step += 1
@@ -210,6 +213,27 @@ def waited_for(root: Path, model: Path):
     one, two = (run.files(step) for step in (1, 2))
     differ = sorted(name for name in one if one[name] != two[name])
     return str(caught.value), run.saved(), differ
+
+
+def unlike(root: Path):
+    """What is read of a state whose first model rank 0 has alone, written by each rank and, as over several machines, by
+    rank 0; then what each rank hears where the part of the last one cannot be had."""
+    rank = dist.get_rank()
+    spread = torch.arange(6.0).view(3, 2)
+    part = TensorPart(spread.t()[rank : rank + 1], (rank, 0), (2, 3))  # strided, with a dimension of one entry
+    alone = TensorPart(spread[:1, 0], (0,), (1,))
+    tree = {"alone": {"x": Parted("x", lambda: [alone])} if rank == 0 else {}, "both": Parted("y", lambda: [part])}
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("one", "several"):
+            write_tree(Team(), root / name, tree)
+            read = read_tree(root / name) if rank == 0 else None
+            found.append(read and (read["alone"]["x"].tolist(), read["both"].tolist()))
+            patch.setattr("tandem.state.tree._seen_from_here", lambda file: f"machine {rank}")
+        missing = Parted("y", lambda: [part] if rank == 0 else [][0])
+        with pytest.raises((RankFailed, IndexError), match="list index out of range"):
+            write_tree(Team(), root / "failed", {"both": missing})
+    return found
 
 
 def poor(root: Path, model: Path, ranks: int):

@@ -1,7 +1,7 @@
 """Memory that other processes of this user can map.
 
-It is an anonymous memory file: it leaves no file behind, does not count against the size of /dev/shm, and is freed when the
-last process that has it open ends, however that happens.
+On Linux it is an anonymous memory file: it leaves no file behind, does not count against the size of /dev/shm, and is freed
+when the last process that has it open ends, however that happens. Elsewhere it is a temporary file on the disk.
 """
 
 import mmap
@@ -20,9 +20,9 @@ class SharedMemory:
         self.size = 0
         try:
             self.fd = os.memfd_create(name)
-            self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+            self.path, self.is_anonymous = f"/proc/{os.getpid()}/fd/{self.fd}", True
         except (AttributeError, OSError):  # another system than Linux, or a sandbox that forbids it
-            self.fd, self.path = tempfile.mkstemp(prefix=name)
+            (self.fd, self.path), self.is_anonymous = tempfile.mkstemp(prefix=name), False
             weakref.finalize(self, os.unlink, self.path)
         weakref.finalize(self, os.close, self.fd)
 

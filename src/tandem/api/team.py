@@ -115,6 +115,14 @@ class Team:
         dist.all_gather_object(objects, own, group=self.group)
         return objects
 
+    def send_to_main(self, tensor: torch.Tensor, source: int) -> None:
+        """Sends a CPU tensor from the rank with index ``source`` to the first rank, which passes a tensor of this size to
+        receive it. The calls of all other ranks do nothing."""
+        if source and self.main:
+            dist.recv(tensor, self._global_rank(source), group=self.group)
+        elif source and self.rank == source:
+            dist.send(tensor, self._global_rank(0), group=self.group)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """A block that every rank enters, and that fails on all of them if it fails on one. Collective at its end.

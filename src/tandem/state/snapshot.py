@@ -70,6 +70,8 @@ class SharedParts:
             OSError: the system reports too little memory. Linux may overcommit and then kill a process during a copy;
                 `tandem plan` includes the memory of the copy.
         """
+        if not self._file.is_anonymous:
+            return  # a file on the disk is no place for a copy; `share` reports it
         self._parts, place = {}, MARK_BYTES
         for name, part in parts.items():
             if part.values.numel():
@@ -90,7 +92,7 @@ class SharedParts:
 
     def offer(self) -> Offer:
         """Returns the description of this rank's memory, for rank 0."""
-        return Offer(self._file.path, self._mark, self.num_bytes, self._parts)
+        return Offer(self._file.path if self._file.is_anonymous else "", self._mark, self.num_bytes, self._parts)
 
     def share(self) -> str | None:
         """Lets rank 0 map the memory of every rank; returns None, or the reason why it cannot. Collective."""

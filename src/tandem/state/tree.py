@@ -10,7 +10,7 @@ import operator
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -58,13 +58,14 @@ def write_tree(team: Team, folder: Path, tree: Mapping[str, Any]) -> None:
         plain, tensors = split(tree)
     places, total = team.share(lambda: _lay_out(folder, plain, tensors))
     written = 0
-    with team.together(), team.whole(_own_parts(team, tensors)) as stream, ExitStack() as stack:
+    with team.together(), team.whole(_parts_to_write(team, folder, tensors)) as stream:
         try:
-            files = [stack.enter_context(path.open("r+b", buffering=0)) for path in sorted(folder.glob(TENSOR_FILES))]
-            for name, part in stream:
-                number, start = places[name]
-                written += _write_part(files[number].fileno(), start, part)
-        except OSError as error:
+            with ExitStack() as stack:
+                files = [stack.enter_context(path.open("r+b", buffering=0)) for path in sorted(folder.glob(TENSOR_FILES))]
+                for name, part in stream:
+                    number, start = places[name]
+                    written += _write_part(files[number].fileno(), start, part)
+        except OSError as error:  # a network file system may report a full disk when a file is closed
             raise NotWritten(str(error)) from error  # of any rank, it is a failure of the disk for all
     if missing := total - sum(team.gather(written)):
         raise RuntimeError(f"the ranks' parts of the state are {missing} bytes short of the whole")
@@ -178,26 +179,53 @@ def _name(dtype: torch.dtype) -> str:
     return str(json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"])
 
 
-def _own_parts(team: Team, tensors: Mapping[str, torch.Tensor | Parted]) -> Iterator[tuple[str, TensorPart]]:
-    """Yields the parts that this rank writes. If the ranks are on several machines, the first rank writes all: a shared
-    folder may lose what one machine writes next to what another one writes into the same file. Collective."""
-    one_machine = len(set(team.gather(_system()))) == 1
-    for name, tensor in tensors.items():
+def _parts_to_write(
+    team: Team, folder: Path, tensors: Mapping[str, torch.Tensor | Parted]
+) -> Iterator[tuple[str, TensorPart]]:
+    """Yields the parts that this rank writes: its own; if not all ranks see the folder on one system, the first rank writes
+    everything, because two machines that write into one file of a shared folder may overwrite each other. Collective."""
+    by_itself = len(set(team.gather(_seen_from_here(folder / PLAIN_FILE)))) == 1
+    for name in tensors if by_itself else team.share(lambda: list(tensors)):  # a model may be on a part of the ranks
         did("save")
-        is_spread, parts = isinstance(tensor, Parted), _parts(tensor)
-        if is_spread and not one_machine:  # copied, because pickling a view would send all of its memory
-            copies = [replace(part, values=part.values.detach().to("cpu", copy=True)) for part in parts]
-            parts = [part for rank in team.gather(copies) for part in rank]
-        if team.main or (is_spread and one_machine):
-            yield from ((name, part) for part in parts if part.values.numel())
+        tensor = tensors.get(name)
+        is_mine = team.main or isinstance(tensor, Parted)
+        if by_itself:
+            parts: Iterable[TensorPart] = _parts(tensor) if tensor is not None and is_mine else ()
+        else:
+            with team.together():  # otherwise the first rank would wait for the parts of a rank that has failed
+                mine = _parts(tensor) if tensor is not None and is_mine else ()
+                sent = [replace(part, values=part.values.detach().cpu().contiguous()) for part in mine]
+            parts = _received(team, sent)
+        yield from ((name, part) for part in parts if part.values.numel())
 
 
-def _system() -> str:
-    """Returns an identifier of the running system; containers of one machine have the same."""
+def _received(team: Team, own: Sequence[TensorPart]) -> Iterator[TensorPart]:
+    """Yields the parts of all ranks on the first rank, which receives one at a time. Collective."""
+    for source, offer in enumerate(team.gather([replace(part, values=part.values.to("meta")) for part in own])):
+        for i, part in enumerate(offer):
+            values = own[i].values if source == team.rank else None
+            if values is None and team.main:
+                values = torch.empty(part.values.shape, dtype=part.values.dtype)
+            if values is not None:
+                team.send_to_main(_bytes_of(values), source)
+            if team.main and values is not None:
+                did("save")
+                yield replace(part, values=values)
+
+
+def _seen_from_here(file: Path) -> tuple[str, int, int] | str:
+    """Returns what tells a file of this system from all others; containers of one machine are one system. If this rank does
+    not see the file, returns something that no other rank returns."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:  # not Linux
-        return socket.gethostname()
+        facts = file.stat()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), facts.st_dev, facts.st_ino
+    except OSError:  # the file, or a system without the identifier
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor. `view` alone refuses odd strides in dimensions of one entry."""
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def _write_part(file: int, start: int, part: TensorPart) -> int:
@@ -208,10 +236,10 @@ def _write_part(file: int, start: int, part: TensorPart) -> int:
     values, strides = part.values.detach().cpu(), torch.empty(part.entries, device="meta").stride()
     divided = max((i for i, size in enumerate(values.shape) if size != part.entries[i]), default=0)
     before = [range(at, at + size) for at, size in zip(part.start, values.shape[:divided], strict=False)]
-    rows = values.reshape(math.prod(values.shape[:divided]), -1).contiguous().view(torch.uint8).numpy()
+    rows = _bytes_of(values.contiguous()).numpy().reshape(math.prod(values.shape[:divided]), -1)
     for index, row in zip(itertools.product(*before), rows, strict=True):
         first = sum(map(operator.mul, (*index, *part.start[divided:]), strides))
-        place, data = start + first * values.itemsize, memoryview(row)
+        place, data = start + first * values.itemsize, memoryview(row.data)
         while data:
             count = os.pwrite(file, data, place)
             place, data = place + count, data[count:]
