@@ -225,9 +225,9 @@ def peak(done):
 
 
 def planned_mib(keys) -> float:
-    """The worst instant of the plan, without the interpreter."""
+    """The worst instant of the plan, with what the heap keeps beside the models in place of the interpreter."""
     config = config_of(keys).config
-    machine = round_machine(process_gib=0.065)
+    machine = round_machine(process_gib=0.032)
     job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
     return Plan(job, machine).peak_gib() * 1024
 
