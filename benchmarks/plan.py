@@ -182,7 +182,7 @@ def said(plans: dict[str, dict[str, float]], results: dict[str, dict[str, Any]])
         (
             f"`python benchmarks/plan.py --out plan.jsonl --write-docs`, {' and '.join(dates)}, {machine.name}, "
             f"{machine.memory_gib:.1f} GiB.",
-            f"Of the {len(unseen)} that nothing was fitted to {len(good)} are within reach.",
+            f"Of the {len(unseen)} measured rows that nothing was fitted to, {len(good)} are within 10 %.",
             "",
             table(plans, results),
         )

@@ -63,7 +63,9 @@ def test_a_run_asked_to_end_finishes_its_step_is_saved_and_goes_on_to_the_same_e
 def test_a_second_request_or_the_end_of_the_grace_ends_it_at_once(sft, fault, more):
     status, said, folder = sft("asked", "before the optimizer step", fault, 2, *more)
     assert seconds_since_the_fault(folder) < 25
-    assert ("step 2 did not end within 1 s (recover.grace_s), and is not saved" in said) == (fault == "in vain")
+    assert ("step 2 and its save did not end within 1 s (recover.grace_s), so it is not saved" in said) == (
+        fault == "in vain"
+    )
     assert status == 130 and not (folder / "checkpoints").exists(), said
     assert info(folder)["status"] == "interrupted" and info(folder)["steps"] == 1
 

@@ -104,7 +104,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
-        """Returns log-probabilities (and entropies), or scores, of the global batch: ``[T]`` in its order, no gradient."""
+        """Computes the global batch without gradient: log-probabilities, with ``entropy`` also entropies, or scores of a
+        scalar head. One value for each token ``[T]``, in the batch's order."""
 
     @abstractmethod
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

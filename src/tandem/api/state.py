@@ -21,7 +21,7 @@ class TensorPart:
     """The part of a tensor that one rank has: a block of the tensor, or of its flattened entries."""
 
     values: torch.Tensor
-    """The block; empty if another rank has the same block."""
+    """The block. If several ranks hold the same block, one of them gives it here, and the others an empty tensor."""
 
     start: tuple[int, ...]
     """Index of the block's first entry in the whole tensor."""

@@ -47,7 +47,7 @@ def make_report(arguments: argparse.Namespace) -> "Report":
     file, _ = split_arguments(arguments.arguments)
     resolved = resolve(arguments, KINDS[arguments.kind])
     machine = _machine(arguments, resolved.config)
-    resolved = decided(resolved, machine=_seats(resolved.config, machine))
+    resolved = decided(resolved, machine=_backend_machine(resolved.config, machine))
     config = resolved.config
     on_gpus = not machine.cpu and isinstance(config, TrainConfig)
     known, read = known_lengths(config, prompt=arguments.prompt_tokens), functools.cache(read_shape)
@@ -83,8 +83,8 @@ def _arithmetic(config: Any, known: RunLengths) -> str:
     return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
 
 
-def _seats(config: Any, machine: Machine) -> allocation.BackendMachine:
-    """Returns the properties of the machine that decide which engine generates."""
+def _backend_machine(config: Any, machine: Machine) -> allocation.BackendMachine:
+    """Returns what `rollout.backend=auto` chooses by: the numbers of GPUs and ranks, and the installed servers."""
     if machine.cpu or not hasattr(config, "rollout"):
         return allocation.BackendMachine()
     ranks = parse_layout(config.actor.backend).ranks

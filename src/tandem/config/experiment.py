@@ -246,8 +246,8 @@ class TrainConfig(BaseConfig):
 
     reward_workers: Workers | None = None
     """Maximum number of worker processes of a reward that uses them (every `def` of yours does), on each rank that
-    generates; null is one per sample of a step on that rank, at most 8 per core and 64 in total. If there are more workers
-    than cores, a call begins only while others wait (sleep, network)."""
+    generates; null is one per sample of a step on that rank, at most 8 per core and 64 in total. Beyond one worker per core,
+    a call begins only while earlier calls are idle (they sleep, or wait for the network)."""
 
     judge: Spec | None = None
     """Your judging service, as `my_file.py:Name`; passed to a workflow, reward or service with an argument `judge`."""

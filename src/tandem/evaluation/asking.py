@@ -1,4 +1,5 @@
-"""Generates and judges samples of rows in an evaluation, each as one episode. A failed sample is a value with a reason.
+"""Generates and judges samples of rows in an evaluation, each as one episode. A sample
+that fails is returned with the reason; nothing is raised.
 
 Rewards that need a model are computed after the episodes, by the models and stages of training.
 """

@@ -49,6 +49,7 @@ def guard(how: str) -> None:
     with own_socket() as asked:
         import ray  # noqa: PLC0415 an extra
 
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ray's workers inherit it, and `ray.cancel` interrupts by it
         context = ray.init(log_to_driver=False, logging_level="warning", **json.loads(how))
         asked.sendall(f"{context.address_info['gcs_address']}\n".encode())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # at its exit, Ray ends the head

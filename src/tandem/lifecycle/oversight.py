@@ -160,9 +160,8 @@ class Oversight:
         if not self._left.wait(self._config.grace_s):
             self._impatient = True
             if self._team.main:
-                words = (
-                    f"step {ACTIVITY.step} did not end within {self._config.grace_s:g} s (recover.grace_s), and is not saved"
-                )
+                grace = f"{self._config.grace_s:g} s (recover.grace_s)"
+                words = f"step {ACTIVITY.step} and its save did not end within {grace}, so it is not saved"
                 _say(f"{words}\n")
             os.kill(os.getpid(), number)
 

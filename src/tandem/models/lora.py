@@ -61,7 +61,8 @@ class LoRALinear(nn.Module):
 
 @dataclass(frozen=True)
 class Drawn:
-    """The initial values of one matrix A, drawn when indexed. All ranks draw the same matrix, whichever part they have."""
+    """The initial values of one matrix A. Indexing draws the whole matrix from its seed and returns rows of it, so every
+    rank sees the same matrix."""
 
     name: str
     shape: torch.Size

@@ -193,17 +193,17 @@ class Chat:
     def _append(self, turns: list[dict[str, Any]], rendered: str, addition: str | None) -> None:
         """Appends turns that the model did not write. ``rendered``: the whole chat. ``addition``: the text that the template
         writes between the last reply and the model's next turn; None if the template has changed earlier text."""
-        messages = [*self.messages, *turns]
         if addition is None:
             self._ended.append(self._tokens)
-            self._tokens = Tokens(*encode(self.tokenizer, rendered, media_of(messages)))
+            self._tokens = Tokens(*encode(self.tokenizer, rendered, media_of([*self.messages, *turns])))
         else:
             if self._tokens.stop_reason == StopReason.STOP and self.completion_ids:  # it ends with an end-of-turn token
                 end_token = str(self.tokenizer.decode([self.completion_ids[-1]], skip_special_tokens=False))
                 if self.completion_ids[-1] in special_ids(self.tokenizer):
                     addition = addition.removeprefix(end_token)
             self._tokens.add_context(*encode(self.tokenizer, addition, media_of(turns)))
-        self.messages, self._text = messages, rendered
+        self.messages += turns  # in place, because a workflow may hold the list
+        self._text = rendered
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return render(self.tokenizer, messages, add_generation_prompt=True, **self._kwargs)

@@ -109,7 +109,7 @@ def judge_calls(name: str, calls: Sequence[RewardCall]) -> None:
         log.warning("the reward fails on the first row with %s, and such samples are dropped: %s", labels, words)
     elif len(calls) > 2 and len({call.value for call in calls}) == 1:
         log.warning(
-            "reward %s gives %g to an empty, a wrong and the expected answer of the first row: nothing can be learned "
+            "the reward `%s` gives %g to an empty, a wrong and the expected answer of the first row: nothing can be learned "
             "from a constant reward; see `tandem check-reward`",
             name,
             calls[0].value,

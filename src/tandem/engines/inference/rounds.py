@@ -24,8 +24,8 @@ from tandem.models.tokenizer import load_tokenizer
 Finished = list[Result]
 
 _EAGER_PREFILL = 4
-"""Decode waits while sequences without a first token number more than 1/4 of the decoding ones, because a step costs nearly
-the same for few sequences as for many."""
+"""Decoding waits while more than a quarter as many sequences are without a first token as are decoding, because a step costs
+nearly the same for few sequences as for many."""
 
 
 class Rounds:

@@ -28,7 +28,7 @@ from tandem.launch.local import EXIT_INTERRUPTED, each_request_once
 from tandem.launch.watch import LaunchEnd
 
 FOLDER = "launch"
-"""Name of the folder in the run's folder that has a folder for each attempt."""
+"""Name of the subfolder of a run's folder that holds one folder for each attempt."""
 
 LOG, END = "rank-{rank}.log", "end-{rank}.json"
 ATTEMPT = "TANDEM_ATTEMPT"

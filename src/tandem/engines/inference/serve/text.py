@@ -130,8 +130,8 @@ class Tokenizers:
     """
 
     def __init__(self, folder: Path, *, max_long: int = 16, intake: MediaIntake | None = None):
-        """``max_long``: most long texts that are tokenised or wait; further ones are refused. ``intake``: reads images and
-        sounds, for a model that takes them."""
+        """``max_long``: at most so many long texts are tokenised or queued at a time; further ones are refused. ``intake``:
+        reads images and sounds, for a model that takes them."""
         self.decoder = load_tokenizer(folder)
         self._short = _Encoder(load_tokenizer(folder), "tokenizer")
         self._long = _Encoder(load_tokenizer(folder), "long-tokenizer")

@@ -450,7 +450,8 @@ class ServerProtocol(ABC):
             self.by_group.send(self._joined)
 
     def _joined(self) -> WeightGroup:
-        """Makes both ends of a new group. Called only if `lacks_to_join` returned None."""
+        """Makes the process group for weights, in this process and in the server. Called only if `lacks_to_join` returned
+        None."""
         raise NotImplementedError(f"{self.maker} joins no group")
 
     def leave_group(self, *, tell: bool) -> None:
