@@ -1,7 +1,8 @@
 # `make train` and `make test` need Python 3.11 or newer, git and make, and make everything else themselves.
 PYTHON ?= python3
 VENV ?= .venv
-TEST_WORKERS ?= 2
+# three on two cores, because tests also wait for processes that they start
+TEST_WORKERS ?= 3
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed

@@ -115,6 +115,7 @@ def test_a_folder_that_is_not_there_is_named():
         ("mine:Judge", "reward", "reward=mine.py:Judge"),
         ("mine.py", "workflow", "workflow=mine.py:score"),
         ("mine.skore", "reward", "reward=mine.py:score"),
+        ("./mine.py", "reward", "reward=mine.py:score"),
     ],
 )
 def test_a_file_without_its_function_is_answered_with_those_it_has(spec, key, write, tmp_path, monkeypatch):

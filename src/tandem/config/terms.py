@@ -162,13 +162,6 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     return terms
 
 
-def _function_of(key: str, file: Path, wanted: str) -> str:
-    """Returns advice: the functions and classes of a user's file, and how to name one; ``wanted``, if the file has it."""
-    names = re.findall(r"^(?:async )?(?:def|class) ([A-Za-z]\w*)", file.expanduser().read_text("utf-8"), re.M)
-    name = wanted if wanted in names else "".join(names[:1]) or "NAME"
-    return f"{file} has: {', '.join(names) or 'nothing'}; write {key}={file}:{name}"
-
-
 def parse_terms(spec: str, key: str = "reward") -> list[Term]:
     """Parses a sum of terms without the checks of `read_terms`: options stay knobs, and names may occur twice.
 
@@ -180,13 +173,14 @@ def parse_terms(spec: str, key: str = "reward") -> list[Term]:
         return [Term(text)]
     if key in ("reward", "partner") and text and _is_file(f"{text}/config.json"):
         return [Term("model", knobs={"path": text})]
-    if text.endswith(".py") and _is_file(text):
-        raise ConfigError(f"{key} {spec!r} names no function of this file: {_function_of(key, Path(text), '')}")
-    if key in ("reward", "partner") and re.fullmatch(r"[^\s*()]*/[\w.-]+/?", text):
+    if key in ("reward", "partner") and re.fullmatch(r"[^\s*()]*/[\w.-]+/?", text) and not _is_file(text):
         raise ConfigError(f"{key} {spec!r} looks like the folder of a model, and there is no {text.rstrip('/')}/config.json")
     bare = re.fullmatch(r"(.+)[.:](\w+)", text)  # my_file.py, my_file.name or my_file:name
     if bare and _is_file(f"{bare[1]}.py"):
-        raise ConfigError(f"{key} {spec!r}: {_function_of(key, Path(f'{bare[1]}.py'), bare[2])}")
+        file = Path(f"{bare[1]}.py")
+        names = re.findall(r"^(?:async )?(?:def|class) ([A-Za-z]\w*)", file.expanduser().read_text("utf-8"), re.M)
+        name = bare[2] if bare[2] in names else "".join(names[:1]) or "NAME"
+        raise ConfigError(f"{key} {spec!r}: {file} has: {', '.join(names) or 'nothing'}; write {key}={file}:{name}")
     files: list[str] = []
 
     def name_file(match: re.Match[str]) -> str:
