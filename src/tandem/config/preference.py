@@ -116,8 +116,8 @@ class DistillConfig(BaseConfig):
 
     reward_workers: Workers | None = None
     """Maximum number of worker processes of a reward that uses them (every `def` of yours does); null is one per sample of a
-    step, at most 8 per core and 64 in total. If there are more workers than cores, a call begins only while others wait
-    (sleep, network)."""
+    step, at most 8 per core and 64 in total. Beyond one worker per core, a call begins only while earlier calls are idle
+    (they sleep, or wait for the network)."""
 
     gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1))
     """Sampling parameters."""

@@ -1,6 +1,6 @@
 """The conductor of `runner=ray`: calls stages in the workers of their pools (`tandem.flow.on_ray`).
 
-The step passes on a batch of references (`Promised`), whose fields are computed in the workers, and does not read it.
+The step hands a batch of references (`Promised`) from stage to stage without reading it; the workers compute the fields.
 """
 
 import time

@@ -226,7 +226,7 @@ class WeightPublisher:
         return WeightUpdate(version, delivery.source, delivery.digests, adapter, delivery.key)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the digests of all versions, whether they are of adapters alone, and the contents of the archive."""
+        """Returns the digests of all versions, the contents of the archive, and if only adapters are published."""
         digests = [[number, version.digest] for number, version in self._history.items()]
         archived = None if self._archive is None else self._archive.state_dict()
         state = {"number": self._version.number, "digests": digests, "key": self._key, "kept": archived}

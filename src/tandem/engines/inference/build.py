@@ -78,7 +78,7 @@ class ServerTerms:
 
 
 class Kind(NamedTuple):
-    """Functions that start and attach a server of one kind; None if that is not possible."""
+    """The functions for one kind of server; each is None if this kind cannot do it."""
 
     start: Callable[[ServerTerms, str], InferenceEngine] | None
     """Starts a server under a name that is unique in the run."""

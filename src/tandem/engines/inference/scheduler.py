@@ -110,7 +110,7 @@ class Scheduler:
         return Prefill(tokens, sequence.row, sequence, media=request.media, positions=sequence.positions)
 
     def start(self, sequence: Sequence) -> None:
-        """Adds a sequence to the decoding ones. It has its first token, or its row was filled again after a preemption."""
+        """Adds a sequence to the decoding ones, once it has its first token or its row was filled again after preemption."""
         if not sequence.started:
             sequence.clock.mark("began")
         sequence.started = True
