@@ -1,6 +1,7 @@
 """A rank of a real run: rank 0 writes its second checkpoint slowly beside training, and rank 1 dies meanwhile."""
 
 import atexit
+import itertools
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from tests.trainers.killing import die
 def run(rank: int, folder: Path, seconds: float, arguments: list[str]) -> int:
     """``folder``: of the run; ``seconds``: what the manifest of step 2 takes. When rank 1 died stands in
     ``folder``/died; rank 0 leaves ``folder``/left when it ends by itself."""
-    write, step = checkpoint.write_manifest, Optimizer.step
+    write, step, steps = checkpoint.write_manifest, Optimizer.step, itertools.count(1)
 
     def slow(temporary, run, number, metrics):
         if number == 2:
@@ -24,7 +25,9 @@ def run(rank: int, folder: Path, seconds: float, arguments: list[str]) -> int:
         write(temporary, run, number, metrics)
 
     def dying(self, *arguments, **named):
-        if (folder / "slow").exists():
+        if next(steps) == 3:  # the save of step 2 has begun, and that of step 3 would wait for it
+            while not (folder / "slow").exists():
+                time.sleep(0.01)
             (folder / "died").write_text(str(time.time()))
             die()
         return step(self, *arguments, **named)
