@@ -26,7 +26,9 @@ def run(rank: int, folder: Path, seconds: float, arguments: list[str]) -> int:
 
     def dying(self, *arguments, **named):
         if next(steps) == 3:  # the save of step 2 has begun, and that of step 3 would wait for it
+            deadline = time.monotonic() + 60
             while not (folder / "slow").exists():
+                assert time.monotonic() < deadline, "the save of step 2 did not begin"
                 time.sleep(0.01)
             (folder / "died").write_text(str(time.time()))
             die()
