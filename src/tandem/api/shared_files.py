@@ -71,16 +71,17 @@ def not_written(path: Path, error: OSError) -> NotWritten:
     )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file's text, so that readers see the whole old text or the whole new text, even after a power failure.
+def write_atomically(path: Path, content: str | bytes, folder: Path | None = None) -> None:
+    """Replaces a file's content, so that readers see the whole old one or the whole new one, even after a power failure.
+    ``folder``: where the incomplete file is written, on the same file system; None: beside ``path``.
 
     Raises:
-        OSError: the text could not be written; the file is as it was before.
+        OSError: the content could not be written; the file is as it was before.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = (folder or path.parent) / f".{path.name}.partial"
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -11,7 +11,6 @@ import gzip
 import json
 import logging
 import math
-import os
 import queue
 import re
 import threading
@@ -28,7 +27,7 @@ from tensordict import TensorDict
 from tandem.api.batch import check, select, unpack
 from tandem.api.media import written
 from tandem.api.requests import RequestTiming, StopReason
-from tandem.api.shared_files import json_line
+from tandem.api.shared_files import json_line, write_atomically
 from tandem.api.weights import WeightVersion
 from tandem.api.workflow import Dropped, Group, Sample
 from tandem.config.errors import ConfigError
@@ -474,17 +473,7 @@ class StepRecorder:
         self._sizes[item.step] = len(text) + len(tensors)
 
     def _put(self, path: Path, data: bytes) -> None:
-        """Writes a file atomically. The incomplete file is in the folder of tensors, where no reader looks for lines."""
-        partial = self._run / TENSORS / f".{path.name}.partial"
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        write_atomically(path, data, self._run / TENSORS)  # no reader looks for lines there
 
     def _make_room(self, step: int, size: int) -> bool:
         """Removes the oldest records until this record fits into the budget. Returns False if it never fits."""
