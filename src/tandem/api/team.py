@@ -118,10 +118,11 @@ class Team:
     def send_to_main(self, tensor: torch.Tensor, source: int) -> None:
         """Sends a CPU tensor from the rank with index ``source`` to the first rank, which passes a tensor of this size to
         receive it. The calls of all other ranks do nothing."""
-        if source and self.main:
-            dist.recv(tensor, self._global_rank(source), group=self.group)
-        elif source and self.rank == source:
-            dist.send(tensor, self._global_rank(0), group=self.group)
+        with waiting(OTHER_RANKS):
+            if source and self.main:
+                dist.recv(tensor, self._global_rank(source), group=self.group)
+            elif source and self.rank == source:
+                dist.send(tensor, self._global_rank(0), group=self.group)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of given tokens from hidden states, without holding ``[T, V]`` logits.
 
 Only a chunk of rows of logits exists at a time; the backward pass computes them again. The softmax is computed in float32.
-The reference are torch's operators on float32 copies. For bfloat16 on a CPU, compiled kernels need no copies
+The reference is torch's operators on float32 copies. For bfloat16 on a CPU, compiled kernels need no copies
 (`logit_kernels.cpp`, built by `models/native.py`).
 """
 
